@@ -1,0 +1,9 @@
+//! `prune` removes the weights that matter least from Llama-family checkpoints, layer by layer within a memory budget, and
+//! measures what that cost. The binary is a thin shell over this library; docs/architecture.md shows the rooms.
+
+pub mod bytes;
+pub mod failure;
+pub mod run;
+
+#[cfg(target_endian = "big")]
+compile_error!("safetensors files are little-endian and are read without conversion");

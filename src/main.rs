@@ -1,0 +1,3 @@
+//! The binary: hands its arguments to the library.
+
+fn main() {}

@@ -1,0 +1,194 @@
+//! `run.json`: everything needed to trust, repeat or compare a run. The schema is documented in docs/run-json.md.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::bytes::ByteSize;
+
+/// The version of the schema; raised when a field changes its meaning or goes.
+pub const SCHEMA: u32 = 1;
+
+/// One run, finished.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Manifest {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// The program's version.
+    pub prune_version: String,
+    /// `prune` or `eval`.
+    pub command: String,
+    /// The command line as it was given.
+    pub arguments: Vec<String>,
+    /// When the run began, in seconds since 1970 (UTC).
+    pub started_unix_seconds: u64,
+    /// How long it took.
+    pub seconds: f64,
+    /// What was pruned or measured.
+    pub model: ModelReport,
+    /// How the forward pass was computed.
+    pub arithmetic: Arithmetic,
+    /// The pruning settings, as resolved; absent for `eval`.
+    pub pruning: Option<PruningSettings>,
+    /// The calibration text and samples; absent where the method needs none.
+    pub calibration: Option<Value>,
+    /// Sparsity over all decoder linears, counted from the weights.
+    pub sparsity: Option<SparsityReport>,
+    /// Per layer and matrix, in order.
+    pub layers: Vec<LayerReport>,
+    /// The perplexities measured.
+    pub perplexity: Perplexities,
+    /// The evaluation text and windows; absent without evaluation.
+    pub evaluation: Option<Value>,
+    /// Where hidden states rested: `ram` or `spill`.
+    pub hidden_states: String,
+    /// Time and peak anonymous memory per phase.
+    pub phases: Vec<PhaseReport>,
+    /// The largest of the phases' peaks; absent where the system does not tell.
+    pub peak_anonymous: Option<ByteSize>,
+    /// What was written and how it was verified; absent where nothing was.
+    pub output: Option<OutputReport>,
+    /// Everything the user was warned of.
+    pub warnings: Vec<String>,
+}
+
+/// The checkpoint.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ModelReport {
+    /// The folder, as given.
+    pub path: String,
+    /// Hash over the headers of all shards: the same names, shapes, dtypes and layout.
+    pub identity: String,
+    /// `config.json` as understood.
+    pub config: Value,
+    /// Weights in all tensors.
+    pub parameters: u64,
+    /// Bytes in all tensors.
+    pub bytes: ByteSize,
+}
+
+/// The path arithmetic took; mask hashes are comparable only between equal paths.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Arithmetic {
+    /// `cpu`.
+    pub device: String,
+    /// The dtype of the forward pass.
+    pub dtype: String,
+    /// Whose products.
+    pub kernel: String,
+    /// The CPU features the kernel may use here.
+    pub cpu_features: Vec<String>,
+    /// Worker threads; does not change results.
+    pub threads: usize,
+}
+
+/// What was asked of the weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PruningSettings {
+    /// `--prune-method`.
+    pub method: String,
+    /// `--sparsity-ratio`, or N/M.
+    pub sparsity_ratio: f64,
+    /// `unstructured` or N:M.
+    pub sparsity_type: String,
+    /// `--use-variant`.
+    pub use_variant: bool,
+    /// `--include`, as given.
+    pub include: Vec<String>,
+    /// `--exclude`, as given.
+    pub exclude: Vec<String>,
+    /// Matrices chosen.
+    pub matrices: usize,
+    /// Decoder linears in the model.
+    pub matrices_in_model: usize,
+    /// Per layer where `--layer-ratios` was given.
+    pub layer_ratios: Option<Vec<f64>>,
+    /// What calibration samples carry on: always `pruned`, the output of pruned layers.
+    pub propagate: String,
+}
+
+/// Zeros over the decoder's linears.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct SparsityReport {
+    /// Zeros after pruning.
+    pub zeros: u64,
+    /// Zeros that were there before.
+    pub zeros_before: u64,
+    /// Weights.
+    pub weights: u64,
+    /// `zeros / weights`, the original's "sparsity sanity check".
+    pub ratio: f64,
+}
+
+/// One decoder layer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LayerReport {
+    /// Its index, from 0.
+    pub layer: usize,
+    /// Time in this layer, all streams of the editor.
+    pub seconds: f64,
+    /// Zeros over weights of its seven linears.
+    pub sparsity: f64,
+    /// Its matrices, in the order of the reference.
+    pub matrices: Vec<MatrixReport>,
+}
+
+/// One matrix.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MatrixReport {
+    /// The module's name: `model.layers.0.self_attn.q_proj`.
+    pub name: String,
+    /// [out_features, in_features].
+    pub shape: [usize; 2],
+    /// Zeros before.
+    pub zeros_before: u64,
+    /// Zeros after.
+    pub zeros: u64,
+    /// Weights chosen by the mask; absent where the matrix was left alone.
+    pub pruned: Option<u64>,
+    /// SHA-256 of the packed mask; absent where the matrix was left alone.
+    pub mask_sha256: Option<String>,
+}
+
+/// Dense and pruned, where measured.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Perplexities {
+    /// Of the source's weights.
+    pub dense: Option<PerplexityReport>,
+    /// Of the weights as written.
+    pub pruned: Option<PerplexityReport>,
+}
+
+/// A perplexity with what it was measured over.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PerplexityReport {
+    /// exp of the mean over windows of the mean next-token loss; `null` in JSON where it is not finite.
+    pub perplexity: f64,
+    /// Mean loss over windows, in nat.
+    pub mean_loss: f64,
+    /// Standard error of the mean over windows, in nat; 0 for a single window.
+    pub standard_error: f64,
+    /// Windows.
+    pub windows: usize,
+    /// Tokens per window.
+    pub seqlen: usize,
+}
+
+/// What a phase cost.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PhaseReport {
+    /// Its name.
+    pub phase: String,
+    /// Wall time, added over the layers.
+    pub seconds: f64,
+    /// Peak anonymous memory of the process while it ran; absent where the system does not tell.
+    pub peak_anonymous: Option<ByteSize>,
+}
+
+/// What was written.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct OutputReport {
+    /// The model folder.
+    pub model: String,
+    /// What was read back and compared.
+    pub verification: Value,
+}
