@@ -2,6 +2,8 @@
 //! measures what that cost. The binary is a thin shell over this library; docs/architecture.md shows the rooms.
 
 pub mod bytes;
+pub mod checkpoint;
+pub mod demo;
 pub mod failure;
 pub mod run;
 

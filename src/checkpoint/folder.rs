@@ -1,0 +1,209 @@
+//! Which safetensors files a folder holds, and why a folder is refused.
+//!
+//! Only names are looked at here; the files themselves are opened by `source`. Pickled weights are never opened: loading a
+//! pickle can run code.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Component, Path};
+
+use serde::Deserialize;
+
+use super::{INDEX_FILE, SINGLE_FILE};
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+
+/// An index is JSON of a line per tensor; more than this is not one.
+const MAX_INDEX_BYTES: u64 = 100_000_000;
+
+/// The weights of a folder, by name.
+#[derive(Debug)]
+pub(super) struct FolderWeights {
+    /// Shard file names, sorted.
+    pub(super) shards: Vec<String>,
+    /// Tensor → shard, where there is an index; empty for a single file.
+    pub(super) weight_map: BTreeMap<String, String>,
+}
+
+/// The part of `model.safetensors.index.json` that matters here.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+/// Looks for `model.safetensors.index.json`, then `model.safetensors`.
+///
+/// Fails when the folder is missing or holds no safetensors, when the index is not valid or leads out of the folder, or
+/// when a shard it names is missing.
+pub(super) fn find_weights(folder: &Path) -> anyhow::Result<FolderWeights> {
+    if !folder.exists() {
+        return Err(Failure::new(format!("there is no folder `{}`", folder.display())).into());
+    }
+    if !folder.is_dir() {
+        let failure = Failure::new(format!(
+            "`{}` is a file, not a checkpoint folder",
+            folder.display()
+        ));
+        let parent = folder
+            .parent()
+            .filter(|parent| !parent.as_os_str().is_empty());
+        let parent = parent.unwrap_or(Path::new("."));
+        return Err(failure
+            .hint(format!("pass its folder: `{}`", parent.display()))
+            .into());
+    }
+    if folder.join(INDEX_FILE).is_file() {
+        from_index(folder)
+    } else if folder.join(SINGLE_FILE).is_file() {
+        Ok(FolderWeights {
+            shards: vec![SINGLE_FILE.into()],
+            weight_map: BTreeMap::new(),
+        })
+    } else {
+        Err(no_safetensors(folder)?.into())
+    }
+}
+
+fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
+    let path = folder.join(INDEX_FILE);
+    let bad = |why: &str| Failure::new(format!("cannot read `{}`: {why}", path.display()));
+    let length = fs::metadata(&path)
+        .map_err(|error| bad(&error.to_string()))?
+        .len();
+    if length > MAX_INDEX_BYTES {
+        return Err(bad(&format!("{} are too many for an index", ByteSize(length))).into());
+    }
+    let text = fs::read(&path).map_err(|error| bad(&error.to_string()))?;
+    let Index { weight_map } = serde_json::from_slice(&text).map_err(|error| {
+        bad("it is not a valid index")
+            .detail(error.to_string())
+            .hint("download this file again")
+    })?;
+    if weight_map.is_empty() {
+        return Err(bad("it names no tensors")
+            .hint("download this file again")
+            .into());
+    }
+    let shards: BTreeSet<&String> = weight_map.values().collect();
+    for name in &shards {
+        if !is_plain_name(name) {
+            return Err(bad("it names a file outside its folder")
+                .detail(format!("`{name}`"))
+                .into());
+        }
+        if !name.ends_with(".safetensors") {
+            return Err(bad("it names a file that is not safetensors")
+                .detail(format!("`{name}`"))
+                .into());
+        }
+    }
+    let missing: Vec<&String> = shards
+        .iter()
+        .copied()
+        .filter(|name| !folder.join(name).is_file())
+        .collect();
+    if let Some(first) = missing.first() {
+        return Err(Failure::new(format!(
+            "shard `{first}` is missing in `{}`",
+            folder.display()
+        ))
+        .detail(format!(
+            "the index names {} files, {} of them are missing",
+            shards.len(),
+            missing.len()
+        ))
+        .hint("download the checkpoint again, this file at least")
+        .into());
+    }
+    Ok(FolderWeights {
+        shards: shards.into_iter().cloned().collect(),
+        weight_map,
+    })
+}
+
+/// One ordinary path component, on this platform and on the others.
+fn is_plain_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    let single = matches!(
+        (components.next(), components.next()),
+        (Some(Component::Normal(_)), None)
+    );
+    single && !name.contains(['/', '\\', ':', '\0'])
+}
+
+/// The refusal of a folder without `model.safetensors` and index, by what lies there instead.
+fn no_safetensors(folder: &Path) -> anyhow::Result<Failure> {
+    let cannot_list = |error: std::io::Error| {
+        Failure::new(format!("cannot list `{}`", folder.display())).detail(error.to_string())
+    };
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).map_err(cannot_list)? {
+        names.push(
+            entry
+                .map_err(cannot_list)?
+                .file_name()
+                .to_string_lossy()
+                .into_owned(),
+        );
+    }
+    names.sort();
+    let shown = folder.display();
+    let first_with = |endings: &[&str]| {
+        names
+            .iter()
+            .find(|name| endings.iter().any(|ending| name.ends_with(ending)))
+    };
+    if names.is_empty() {
+        return Ok(Failure::new(format!("the folder `{shown}` is empty")));
+    }
+    if let Some(found) = first_with(&[".safetensors"]) {
+        return Ok(Failure::new(format!(
+            "`{shown}` holds neither `{SINGLE_FILE}` nor `{INDEX_FILE}`"
+        ))
+        .detail(format!("found `{found}`"))
+        .hint("download the checkpoint again, its index at least"));
+    }
+    if let Some(found) = first_with(&[".bin", ".pth", ".pt", ".ckpt"]) {
+        return Ok(Failure::new(format!("`{shown}` holds pickled weights, and loading a pickle can run code"))
+            .detail(format!("found `{found}`, no safetensors"))
+            .hint(format!(
+                "convert it where you trust it: python -c \"from transformers import AutoModelForCausalLM as M; \
+                 M.from_pretrained('{shown}').save_pretrained('{shown}-safetensors', safe_serialization=True)\""
+            )));
+    }
+    if let Some(found) = first_with(&[".gguf"]) {
+        return Ok(
+            Failure::new(format!("`{shown}` holds GGUF weights, not safetensors"))
+                .detail(format!("found `{found}`"))
+                .hint("use the checkpoint it was converted from"),
+        );
+    }
+    Ok(
+        Failure::new(format!("`{shown}` holds no weights")).detail(format!(
+            "neither `{SINGLE_FILE}` nor `{INDEX_FILE}` is there"
+        )),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plain_file_names_may_stand_in_an_index() {
+        assert!(is_plain_name("model-00001-of-00002.safetensors"));
+        for name in [
+            "../a.safetensors",
+            "/a.safetensors",
+            "a/b.safetensors",
+            "..",
+            ".",
+            "",
+            "c:\\a",
+            "a\\b",
+            "a\0b",
+        ] {
+            assert!(!is_plain_name(name), "{name:?}");
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! The files that travel with the weights byte for byte: config, tokenizer, chat template, licence.
+//!
+//! Without the tokenizer the output is not a model; without the licence it may not be passed on.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::Path;
+
+use super::INDEX_FILE;
+use super::atomic::cannot_write;
+use crate::failure::Failure;
+
+/// The file that makes a folder a model: written last, so that a half-written folder never loads.
+pub(super) const CONFIG_FILE: &str = "config.json";
+
+const NAMES: [&str; 12] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+    INDEX_FILE,
+    CONFIG_FILE,
+];
+
+/// Licences come as `LICENSE`, `LICENSE.txt`, `USE_POLICY.md`, ...
+const PREFIXES: [&str; 3] = ["LICENSE", "USE_POLICY", "NOTICE"];
+
+/// The sidecars present in `folder`, in the order in which they are copied: the index late, `config.json` last.
+///
+/// # Errors
+///
+/// Fails when the folder cannot be listed.
+pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
+    let cannot_list = |error: io::Error| {
+        Failure::new(format!("cannot list `{}`", folder.display())).detail(error.to_string())
+    };
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).map_err(cannot_list)? {
+        let entry = entry.map_err(cannot_list)?;
+        // A name that is not UTF-8 is none of ours.
+        let Ok(name) = entry.file_name().into_string() else {
+            continue;
+        };
+        let known = NAMES.contains(&name.as_str())
+            || PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+        // Through links: the files of the hub's cache are links to blobs.
+        if known && entry.path().is_file() {
+            found.push(name);
+        }
+    }
+    found.sort_by_key(|name| (name == CONFIG_FILE, name == INDEX_FILE, name.clone()));
+    Ok(found)
+}
+
+/// Whether a file of this name is part of a checkpoint as we write it: weights (finished or not), or a sidecar.
+pub fn is_model_file(name: &str) -> bool {
+    let finished = name.strip_suffix(super::PARTIAL_SUFFIX).unwrap_or(name);
+    finished.ends_with(".safetensors")
+        || NAMES.contains(&finished)
+        || PREFIXES.iter().any(|prefix| finished.starts_with(prefix))
+}
+
+/// Copies one file so that it appears whole, and waits until it is on the disk.
+pub(super) fn copy_sidecar(source: &Path, target: &Path, name: &str) -> anyhow::Result<()> {
+    let (from, to) = (source.join(name), target.join(name));
+    let temporary = target.join(format!("{name}{}", super::PARTIAL_SUFFIX));
+    let cannot = |error: io::Error| cannot_write(&to, &error);
+    let mut reader = File::open(&from).map_err(|error| {
+        Failure::new(format!("cannot open `{}`", from.display())).detail(error.to_string())
+    })?;
+    // Not `fs::copy`: it would also copy a read-only mode.
+    let mut writer = File::create(&temporary).map_err(cannot)?;
+    io::copy(&mut reader, &mut writer).map_err(cannot)?;
+    writer.sync_all().map_err(cannot)?;
+    drop(writer);
+    fs::rename(&temporary, &to).map_err(cannot)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sidecars_are_the_known_files_with_config_last() -> anyhow::Result<()> {
+        let folder = tempfile::tempdir()?;
+        let names = [
+            "config.json",
+            "tokenizer.json",
+            "LICENSE.txt",
+            "USE_POLICY.md",
+            "model.safetensors.index.json",
+            "model.safetensors",
+            "consolidated.00.pth",
+            "README.md",
+        ];
+        for name in names {
+            fs::write(folder.path().join(name), name)?;
+        }
+        fs::create_dir(folder.path().join("chat_templates"))?;
+        fs::create_dir(folder.path().join("LICENSES"))?;
+        let expected = [
+            "LICENSE.txt",
+            "USE_POLICY.md",
+            "tokenizer.json",
+            "model.safetensors.index.json",
+            "config.json",
+        ];
+        assert_eq!(sidecars_in(folder.path())?, expected);
+        Ok(())
+    }
+}

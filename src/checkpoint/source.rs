@@ -1,0 +1,309 @@
+//! [`Checkpoint`]: an opened folder. Headers are read once, weights on demand through positioned reads into the
+//! caller's buffer, from any thread.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use safetensors::Dtype;
+use sha2::{Digest, Sha256};
+
+use super::folder::{FolderWeights, find_weights};
+use super::header::{Header, TensorEntry};
+use super::positioned::read_exact_at;
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+
+/// Where weights come from: tensors by name, their bytes by range.
+pub trait WeightSource: Send + Sync {
+    /// Where the tensor `name` lies, if there is one.
+    fn entry(&self, name: &str) -> Option<&TensorEntry>;
+
+    /// Fills `buffer` with the stored bytes of `entry`, from byte `start` of its data. May be called from many threads.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the range leaves the tensor, or the file cannot be read or became shorter.
+    fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()>;
+
+    /// The source, as errors call it.
+    fn place(&self) -> String {
+        "checkpoint".into()
+    }
+
+    /// The file of `entry`, as errors call it.
+    fn file_of(&self, entry: &TensorEntry) -> String {
+        format!("shard {}", entry.shard)
+    }
+
+    /// The tensor `name`, which must be there with this `shape` and be stored as f32, f16 or bf16.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the tensor is missing, has another shape or another dtype; the message names both.
+    fn require(&self, name: &str, shape: &[usize]) -> anyhow::Result<&TensorEntry> {
+        let Some(entry) = self.entry(name) else {
+            return Err(Failure::new(format!("tensor `{name}` is missing in `{}`", self.place()))
+                .detail(format!("expected a tensor of shape {shape:?}"))
+                .hint("check that config.json and the weights belong together, or download them again")
+                .into());
+        };
+        if entry.shape != shape {
+            return Err(Failure::new(format!(
+                "tensor `{name}` in `{}` has the wrong shape",
+                self.file_of(entry)
+            ))
+            .detail(format!(
+                "expected {shape:?} by config.json, found {:?}",
+                entry.shape
+            ))
+            .hint("check that config.json and the weights belong together, or download them again")
+            .into());
+        }
+        if !matches!(entry.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
+            return Err(Failure::new(format!(
+                "tensor `{name}` in `{}` has an unsupported dtype",
+                self.file_of(entry)
+            ))
+            .detail(format!("expected F32, F16 or BF16, found {}", entry.dtype))
+            .hint("use the unquantised checkpoint")
+            .into());
+        }
+        Ok(entry)
+    }
+}
+
+/// One open safetensors file of a checkpoint.
+#[derive(Debug)]
+pub struct Shard {
+    /// Its name in the folder.
+    pub file_name: String,
+    /// Its JSON header as stored, padding included, without the 8 bytes of its length.
+    pub header: Vec<u8>,
+    /// Its length in bytes.
+    pub file_bytes: u64,
+    /// Where the tensors' bytes begin in the file.
+    pub data_start: u64,
+    /// What the file will begin with when it is written again, and whether `format` had to be added.
+    pub(super) output_header: (Vec<u8>, bool),
+    file: File,
+}
+
+/// A checkpoint folder, opened for reading: every header checked, every file kept open.
+#[derive(Debug)]
+pub struct Checkpoint {
+    folder: PathBuf,
+    shards: Vec<Shard>,
+    /// Shard by shard, by offset within one.
+    entries: Vec<TensorEntry>,
+    by_name: HashMap<String, usize>,
+}
+
+impl Checkpoint {
+    /// Opens `folder`, which holds `model.safetensors`, or `model.safetensors.index.json` and its shards. Reads only headers.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the folder or a shard is missing, holds pickles only, or any header disagrees with itself, with the length
+    /// of its file or with the index.
+    pub fn open(folder: &Path) -> anyhow::Result<Self> {
+        let FolderWeights {
+            shards: names,
+            weight_map,
+        } = find_weights(folder)?;
+        let mut shards: Vec<Shard> = Vec::with_capacity(names.len());
+        let mut entries: Vec<TensorEntry> = Vec::new();
+        let mut by_name: HashMap<String, usize> = HashMap::new();
+        for file_name in names {
+            let path = folder.join(&file_name);
+            let (shard, found) = open_shard(&path, file_name, shards.len())?;
+            for entry in found {
+                if let Some(first) = by_name.insert(entry.name.clone(), entries.len()) {
+                    // `first` indexes an entry pushed earlier, whose shard is open.
+                    let other = &shards[entries[first].shard].file_name;
+                    return Err(Failure::new(format!(
+                        "tensor `{}` stands in two files",
+                        entry.name
+                    ))
+                    .detail(format!(
+                        "`{other}` and `{}` in `{}`",
+                        shard.file_name,
+                        folder.display()
+                    ))
+                    .hint("download the checkpoint again into an empty folder")
+                    .into());
+                }
+                entries.push(entry);
+            }
+            shards.push(shard);
+        }
+        for (name, file_name) in &weight_map {
+            let found = by_name
+                .get(name)
+                .map(|&at| shards[entries[at].shard].file_name.as_str());
+            if found != Some(file_name) {
+                let place = found.map_or("no file has it".into(), |other| {
+                    format!("it is in `{other}`")
+                });
+                return Err(Failure::new(format!(
+                    "shard `{file_name}` does not hold tensor `{name}`"
+                ))
+                .detail(format!(
+                    "the index in `{}` says so, but {place}",
+                    folder.display()
+                ))
+                .hint("download the checkpoint again")
+                .into());
+            }
+        }
+        Ok(Self {
+            folder: folder.to_path_buf(),
+            shards,
+            entries,
+            by_name,
+        })
+    }
+
+    /// The folder, as it was given.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The files, sorted by name.
+    pub fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
+    /// Every tensor, in file order.
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorEntry> {
+        self.entries.iter()
+    }
+
+    /// The stored bytes of all tensors, headers not counted.
+    pub fn total_bytes(&self) -> ByteSize {
+        self.entries.iter().map(|entry| ByteSize(entry.bytes)).sum()
+    }
+
+    /// SHA-256 over every shard's name, length and header, in hex: tells two checkpoints apart without reading weights.
+    /// Equal layouts with different weights share it.
+    pub fn identity(&self) -> String {
+        let mut hasher = Sha256::new();
+        for shard in &self.shards {
+            // Lengths first, so that no two lists of shards feed the same bytes.
+            hasher.update((shard.file_name.len() as u64).to_le_bytes());
+            hasher.update(&shard.file_name);
+            hasher.update(shard.file_bytes.to_le_bytes());
+            hasher.update((shard.header.len() as u64).to_le_bytes());
+            hasher.update(&shard.header);
+        }
+        hex(&hasher.finalize())
+    }
+
+    /// The index of the tensor `name` in [`Checkpoint::tensors`].
+    pub(super) fn position(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
+    }
+}
+
+impl WeightSource for Checkpoint {
+    fn entry(&self, name: &str) -> Option<&TensorEntry> {
+        self.position(name).and_then(|at| self.entries.get(at))
+    }
+
+    fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
+        let cannot = |why: String| {
+            Failure::new(format!(
+                "cannot read tensor `{}` from `{}`",
+                entry.name,
+                self.file_of(entry)
+            ))
+            .detail(why)
+        };
+        let end = start
+            .checked_add(buffer.len() as u64)
+            .filter(|&end| end <= entry.bytes);
+        let (Some(_), Some(shard)) = (end, self.shards.get(entry.shard)) else {
+            let length = buffer.len();
+            return Err(cannot(format!(
+                "{length} bytes from {start} leave its {} bytes",
+                entry.bytes
+            ))
+            .into());
+        };
+        let offset = entry.offset + start;
+        read_exact_at(&shard.file, buffer, offset).map_err(|error| {
+            let failure = cannot(format!(
+                "{} bytes at file offset {offset}: {error}",
+                buffer.len()
+            ));
+            match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => failure
+                    .detail("the file became shorter after it was opened")
+                    .hint("run again when nothing else writes to that folder"),
+                _ => failure,
+            }
+        })?;
+        Ok(())
+    }
+
+    fn place(&self) -> String {
+        self.folder.display().to_string()
+    }
+
+    fn file_of(&self, entry: &TensorEntry) -> String {
+        match self.shards.get(entry.shard) {
+            Some(shard) => self.folder.join(&shard.file_name).display().to_string(),
+            None => format!("shard {}", entry.shard),
+        }
+    }
+}
+
+/// Opens one file and lists its tensors by offset.
+fn open_shard(
+    path: &Path,
+    file_name: String,
+    index: usize,
+) -> anyhow::Result<(Shard, Vec<TensorEntry>)> {
+    let cannot = |error: std::io::Error| {
+        Failure::new(format!("cannot open `{}`", path.display())).detail(error.to_string())
+    };
+    let file = File::open(path).map_err(cannot)?;
+    let file_bytes = file.metadata().map_err(cannot)?.len();
+    let header = Header::read(&file, file_bytes, path)?;
+    let data_start = header.data_start();
+    let output_header = header.with_format();
+    let mut entries: Vec<TensorEntry> = header
+        .tensors
+        .into_iter()
+        .map(|(name, info)| TensorEntry {
+            name,
+            dtype: info.dtype,
+            shape: info.shape,
+            shard: index,
+            offset: data_start + info.data_offsets.0 as u64,
+            bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
+        })
+        .collect();
+    entries.sort_by_key(|entry| (entry.offset, entry.bytes));
+    let shard = Shard {
+        file_name,
+        header: header.json,
+        file_bytes,
+        data_start,
+        output_header,
+        file,
+    };
+    Ok((shard, entries))
+}
+
+/// Lower-case hexadecimal digits of `bytes`.
+pub(super) fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes
+        .iter()
+        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+            // Writing to a String cannot fail.
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
+}

@@ -1,0 +1,229 @@
+//! The look at one written tensor, chunk by chunk.
+//!
+//! Per chunk, three things run at once: the file's SHA-256, the tensor's SHA-256, and the look at the elements (zeros, N:M
+//! groups, comparison with the source). Zero means the value 0 of either sign; a *pruned* weight is +0, all bits zero.
+
+use safetensors::Dtype;
+use sha2::{Digest, Sha256};
+
+use super::CHUNK_BYTES;
+use super::header::TensorEntry;
+use super::meter::Meter;
+use super::positioned::read_exact_at;
+use super::source::{Checkpoint, WeightSource};
+use super::verify::{ExpectedMatrix, WrittenShard, WrittenTensor, wrong, wrong_bytes};
+
+/// What to look for in one tensor.
+pub(super) struct Look<'a> {
+    pub(super) matrix: Option<&'a ExpectedMatrix>,
+    /// Where to compare with, in a full check.
+    pub(super) source: Option<&'a Checkpoint>,
+    pub(super) shard: &'a WrittenShard<'a>,
+    pub(super) tensor: &'a WrittenTensor<'a>,
+}
+
+/// What was seen in one tensor.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Looked {
+    pub(super) zeros: u64,
+    pub(super) elements: u64,
+    pub(super) groups: u64,
+}
+
+/// Reads one tensor back, feeding the hash of its file, and fails at the first thing that is wrong with it.
+pub(super) fn check_tensor(
+    look: &Look<'_>,
+    file_hash: &mut Sha256,
+    meter: &mut Meter<'_>,
+) -> anyhow::Result<Looked> {
+    let WrittenTensor {
+        entry,
+        offset,
+        digest,
+        ..
+    } = look.tensor;
+    let chunk_bytes = chunk_bytes(entry, look.matrix);
+    let mut tensor_hash = Sha256::new();
+    let mut looked = Looked::default();
+    let mut first_wrong = None;
+    let (mut chunk, mut original) = (Vec::new(), Vec::new());
+    let mut start = 0;
+    while start < entry.bytes {
+        let length = (entry.bytes - start).min(chunk_bytes);
+        chunk.resize(length as usize, 0);
+        read_exact_at(look.shard.file, &mut chunk, offset + start).map_err(|error| {
+            wrong_bytes(
+                look.shard,
+                format!(
+                    "tensor `{}` at file offset {}: {error}",
+                    entry.name,
+                    offset + start
+                ),
+            )
+        })?;
+        let ((), ((), seen)) = rayon::join(
+            || file_hash.update(&chunk),
+            || {
+                rayon::join(
+                    || tensor_hash.update(&chunk),
+                    || look_at_chunk(look, start, &chunk, &mut original),
+                )
+            },
+        );
+        match seen {
+            Ok(seen) => {
+                looked.zeros += seen.zeros;
+                looked.elements += seen.elements;
+                looked.groups += seen.groups;
+            }
+            // Told below, unless the hash says that the disk is to blame.
+            Err(error) => first_wrong = first_wrong.or(Some(error)),
+        }
+        start += length;
+        meter.add(length);
+    }
+    if tensor_hash.finalize().as_slice() != digest {
+        let end = offset + entry.bytes;
+        let why = format!("tensor `{}` is not what was written", entry.name);
+        return Err(wrong_bytes(look.shard, why)
+            .detail(format!(
+                "its SHA-256 differs, somewhere in file offsets {offset} to {end}"
+            ))
+            .into());
+    }
+    if let Some(error) = first_wrong {
+        return Err(error);
+    }
+    if let Some(zeros) = look.matrix.and_then(|matrix| matrix.zeros)
+        && zeros != looked.zeros
+    {
+        return Err(wrong(
+            look.shard,
+            format!("tensor `{}` has {} zeros", entry.name, looked.zeros),
+        )
+        .detail(format!(
+            "expected {zeros} of {} elements; its data is at file offset {offset}",
+            looked.elements
+        ))
+        .into());
+    }
+    Ok(looked)
+}
+
+/// Whole groups (or elements) per chunk, so that no group is cut; rows are whole numbers of groups, so flat groups are the
+/// groups along the last dimension.
+fn chunk_bytes(entry: &TensorEntry, matrix: Option<&ExpectedMatrix>) -> u64 {
+    let group = matrix
+        .and_then(|matrix| matrix.group)
+        .map_or(1, |(_, m)| m as u64);
+    let unit = group * element_bytes(entry.dtype) as u64;
+    (CHUNK_BYTES as u64 / unit * unit).max(unit)
+}
+
+/// Bytes per element; 1 for the types below a byte, which are only compared.
+fn element_bytes(dtype: Dtype) -> usize {
+    (dtype.bitsize() / 8).max(1)
+}
+
+/// Counts zeros, checks groups and compares with the source; `chunk` begins at byte `start` of the tensor.
+fn look_at_chunk(
+    look: &Look<'_>,
+    start: u64,
+    chunk: &[u8],
+    original: &mut Vec<u8>,
+) -> anyhow::Result<Looked> {
+    let entry = look.tensor.entry;
+    let each = element_bytes(entry.dtype);
+    if let Some(source) = look.source {
+        original.resize(chunk.len(), 0);
+        source.read(entry, start, original)?;
+        let changed = chunk
+            .chunks_exact(each)
+            .zip(original.chunks_exact(each))
+            .position(|(now, before)| now != before && now.iter().any(|&byte| byte != 0));
+        if let Some(at) = changed {
+            let (row, column) = row_and_column(entry, start, at);
+            let offset = look.tensor.offset + start + (at * each) as u64;
+            return Err(wrong(look.shard, format!("tensor `{}` has a changed weight", entry.name))
+                .detail(format!("row {row}, column {column} (file offset {offset}) is neither +0 nor the source's bits"))
+                .into());
+        }
+    }
+    let Some(matrix) = look.matrix else {
+        return Ok(Looked::default());
+    };
+    let mut looked = Looked {
+        elements: (chunk.len() / each) as u64,
+        ..Looked::default()
+    };
+    let Some((n, m)) = matrix.group else {
+        looked.zeros = count_zeros(entry.dtype, chunk);
+        return Ok(looked);
+    };
+    for (index, group) in chunk.chunks_exact(m * each).enumerate() {
+        let zeros = count_zeros(entry.dtype, group);
+        if zeros < n as u64 {
+            let (row, column) = row_and_column(entry, start, index * m);
+            let offset = look.tensor.offset + start + (index * m * each) as u64;
+            return Err(wrong(look.shard, format!("tensor `{}` is not {n}:{m} sparse", entry.name))
+                .detail(format!(
+                    "row {row}, columns {column} to {} (file offset {offset}) hold {zeros} zeros, {n} needed",
+                    column + m - 1
+                ))
+                .into());
+        }
+        looked.zeros += zeros;
+        looked.groups += 1;
+    }
+    Ok(looked)
+}
+
+/// Where element `at` of the chunk that begins at byte `start` stands in a matrix.
+fn row_and_column(entry: &TensorEntry, start: u64, at: usize) -> (usize, usize) {
+    let flat = start as usize / element_bytes(entry.dtype) + at;
+    let columns = entry.shape.last().copied().unwrap_or(1).max(1);
+    (flat / columns, flat % columns)
+}
+
+/// Elements equal to 0, of either sign: all bits but the sign are zero.
+fn count_zeros(dtype: Dtype, bytes: &[u8]) -> u64 {
+    match dtype {
+        Dtype::F32 => {
+            let (words, _) = bytes.as_chunks::<4>();
+            words
+                .iter()
+                .filter(|word| u32::from_le_bytes(**word) & 0x7fff_ffff == 0)
+                .count() as u64
+        }
+        Dtype::F16 | Dtype::BF16 => {
+            let (words, _) = bytes.as_chunks::<2>();
+            words
+                .iter()
+                .filter(|word| u16::from_le_bytes(**word) & 0x7fff == 0)
+                .count() as u64
+        }
+        // `check_expectation` lets no other type through.
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeros_of_either_sign_count_and_denormals_do_not() {
+        let f32s: Vec<u8> = [0.0f32, -0.0, f32::from_bits(1), f32::NAN]
+            .iter()
+            .flat_map(|x| x.to_le_bytes())
+            .collect();
+        assert_eq!(count_zeros(Dtype::F32, &f32s), 2);
+        // +0, -0, the smallest denormal, infinity: the same bits in f16 and (but for infinity) bf16.
+        let halves: Vec<u8> = [0u16, 0x8000, 0x0001, 0x7c00]
+            .iter()
+            .flat_map(|x| x.to_le_bytes())
+            .collect();
+        assert_eq!(count_zeros(Dtype::F16, &halves), 2);
+        assert_eq!(count_zeros(Dtype::BF16, &halves), 2);
+    }
+}

@@ -1,0 +1,283 @@
+//! [`CheckpointWriter`]: writes a checkpoint with the layout of its source, tensor by tensor, in any order.
+//!
+//! Names, dtypes, shapes and shards stay, so the headers are known before the first weight: `create` allocates every file as
+//! `<name>.partial` in its final size (a full disk is found before the work, not after), `write` puts a tensor in its place,
+//! `finish` copies the rest verbatim, reads everything back, and only then gives the files their names, `config.json` last.
+//! Killed at any moment, the target folder does not load as a model.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+use super::atomic::{cannot_write, sync_folder};
+use super::header::TensorEntry;
+use super::meter::Meter;
+use super::positioned::write_all_at;
+use super::sidecars::{CONFIG_FILE, copy_sidecar, sidecars_in};
+use super::source::{Checkpoint, WeightSource};
+use super::target::{OutputShard, allocate, refuse_other_weights, refuse_source_folder};
+use super::verify::{
+    ExpectedMatrix, Verification, VerifyLevel, WrittenShard, WrittenTensor, verify_shards,
+};
+use super::{CHUNK_BYTES, INDEX_FILE};
+use crate::run::Events;
+
+/// Where pruned weights go.
+pub trait WeightSink {
+    /// Writes the whole tensor `name`: its elements in the source's dtype, row-major, little-endian.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the tensor is unknown, `bytes` has another length than the source's tensor, the tensor was written before,
+    /// or the disk refuses.
+    fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()>;
+}
+
+/// What is known of one output tensor, in the order of [`Checkpoint::tensors`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Recorded {
+    /// SHA-256 of the bytes handed to the disk.
+    digest: [u8; 32],
+    /// False where the bytes are the source's.
+    rewritten: bool,
+}
+
+/// Writes the output of one run; see the module's first lines.
+#[derive(Debug)]
+pub struct CheckpointWriter {
+    source: Arc<Checkpoint>,
+    target: PathBuf,
+    shards: Vec<OutputShard>,
+    recorded: Vec<Option<Recorded>>,
+}
+
+impl CheckpointWriter {
+    /// Makes the folder `target` and allocates every file of the output in it. Old `*.partial` files there are replaced.
+    ///
+    /// # Errors
+    ///
+    /// Fails when `target` is the source's folder or lies in it, holds other weights, or has no room for the output; in the
+    /// last case no partial file stays.
+    pub fn create(
+        source: &Arc<Checkpoint>,
+        target: &Path,
+        events: &dyn Events,
+    ) -> anyhow::Result<Self> {
+        refuse_source_folder(source.folder(), target)?;
+        fs::create_dir_all(target).map_err(|error| cannot_write(target, &error))?;
+        let old_partials = refuse_other_weights(source, target)?;
+        for partial in old_partials {
+            fs::remove_file(&partial).map_err(|error| cannot_write(&partial, &error))?;
+        }
+
+        let without_format = source
+            .shards()
+            .iter()
+            .filter(|shard| shard.output_header.1)
+            .count();
+        if without_format > 0 {
+            events.note(format!(
+                "added `\"format\":\"pt\"` to the header of {without_format} of {} files: transformers needs it",
+                source.shards().len()
+            ));
+        }
+        let shards = allocate(source, target, events)?;
+        let recorded = vec![None; source.tensors().count()];
+        Ok(Self {
+            source: Arc::clone(source),
+            target: target.to_path_buf(),
+            shards,
+            recorded,
+        })
+    }
+
+    /// Waits until everything written so far is on the disk: call it before a layer is recorded as done.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the device reports an error.
+    pub fn sync(&self) -> anyhow::Result<()> {
+        for shard in &self.shards {
+            shard
+                .file
+                .sync_all()
+                .map_err(|error| cannot_write(&shard.partial, &error))?;
+        }
+        Ok(())
+    }
+
+    /// Copies what was not written from the source, reads every file back and checks it, then gives the files their names.
+    ///
+    /// The check compares headers and the SHA-256 of every tensor with what was written, counts the zeros of each `expected`
+    /// matrix and its N:M groups; with [`VerifyLevel::Full`] it also compares rewritten tensors with the source, element by
+    /// element. What it reads may come from the page cache.
+    ///
+    /// # Errors
+    ///
+    /// Fails when a file cannot be read or written, or any check fails; then nothing was renamed.
+    pub fn finish(
+        mut self,
+        expected: &[ExpectedMatrix],
+        level: VerifyLevel,
+        events: &dyn Events,
+    ) -> anyhow::Result<Verification> {
+        self.copy_untouched(events)?;
+        self.sync()?;
+        let verification = self.verify(expected, level, events)?;
+        self.publish()?;
+        Ok(verification)
+    }
+
+    /// Copies every tensor that was not written.
+    pub(super) fn copy_untouched(&mut self, events: &dyn Events) -> anyhow::Result<()> {
+        let source = Arc::clone(&self.source);
+        let pending = source
+            .tensors()
+            .zip(&self.recorded)
+            .filter(|(_, recorded)| recorded.is_none());
+        let mut meter = Meter::start(events, "copy", pending.map(|(entry, _)| entry.bytes).sum());
+        let mut buffer = Vec::new();
+        for (at, entry) in source.tensors().enumerate() {
+            if self.recorded[at].is_some() {
+                continue;
+            }
+            let mut hasher = Sha256::new();
+            let mut start = 0;
+            while start < entry.bytes {
+                let length = (entry.bytes - start).min(CHUNK_BYTES as u64);
+                buffer.resize(length as usize, 0);
+                source.read(entry, start, &mut buffer)?;
+                let (written, ()) = rayon::join(
+                    || self.put(entry, start, &buffer),
+                    || hasher.update(&buffer),
+                );
+                written?;
+                start += length;
+                meter.add(length);
+            }
+            self.recorded[at] = Some(Recorded {
+                digest: hasher.finalize().into(),
+                rewritten: false,
+            });
+        }
+        meter.finish();
+        Ok(())
+    }
+
+    /// Reads the partial files back.
+    pub(super) fn verify(
+        &self,
+        expected: &[ExpectedMatrix],
+        level: VerifyLevel,
+        events: &dyn Events,
+    ) -> anyhow::Result<Verification> {
+        let mut shards: Vec<WrittenShard<'_>> = self
+            .shards
+            .iter()
+            .zip(self.source.shards())
+            .map(|(shard, source)| WrittenShard {
+                file_name: &source.file_name,
+                path: &shard.partial,
+                file: &shard.file,
+                header: &shard.header,
+                file_bytes: shard.file_bytes,
+                tensors: Vec::new(),
+            })
+            .collect();
+        for (entry, recorded) in self.source.tensors().zip(&self.recorded) {
+            let Some(recorded) = recorded else {
+                anyhow::bail!("tensor `{}` was neither written nor copied", entry.name);
+            };
+            shards[entry.shard].tensors.push(WrittenTensor {
+                entry,
+                offset: self.output_offset(entry),
+                digest: recorded.digest,
+                rewritten: recorded.rewritten,
+            });
+        }
+        verify_shards(&self.source, &shards, expected, level, events)
+    }
+
+    /// Copies the sidecars and renames the partial files, `config.json` last.
+    fn publish(self) -> anyhow::Result<()> {
+        let Self {
+            source,
+            target,
+            shards,
+            ..
+        } = self;
+        // From here until the end, an older model in this folder must not load with half of the new files.
+        match fs::remove_file(target.join(CONFIG_FILE)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(cannot_write(&target.join(CONFIG_FILE), &error).into());
+            }
+            _ => sync_folder(&target)?,
+        }
+        let sidecars = sidecars_in(source.folder())?;
+        let is_late = |name: &str| name == INDEX_FILE || name == CONFIG_FILE;
+        for name in sidecars.iter().filter(|name| !is_late(name)) {
+            copy_sidecar(source.folder(), &target, name)?;
+        }
+        for (output, shard) in shards.into_iter().zip(source.shards()) {
+            let OutputShard { partial, file, .. } = output;
+            // Windows renames no open file.
+            drop(file);
+            let path = target.join(&shard.file_name);
+            fs::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
+        }
+        sync_folder(&target)?;
+        for name in sidecars.iter().filter(|name| is_late(name)) {
+            copy_sidecar(source.folder(), &target, name)?;
+            sync_folder(&target)?;
+        }
+        Ok(())
+    }
+
+    /// Where the data of `entry` begins in the output; it moves when the header grew.
+    fn output_offset(&self, entry: &TensorEntry) -> u64 {
+        // Entries come from the source, whose shards the output repeats one by one.
+        let header = self.shards[entry.shard].header.len() as u64;
+        header + (entry.offset - self.source.shards()[entry.shard].data_start)
+    }
+
+    fn put(&self, entry: &TensorEntry, start: u64, bytes: &[u8]) -> anyhow::Result<()> {
+        let shard = &self.shards[entry.shard];
+        write_all_at(&shard.file, bytes, self.output_offset(entry) + start).map_err(|error| {
+            cannot_write(&shard.partial, &error)
+                .detail(format!("while writing tensor `{}`", entry.name))
+        })?;
+        Ok(())
+    }
+}
+
+impl WeightSink for CheckpointWriter {
+    fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
+        let source = Arc::clone(&self.source);
+        let (Some(at), Some(entry)) = (source.position(name), source.entry(name)) else {
+            anyhow::bail!("tensor `{name}` is not in `{}`", source.folder().display());
+        };
+        if self.recorded[at].is_some() {
+            anyhow::bail!("tensor `{name}` was written twice");
+        }
+        if bytes.len() as u64 != entry.bytes {
+            anyhow::bail!(
+                "tensor `{name}` has {} bytes, {} were handed over",
+                entry.bytes,
+                bytes.len()
+            );
+        }
+        let (written, digest) = rayon::join(
+            || self.put(entry, 0, bytes),
+            || Sha256::digest(bytes).into(),
+        );
+        written?;
+        self.recorded[at] = Some(Recorded {
+            digest,
+            rewritten: true,
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,389 @@
+//! [`RandomCheckpoint`]: a Llama of any shape with random weights, in the layout transformers writes.
+//!
+//! For speed, memory and format tests at real sizes without a download: a 70B checkpoint is made in the memory of a few
+//! chunks, as fast as the disk takes it. The weights keep the scale of a fresh model (deviation 0.02, the two matrices that
+//! end in the residual stream divided by √(2·layers), GPT-2's rule), so activations stay finite through 80 layers.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+use serde_json::{Value, json};
+
+use super::layout::{self, RandomTensor};
+use super::noise::Noise;
+use super::tokenizer::{BYTE_TOKENS, Tokenizer};
+use crate::bytes::ByteSize;
+use crate::checkpoint::{
+    CHUNK_BYTES, INDEX_FILE, Meter, PARTIAL_SUFFIX, SINGLE_FILE, encode_header, sync_folder,
+    write_atomic,
+};
+use crate::failure::Failure;
+use crate::run::Events;
+
+/// The version whose config.json this one imitates.
+const TRANSFORMERS_VERSION: &str = "4.46.3";
+
+/// One thread's share of a chunk, in bytes: a multiple of every element's size.
+const SHARE_BYTES: usize = 128 << 10;
+
+/// The dtype weights are stored in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoredDtype {
+    /// 32-bit float.
+    F32,
+    /// IEEE half.
+    F16,
+    /// bfloat16.
+    BF16,
+}
+
+impl StoredDtype {
+    fn stored(self) -> Dtype {
+        match self {
+            Self::F32 => Dtype::F32,
+            Self::F16 => Dtype::F16,
+            Self::BF16 => Dtype::BF16,
+        }
+    }
+
+    /// Bytes per element.
+    pub(super) fn element_bytes(self) -> usize {
+        self.stored().bitsize() / 8
+    }
+
+    /// As config.json spells it.
+    fn torch_name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::F16 => "float16",
+            Self::BF16 => "bfloat16",
+        }
+    }
+}
+
+/// The shape of a random Llama; fields are named as in config.json. The default is a model of a few hundred kilobytes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RandomCheckpoint {
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Decoder layers.
+    pub num_hidden_layers: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key and value heads; divides the query heads.
+    pub num_key_value_heads: usize,
+    /// Width of one head; `None` is hidden_size / num_attention_heads.
+    pub head_dim: Option<usize>,
+    /// Rows of the embedding; at least 260 with the built-in tokenizer.
+    pub vocab_size: usize,
+    /// The longest sequence, in tokens.
+    pub max_position_embeddings: usize,
+    /// The base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// `rope_scaling`, written as it is.
+    pub rope_scaling: Option<Value>,
+    /// Without a `lm_head.weight` of its own.
+    pub tie_word_embeddings: bool,
+    /// Biases on q, k, v and o.
+    pub attention_bias: bool,
+    /// Biases on gate, up and down.
+    pub mlp_bias: bool,
+    /// The dtype of every tensor.
+    pub dtype: StoredDtype,
+    /// The data of one file at most; a single larger tensor has a file of its own.
+    pub max_shard: ByteSize,
+    /// Same seed, same shape: same bytes, on any number of threads.
+    pub seed: u64,
+    /// A folder or a `tokenizer.json` to copy the tokenizer from, with the `tokenizer_config.json` beside it; `None` is one
+    /// token per byte.
+    pub tokenizer: Option<PathBuf>,
+}
+
+impl Default for RandomCheckpoint {
+    fn default() -> Self {
+        Self {
+            hidden_size: 64,
+            intermediate_size: 176,
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: None,
+            vocab_size: 320,
+            max_position_embeddings: 512,
+            rope_theta: 10_000.0,
+            rope_scaling: None,
+            tie_word_embeddings: false,
+            attention_bias: false,
+            mlp_bias: false,
+            dtype: StoredDtype::F32,
+            // transformers' default.
+            max_shard: ByteSize(5_000_000_000),
+            seed: 0,
+            tokenizer: None,
+        }
+    }
+}
+
+impl RandomCheckpoint {
+    /// Writes the checkpoint into `target`, which is made, or empty. `config.json` comes last: a folder without it is
+    /// unfinished.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the shape is impossible, `target` holds anything, the tokenizer cannot be read or does not fit the
+    /// vocabulary, or the disk refuses.
+    pub fn write(&self, target: &Path, events: &dyn Events) -> anyhow::Result<()> {
+        self.check()?;
+        let tokenizer = Tokenizer::for_checkpoint(self)?;
+        fs::create_dir_all(target).map_err(|error| cannot_write(target, &error))?;
+        let mut there = fs::read_dir(target).map_err(|error| cannot_write(target, &error))?;
+        if there.next().is_some() {
+            return Err(
+                Failure::new(format!("the folder `{}` is not empty", target.display()))
+                    .hint("choose another folder")
+                    .into(),
+            );
+        }
+
+        let tensors = layout::tensors(self)?;
+        let total: u64 = tensors.iter().map(|tensor| tensor.bytes).sum();
+        let shards = layout::shards(&tensors, self.max_shard);
+        let mut meter = Meter::start(events, "generate", total);
+        let mut weight_map = BTreeMap::new();
+        for (index, shard) in shards.iter().enumerate() {
+            let file_name = shard_name(index, shards.len());
+            let path = target.join(&file_name);
+            if let Err(error) = self.write_shard(&path, shard, &mut meter) {
+                // What fills a disk must not stay on it; the folder was empty, so all of it is ours.
+                for earlier in 0..=index {
+                    let path = target.join(shard_name(earlier, shards.len()));
+                    let _ = fs::remove_file(partial_path(&path));
+                    let _ = fs::remove_file(path);
+                }
+                return Err(cannot_write(&path, &error)
+                    .detail(format!("the checkpoint needs {}", ByteSize(total)))
+                    .into());
+            }
+            let names = shard.iter().map(|tensor| tensor.name.as_str());
+            weight_map.extend(names.map(|name| (name, file_name.clone())));
+        }
+        meter.finish();
+        sync_folder(target)?;
+
+        if shards.len() > 1 {
+            let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+            write_json(target, INDEX_FILE, &index)?;
+        }
+        write_atomic(&target.join("tokenizer.json"), &tokenizer.json)?;
+        if let Some(config) = &tokenizer.config {
+            write_atomic(&target.join("tokenizer_config.json"), config)?;
+        }
+        let Tokenizer { bos, eos, pad, .. } = tokenizer;
+        let generation = json!({
+            "_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad,
+            "transformers_version": TRANSFORMERS_VERSION
+        });
+        write_json(target, "generation_config.json", &generation)?;
+        write_json(target, "config.json", &self.config(bos, eos, pad))
+    }
+
+    /// The width of one head; only for a checked shape.
+    pub(super) fn head_dim(&self) -> usize {
+        self.head_dim
+            .unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        let bad = |why: String| Failure::new(format!("cannot make a random Llama: {why}"));
+        let sizes = [
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("vocab_size", self.vocab_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ];
+        if let Some((name, _)) = sizes.iter().find(|(_, size)| *size == 0) {
+            return Err(bad(format!("{name} is 0")));
+        }
+        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(heads) {
+            return Err(bad(format!(
+                "hidden_size {} is not a multiple of num_attention_heads {heads}",
+                self.hidden_size
+            )));
+        }
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(bad(format!(
+                "num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )));
+        }
+        let head_dim = self.head_dim();
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
+            return Err(bad(format!(
+                "head_dim {head_dim} is not a positive even number, rotary embeddings turn pairs"
+            )));
+        }
+        if self.tokenizer.is_none() && self.vocab_size < BYTE_TOKENS {
+            return Err(bad(format!("vocab_size {} is too small", self.vocab_size))
+                .detail(format!("the byte tokenizer has {} tokens", BYTE_TOKENS)));
+        }
+        Ok(())
+    }
+
+    fn write_shard(
+        &self,
+        path: &Path,
+        tensors: &[RandomTensor],
+        meter: &mut Meter<'_>,
+    ) -> io::Result<()> {
+        let mut start = 0;
+        let infos: Vec<(String, TensorInfo)> = tensors
+            .iter()
+            .map(|tensor| {
+                let end = start + tensor.bytes as usize;
+                let info = TensorInfo {
+                    dtype: self.dtype.stored(),
+                    shape: tensor.shape.clone(),
+                    data_offsets: (start, end),
+                };
+                start = end;
+                (tensor.name.clone(), info)
+            })
+            .collect();
+        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+
+        let partial = partial_path(path);
+        let mut file = File::create(&partial)?;
+        // One chunk is written while the next is made.
+        let (mut ready, mut next) = (encode_header(&metadata, &infos), Vec::new());
+        for tensor in tensors {
+            let mut done = 0;
+            while done < tensor.bytes {
+                let length = (tensor.bytes - done).min(CHUNK_BYTES as u64);
+                next.resize(length as usize, 0);
+                let (written, ()) = rayon::join(
+                    || file.write_all(&ready),
+                    || self.fill(tensor, done, &mut next),
+                );
+                written?;
+                std::mem::swap(&mut ready, &mut next);
+                done += length;
+                meter.add(length);
+            }
+        }
+        file.write_all(&ready)?;
+        file.sync_all()?;
+        drop(file);
+        fs::rename(&partial, path)
+    }
+
+    /// The stored bytes of `tensor` from byte `start`.
+    fn fill(&self, tensor: &RandomTensor, start: u64, bytes: &mut [u8]) {
+        let noise = Noise::new(self.seed, tensor.number);
+        bytes
+            .par_chunks_mut(SHARE_BYTES)
+            .enumerate()
+            .for_each(|(share, bytes)| {
+                let first =
+                    (start + (share * SHARE_BYTES) as u64) / self.dtype.element_bytes() as u64;
+                self.fill_share(tensor, noise, first, bytes);
+            });
+    }
+
+    fn fill_share(&self, tensor: &RandomTensor, noise: Noise, first: u64, bytes: &mut [u8]) {
+        // Converted in blocks: the conversions have vector forms.
+        const BLOCK: usize = 256;
+        let each = self.dtype.element_bytes();
+        let (mut values, mut halves) = ([0f32; BLOCK], [f16::ZERO; BLOCK]);
+        let mut index = first;
+        for block in bytes.chunks_mut(BLOCK * each) {
+            let count = block.len() / each;
+            for (value, at) in values[..count].iter_mut().zip(index..) {
+                *value = noise.normal(at) * tensor.deviation + tensor.mean;
+            }
+            index += count as u64;
+            match self.dtype {
+                StoredDtype::F32 => {
+                    for (out, value) in block.chunks_exact_mut(4).zip(&values) {
+                        out.copy_from_slice(&value.to_le_bytes());
+                    }
+                }
+                StoredDtype::F16 => {
+                    halves[..count].convert_from_f32_slice(&values[..count]);
+                    for (out, half) in block.chunks_exact_mut(2).zip(&halves) {
+                        out.copy_from_slice(&half.to_le_bytes());
+                    }
+                }
+                StoredDtype::BF16 => {
+                    for (out, value) in block.chunks_exact_mut(2).zip(&values) {
+                        out.copy_from_slice(&bf16::from_f32(*value).to_le_bytes());
+                    }
+                }
+            }
+        }
+    }
+
+    fn config(&self, bos: Option<u64>, eos: Option<u64>, pad: Option<u64>) -> Value {
+        json!({
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": self.attention_bias,
+            "attention_dropout": 0.0,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "head_dim": self.head_dim(),
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "mlp_bias": self.mlp_bias,
+            "model_type": "llama",
+            "num_attention_heads": self.num_attention_heads,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_key_value_heads": self.num_key_value_heads,
+            "pad_token_id": pad,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": self.rope_scaling,
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "torch_dtype": self.dtype.torch_name(),
+            "transformers_version": TRANSFORMERS_VERSION,
+            "use_cache": true,
+            "vocab_size": self.vocab_size
+        })
+    }
+}
+
+/// The name transformers gives the file number `index` of `count`.
+fn shard_name(index: usize, count: usize) -> String {
+    match count {
+        1 => SINGLE_FILE.to_owned(),
+        _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+    }
+}
+
+fn partial_path(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(PARTIAL_SUFFIX);
+    PathBuf::from(name)
+}
+
+fn write_json(target: &Path, name: &str, value: &Value) -> anyhow::Result<()> {
+    write_atomic(&target.join(name), format!("{value:#}\n").as_bytes())
+}
+
+fn cannot_write(path: &Path, error: &io::Error) -> Failure {
+    Failure::new(format!("cannot write `{}`", path.display())).detail(error.to_string())
+}
