@@ -3,6 +3,7 @@
 
 pub mod bytes;
 pub mod checkpoint;
+pub mod data;
 pub mod demo;
 pub mod failure;
 pub mod run;

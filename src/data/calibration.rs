@@ -1,0 +1,285 @@
+//! Calibration samples: which stretches of text the statistics are computed from.
+//!
+//! Semantics of SparseGPT's and Wanda's loaders. From a joined text: per sample, a start uniform in [0, T − seqlen − 1].
+//! From documents: per sample, draw a document until one has more than seqlen tokens, then a start uniform in
+//! [0, len − seqlen − 1]. `random.seed(seed)` once; both draw from the same CPython stream, with replacement. Where we
+//! differ: the reference redraws for ever when no document is long enough, we stop and say which length would do.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use anyhow::Result;
+
+use super::cache::TextCache;
+use super::dataset::{DatasetSpec, Source, locate};
+use super::documents::Documents;
+use super::joined::tokenized;
+use super::python_random::PythonRandom;
+use super::{Role, TextProtocol, Tokenizer, digest};
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+use crate::run::{Event, Events};
+
+/// Draws in a row without a fitting document after which we give up. In C4, documents of more than 4096 tokens are of the
+/// order of one in 200, of 8192 one in 1000: a run of this length says that there are none, after seconds to a minute.
+const PATIENCE: usize = 20_000;
+/// Ids kept of documents that fitted, for the case of few, long documents that are drawn again and again: 64 MiB.
+const KEPT_IDS: usize = 16 << 20;
+
+/// The samples, and where they are from.
+#[derive(Debug, Clone)]
+pub struct Calibration {
+    /// Token ids, [nsamples, seqlen] row-major.
+    pub tokens: Vec<u32>,
+    /// Number of samples.
+    pub nsamples: usize,
+    /// Tokens per sample.
+    pub seqlen: usize,
+    /// The first token of each sample within its text or document.
+    pub starts: Vec<u64>,
+    /// The document of each sample, counted from 0; none where the samples are of one joined text.
+    pub documents: Option<Vec<u64>>,
+    /// The record of all this.
+    pub protocol: TextProtocol,
+}
+
+/// Draws `nsamples` samples of `seqlen` tokens.
+///
+/// # Errors
+///
+/// Fails when the text is missing or damaged (see [`super::check`]), has too few tokens for one sample, cannot be tokenized,
+/// or when 20,000 documents drawn in a row are too short.
+pub fn calibration(
+    spec: &DatasetSpec,
+    tokenizer: &Tokenizer,
+    nsamples: usize,
+    seqlen: usize,
+    seed: u64,
+    cache: &TextCache,
+    events: &dyn Events,
+) -> Result<Calibration> {
+    if nsamples == 0 || seqlen == 0 {
+        return Err(Failure::usage(format!(
+            "{nsamples} samples of {seqlen} tokens are no calibration"
+        ))
+        .hint("use --nsamples 128 --seqlen 2048, or smaller numbers above zero")
+        .into());
+    }
+    let tokens = room_for(nsamples, seqlen)?;
+    let source = locate(spec, Role::Calibration)?;
+    let mut samples = Samples {
+        tokens,
+        starts: Vec::new(),
+        documents: Vec::new(),
+        nsamples,
+        seqlen,
+    };
+    let mut random = PythonRandom::new(seed);
+    let protocol = match &source {
+        Source::Documents(path, format) => {
+            let mut documents = Documents::open(path, *format, cache, events)?;
+            let total_tokens =
+                samples.draw_documents(&mut documents, &source, tokenizer, &mut random, events)?;
+            TextProtocol {
+                dataset: source.dataset(spec).to_owned(),
+                path: source.path(),
+                convention: format!(
+                    "{}: {} documents, drawn until one is longer than seqlen, tokenized alone, a window at a uniform start",
+                    source.label(spec, Role::Calibration),
+                    documents.count()
+                ),
+                text_sha256: documents.sha256(),
+                tokenizer_sha256: tokenizer.sha256().to_owned(),
+                total_tokens,
+                ..TextProtocol::default()
+            }
+        }
+        Source::Rows(_) | Source::Plain(_) => {
+            let mut text = tokenized(spec, &source, Role::Calibration, tokenizer, cache, events)?;
+            samples.draw_windows(&text.ids, &source, &mut random)?;
+            text.protocol.convention += ", windows at uniform starts";
+            text.protocol
+        }
+    };
+    let Samples {
+        tokens,
+        starts,
+        documents,
+        ..
+    } = samples;
+    let protocol = TextProtocol {
+        tokens_used: tokens.len() as u64,
+        windows: nsamples as u64,
+        seqlen: seqlen as u64,
+        tokens_sha256: digest::of_ids(&tokens),
+        seed: Some(seed),
+        ..protocol
+    };
+    let documents = matches!(source, Source::Documents(..)).then_some(documents);
+    Ok(Calibration {
+        tokens,
+        nsamples,
+        seqlen,
+        starts,
+        documents,
+        protocol,
+    })
+}
+
+/// Memory for all samples, asked for before any work is done.
+fn room_for(nsamples: usize, seqlen: usize) -> Result<Vec<u32>> {
+    let too_many = || {
+        let bytes = ByteSize::of(nsamples.saturating_mul(seqlen), 4);
+        Failure::new(format!(
+            "no memory for {nsamples} samples of {seqlen} tokens: {bytes}"
+        ))
+        .hint("use fewer --nsamples or a shorter --seqlen")
+    };
+    let mut tokens = Vec::new();
+    let count = nsamples.checked_mul(seqlen).ok_or_else(too_many)?;
+    tokens.try_reserve_exact(count).map_err(|_| too_many())?;
+    Ok(tokens)
+}
+
+/// Samples drawn so far.
+struct Samples {
+    tokens: Vec<u32>,
+    starts: Vec<u64>,
+    documents: Vec<u64>,
+    nsamples: usize,
+    seqlen: usize,
+}
+
+impl Samples {
+    /// Draws all samples from one text of ids.
+    fn draw_windows(
+        &mut self,
+        ids: &[u32],
+        source: &Source,
+        random: &mut PythonRandom,
+    ) -> Result<()> {
+        if ids.len() <= self.seqlen {
+            return Err(Failure::new(format!(
+                "the calibration text is too short for one sample of {} tokens",
+                self.seqlen
+            ))
+            .detail(format!(
+                "`{}` has {} tokens, one more than a sample is needed",
+                source.path(),
+                ids.len()
+            ))
+            .hint(shorter(ids.len(), "name a longer text with --dataset"))
+            .into());
+        }
+        while self.starts.len() < self.nsamples {
+            self.take(ids, random);
+        }
+        Ok(())
+    }
+
+    /// Draws one start in a text of more than seqlen ids and takes the sample there.
+    fn take(&mut self, ids: &[u32], random: &mut PythonRandom) {
+        // The reference's bound is inclusive and one short of the last possible start.
+        let start = random.randint(0, (ids.len() - self.seqlen - 1) as u64) as usize;
+        self.tokens
+            .extend_from_slice(&ids[start..start + self.seqlen]);
+        self.starts.push(start as u64);
+    }
+
+    /// Draws all samples from documents; returns the tokens of the different documents looked at.
+    fn draw_documents(
+        &mut self,
+        documents: &mut Documents,
+        source: &Source,
+        tokenizer: &Tokenizer,
+        random: &mut PythonRandom,
+        events: &dyn Events,
+    ) -> Result<u64> {
+        let started = Instant::now();
+        let phase = "draw documents".to_owned();
+        events.emit(Event::PhaseStarted {
+            phase: phase.clone(),
+            unit: "samples",
+            steps: self.nsamples as u64,
+        });
+        // Token counts of documents seen: drawn again, one that is too short costs nothing.
+        let mut counts: HashMap<u64, usize> = HashMap::new();
+        let mut kept: HashMap<u64, Vec<u32>> = HashMap::new();
+        let mut kept_ids = 0;
+        let mut has_fitting = false;
+        let mut drawn_in_a_row = 0;
+        while self.starts.len() < self.nsamples {
+            // Only where every document is known to be too short, or after a long run of misses.
+            let all_seen = counts.len() as u64 == documents.count();
+            if drawn_in_a_row >= PATIENCE || (all_seen && !has_fitting) {
+                return Err(self.none_fits(&counts, documents.count(), source).into());
+            }
+            drawn_in_a_row += 1;
+            let number = random.randint(0, documents.count() - 1);
+            if counts
+                .get(&number)
+                .is_some_and(|count| *count <= self.seqlen)
+            {
+                continue;
+            }
+            if let Some(ids) = kept.get(&number) {
+                self.take(ids, random);
+            } else {
+                let ids = tokenizer.encode(&documents.text(number)?)?;
+                counts.insert(number, ids.len());
+                if ids.len() <= self.seqlen {
+                    continue;
+                }
+                self.take(&ids, random);
+                if kept_ids + ids.len() <= KEPT_IDS {
+                    kept_ids += ids.len();
+                    kept.insert(number, ids);
+                }
+            }
+            has_fitting = true;
+            drawn_in_a_row = 0;
+            self.documents.push(number);
+            events.emit(Event::Progress {
+                done: self.starts.len() as u64,
+            });
+        }
+        events.emit(Event::PhaseDone {
+            phase,
+            elapsed: started.elapsed(),
+        });
+        Ok(counts.into_values().map(|count| count as u64).sum())
+    }
+
+    /// The failure for documents that are all too short: how many were tried, the longest, and a length that would do.
+    fn none_fits(&self, counts: &HashMap<u64, usize>, available: u64, source: &Source) -> Failure {
+        let mut lengths: Vec<usize> = counts.values().copied().collect();
+        lengths.sort_unstable_by(|a, b| b.cmp(a));
+        let longest = lengths.first().copied().unwrap_or(0);
+        // One document in a hundred is longer than what we propose, so that drawing will not take long.
+        let common = lengths.get(lengths.len() / 100).copied().unwrap_or(0);
+        Failure::new(format!(
+            "found {} of {} documents with more than --seqlen {} tokens",
+            self.starts.len(),
+            self.nsamples,
+            self.seqlen
+        ))
+        .detail(format!(
+            "{} different documents of {available} tried in `{}`",
+            counts.len(),
+            source.path()
+        ))
+        .detail(format!("the longest had {longest} tokens"))
+        .hint(shorter(
+            common.min(self.seqlen),
+            "use a text of long documents, such as --dataset wikitext2:PATH",
+        ))
+    }
+}
+
+/// The hint for a text of `available` tokens: a power of two that fits with a token to spare, or else something else.
+pub(super) fn shorter(available: usize, otherwise: &str) -> String {
+    match available.saturating_sub(1).checked_ilog2() {
+        Some(log) => format!("use --seqlen {}, or {otherwise}", 1usize << log),
+        None => otherwise.to_owned(),
+    }
+}

@@ -1,0 +1,415 @@
+//! Which text a run reads: the value of `--dataset` and `--eval-dataset`, and the files it stands for.
+//!
+//! Three kinds of text are read. *Rows* (WikiText-2) are joined into one text; *documents* (C4, JSON lines, parquet) are
+//! drawn one by one; a *plain* file is one text as it stands. Nothing is downloaded: where the text is missing, the failure
+//! says what to type. The names looked for are those of the published archives and of the hub's repositories.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use anyhow::Result;
+
+use super::Role;
+use super::documents::Format;
+use crate::failure::Failure;
+
+/// The value of `--dataset` or `--eval-dataset`: `wikitext2:PATH`, `c4:PATH`, the bare names, or the path of a file.
+///
+/// Printing one gives back what was parsed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DatasetSpec {
+    name: Option<Name>,
+    path: Option<PathBuf>,
+}
+
+/// The datasets whose layout and conventions we know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Name {
+    Wikitext2,
+    C4,
+}
+
+impl Name {
+    const ALL: [Self; 2] = [Self::Wikitext2, Self::C4];
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Wikitext2 => "wikitext2",
+            Self::C4 => "c4",
+        }
+    }
+
+    /// The split read for a role, by its published name: C4 has no test split.
+    fn split(self, role: Role) -> &'static str {
+        match (role, self) {
+            (Role::Calibration, _) => "train",
+            (Role::Evaluation, Self::Wikitext2) => "test",
+            (Role::Evaluation, Self::C4) => "validation",
+        }
+    }
+}
+
+impl FromStr for DatasetSpec {
+    type Err = Failure;
+
+    fn from_str(text: &str) -> Result<Self, Failure> {
+        let empty = |what: &str| {
+            Failure::usage(what)
+                .hint("write it like wikitext2:PATH, c4:PATH or the path of a text file")
+        };
+        if text.is_empty() {
+            return Err(empty("the dataset is empty"));
+        }
+        for name in Name::ALL {
+            let Some(rest) = text.strip_prefix(name.as_str()) else {
+                continue;
+            };
+            match rest.strip_prefix(':') {
+                Some("") => return Err(empty(&format!("`{text}` has no path after the colon"))),
+                Some(path) => {
+                    return Ok(Self {
+                        name: Some(name),
+                        path: Some(path.into()),
+                    });
+                }
+                None if rest.is_empty() => {
+                    return Ok(Self {
+                        name: Some(name),
+                        path: None,
+                    });
+                }
+                // A file whose name only begins like a dataset's.
+                None => {}
+            }
+        }
+        Ok(Self {
+            name: None,
+            path: Some(text.into()),
+        })
+    }
+}
+
+impl fmt::Display for DatasetSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.name, &self.path) {
+            (Some(name), Some(path)) => write!(f, "{}:{}", name.as_str(), path.display()),
+            (Some(name), None) => f.write_str(name.as_str()),
+            (None, Some(path)) => write!(f, "{}", path.display()),
+            (None, None) => Ok(()),
+        }
+    }
+}
+
+/// Files found for a dataset, and how they are to be read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Source {
+    /// WikiText-2: raw files or parquet parts, in order.
+    Rows(Vec<PathBuf>),
+    /// One file of documents.
+    Documents(PathBuf, Format),
+    /// One file, one text.
+    Plain(PathBuf),
+}
+
+impl Source {
+    /// The dataset's name in run records.
+    pub(super) fn dataset(&self, spec: &DatasetSpec) -> &'static str {
+        match (self, spec.name) {
+            (_, Some(name)) => name.as_str(),
+            (Self::Plain(_), None) => "text",
+            (_, None) => "documents",
+        }
+    }
+
+    /// The dataset and its split, as phases and conventions name them: "wikitext2 train", "c4 validation", "text".
+    pub(super) fn label(&self, spec: &DatasetSpec, role: Role) -> String {
+        match spec.name {
+            Some(name) => format!("{} {}", name.as_str(), name.split(role)),
+            None => self.dataset(spec).to_owned(),
+        }
+    }
+
+    /// The files read, for run records.
+    pub(super) fn path(&self) -> String {
+        match self {
+            Self::Rows(parts) => parts
+                .iter()
+                .map(|part| part.display().to_string())
+                .collect::<Vec<_>>()
+                .join(", "),
+            Self::Documents(path, _) | Self::Plain(path) => path.display().to_string(),
+        }
+    }
+}
+
+/// Finds the files of a dataset for a role: the train split to calibrate, the test (C4: validation) split to evaluate.
+///
+/// # Errors
+///
+/// Fails when no path was given, nothing is there, several files would do, or the file is of a kind we do not read.
+pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
+    let Some(path) = &spec.path else {
+        return Err(no_local_text(spec, role).into());
+    };
+    let path = expand_home(path);
+    let Ok(metadata) = fs::metadata(&path) else {
+        return Err(not_found(spec, &path, role).into());
+    };
+    match spec.name {
+        Some(Name::Wikitext2) if metadata.is_dir() => {
+            Ok(Source::Rows(wikitext_split(&path, role)?))
+        }
+        Some(Name::Wikitext2) => wikitext_file(path, role),
+        Some(Name::C4) => {
+            let file = if metadata.is_dir() {
+                c4_split(&path, role)?
+            } else {
+                path
+            };
+            refuse_unreadable_archives(&file)?;
+            let format = Format::of(&file)?;
+            Ok(Source::Documents(file, format))
+        }
+        None if metadata.is_dir() => Err(Failure::new(format!(
+            "`{}` is a folder, not a text",
+            path.display()
+        ))
+        .hint(format!(
+            "use {0} wikitext2:{1} or {0} c4:{1} if it holds one of these, or name a file",
+            role.flag(),
+            path.display()
+        ))
+        .into()),
+        None => {
+            refuse_unreadable_archives(&path)?;
+            let holds_documents = matches!(
+                extension(&path).as_str(),
+                "jsonl" | "json" | "gz" | "parquet"
+            );
+            if holds_documents {
+                let format = Format::of(&path)?;
+                return Ok(Source::Documents(path, format));
+            }
+            Ok(Source::Plain(path))
+        }
+    }
+}
+
+/// A file given as WikiText-2: raw text or parquet.
+fn wikitext_file(path: PathBuf, role: Role) -> Result<Source> {
+    refuse_unreadable_archives(&path)?;
+    if matches!(extension(&path).as_str(), "json" | "jsonl" | "gz") {
+        return Err(Failure::new(format!(
+            "`{}` does not look like WikiText-2",
+            path.display()
+        ))
+        .detail("expected raw text (wiki.*.raw, wiki.*.tokens) or parquet with a column `text`")
+        .hint(format!(
+            "for a file of documents use {} {}",
+            role.flag(),
+            path.display()
+        ))
+        .into());
+    }
+    Ok(Source::Rows(vec![path]))
+}
+
+/// Finds a split in a folder of WikiText-2. Tried in this order, `train` standing for the split: `wiki.train.raw`,
+/// `wiki.train.tokens`, `wiki.train*.raw` if there is exactly one, `train-*.parquet`, and the same in
+/// `wikitext-2-raw-v1/`.
+fn wikitext_split(folder: &Path, role: Role) -> Result<Vec<PathBuf>> {
+    let split = Name::Wikitext2.split(role);
+    for folder in [folder.to_path_buf(), folder.join("wikitext-2-raw-v1")] {
+        for name in [format!("wiki.{split}.raw"), format!("wiki.{split}.tokens")] {
+            let path = folder.join(name);
+            if path.is_file() {
+                return Ok(vec![path]);
+            }
+        }
+        let cut = matching(&folder, &format!("wiki.{split}"), ".raw");
+        if cut.len() > 1 {
+            return Err(ambiguous(&folder, &cut, split, role, "wikitext2").into());
+        }
+        if !cut.is_empty() {
+            return Ok(cut);
+        }
+        let parts = matching(&folder, &format!("{split}-"), ".parquet");
+        if !parts.is_empty() {
+            all_parts_present(&folder, &parts)?;
+            return Ok(parts);
+        }
+    }
+    let tried = format!(
+        "looked for wiki.{split}.raw, wiki.{split}.tokens, wiki.{split}*.raw and {split}-*.parquet, there and in wikitext-2-raw-v1/"
+    );
+    Err(Failure::new(format!(
+        "no {split} split of WikiText-2 in `{}`",
+        folder.display()
+    ))
+    .detail(tried)
+    .hint(format!(
+        "name the file: {} wikitext2:PATH{}",
+        role.flag(),
+        role.or_not_at_all()
+    ))
+    .into())
+}
+
+/// Finds the shard of C4 in a folder (of the hub's repository, or its `en/`): the one the reference reads, else the only one
+/// of the split.
+fn c4_split(folder: &Path, role: Role) -> Result<PathBuf> {
+    let (split, reference) = match role {
+        Role::Calibration => ("c4-train", "c4-train.00000-of-01024.json.gz"),
+        Role::Evaluation => ("c4-validation", "c4-validation.00000-of-00008.json.gz"),
+    };
+    let folders = [folder.to_path_buf(), folder.join("en")];
+    for folder in &folders {
+        for name in [reference, reference.trim_end_matches(".gz")] {
+            let path = folder.join(name);
+            if path.is_file() {
+                return Ok(path);
+            }
+        }
+    }
+    for folder in &folders {
+        let mut shards = Vec::new();
+        for suffix in [".json.gz", ".jsonl.gz", ".json", ".jsonl", ".parquet"] {
+            shards.extend(matching(folder, split, suffix));
+        }
+        match shards.len() {
+            0 => {}
+            1 => return Ok(shards.remove(0)),
+            _ => return Err(ambiguous(folder, &shards, split, role, "c4").into()),
+        }
+    }
+    Err(Failure::new(format!(
+        "no `{split}` shard of C4 in `{}`",
+        folder.display()
+    ))
+    .detail(format!(
+        "looked for {reference}, unpacked or not, or a single {split}* file, there and in en/"
+    ))
+    .hint(format!(
+        "name the file: {} c4:PATH{}",
+        role.flag(),
+        role.or_not_at_all()
+    ))
+    .into())
+}
+
+/// The files of a folder with such a name, in order of their names.
+fn matching(folder: &Path, prefix: &str, suffix: &str) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return Vec::new();
+    };
+    let mut found: Vec<PathBuf> = entries
+        .flatten()
+        .filter(|entry| {
+            entry
+                .file_name()
+                .to_str()
+                .is_some_and(|name| name.starts_with(prefix) && name.ends_with(suffix))
+        })
+        .map(|entry| entry.path())
+        .filter(|path| path.is_file())
+        .collect();
+    found.sort();
+    found
+}
+
+/// The hub names parts `train-00000-of-00002.parquet`: a missing one would silently give another text.
+fn all_parts_present(folder: &Path, parts: &[PathBuf]) -> Result<()> {
+    let announced = parts.iter().filter_map(|path| {
+        let (_, count) = path.file_stem()?.to_str()?.rsplit_once("-of-")?;
+        count.parse::<usize>().ok()
+    });
+    match announced.max() {
+        Some(count) if count != parts.len() => Err(Failure::new(format!(
+            "parquet parts are missing in `{}`",
+            folder.display()
+        ))
+        .detail(format!(
+            "the names announce {count} parts, {} are there",
+            parts.len()
+        ))
+        .hint("copy all parts of one version into the folder, and no others")
+        .into()),
+        _ => Ok(()),
+    }
+}
+
+/// Kinds of files that would otherwise be taken for text.
+fn refuse_unreadable_archives(path: &Path) -> Result<()> {
+    let extension = extension(path);
+    if matches!(
+        extension.as_str(),
+        "zst" | "bz2" | "xz" | "zip" | "tar" | "tgz" | "7z" | "arrow"
+    ) {
+        return Err(Failure::new(format!(
+            "cannot read a `.{extension}` file: `{}`",
+            path.display()
+        ))
+        .hint("unpack it first; text, .jsonl, .json, .gz of these and .parquet are read")
+        .into());
+    }
+    Ok(())
+}
+
+/// The extension in lower case, empty where there is none.
+fn extension(path: &Path) -> String {
+    path.extension()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .to_ascii_lowercase()
+}
+
+/// Resolves a leading `~/`: the shell does not, behind `wikitext2:`.
+fn expand_home(path: &Path) -> PathBuf {
+    match (path.strip_prefix("~"), std::env::var_os("HOME")) {
+        (Ok(rest), Some(home)) => Path::new(&home).join(rest),
+        _ => path.to_path_buf(),
+    }
+}
+
+/// The failure for a dataset named without a path.
+fn no_local_text(spec: &DatasetSpec, role: Role) -> Failure {
+    let split = spec.name.unwrap_or(Name::Wikitext2).split(role);
+    Failure::new(format!("no local text for `{} {spec}`", role.flag()))
+        .detail("texts are read from disk; nothing is downloaded")
+        .hint(format!(
+            "use {} {spec}:PATH (a file, or a folder with its {split} split){}",
+            role.flag(),
+            role.or_not_at_all()
+        ))
+}
+
+/// The failure for a path that does not exist.
+fn not_found(spec: &DatasetSpec, path: &Path, role: Role) -> Failure {
+    let failure = Failure::new(format!(
+        "no such file or folder for {}: `{}`",
+        role.flag(),
+        path.display()
+    ));
+    let hint =
+        "use wikitext2:PATH, c4:PATH, or the path of a file (text, .jsonl, .jsonl.gz, .parquet)";
+    match spec.name {
+        Some(_) => failure.hint(format!(
+            "check the path after the colon{}",
+            role.or_not_at_all()
+        )),
+        None => failure.hint(format!("{hint}{}", role.or_not_at_all())),
+    }
+}
+
+/// The failure for several files where one was expected.
+fn ambiguous(folder: &Path, found: &[PathBuf], split: &str, role: Role, name: &str) -> Failure {
+    let names = found
+        .iter()
+        .filter_map(|path| path.file_name())
+        .map(|name| name.to_string_lossy().into_owned());
+    Failure::new(format!("several {split} files in `{}`", folder.display()))
+        .detail(format!("found {}", names.collect::<Vec<_>>().join(", ")))
+        .hint(format!("name one of them: {} {name}:PATH", role.flag()))
+}

@@ -1,0 +1,51 @@
+//! SHA-256 in hex, of bytes and of token ids: what the run record states about texts, so that two runs can be compared.
+
+use std::fmt::Write;
+
+use sha2::{Digest, Sha256};
+
+/// SHA-256 of some bytes in lower-case hex, as `sha256sum` prints it.
+pub(super) fn of_bytes(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
+}
+
+/// SHA-256 of ids written as int32, little endian: what `torch.tensor(ids).int().numpy().tobytes()` hashes to.
+pub(super) fn of_ids(ids: &[u32]) -> String {
+    let mut hasher = Sha256::new();
+    for chunk in ids.chunks(4096) {
+        hasher.update(little_endian(chunk));
+    }
+    hex(&hasher.finalize())
+}
+
+/// Ids as the bytes a file holds them in.
+pub(super) fn little_endian(ids: &[u32]) -> Vec<u8> {
+    ids.iter().flat_map(|id| id.to_le_bytes()).collect()
+}
+
+/// Bytes in lower-case hex.
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes
+        .iter()
+        .fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+            write!(text, "{byte:02x}").expect("writing to a String cannot fail");
+            text
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_hash_as_int32_little_endian() {
+        // python: hashlib.sha256(numpy.array([1, 15043, 3186], numpy.int32).tobytes()).hexdigest() equals that of these bytes.
+        let bytes = [1, 0, 0, 0, 0xc3, 0x3a, 0, 0, 0x72, 0x0c, 0, 0];
+        assert_eq!(of_ids(&[1, 15043, 3186]), of_bytes(&bytes));
+        // The published test vector of the standard (FIPS 180-2, "abc").
+        assert_eq!(
+            of_bytes(b"abc"),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+        );
+    }
+}

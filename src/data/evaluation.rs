@@ -1,0 +1,86 @@
+//! Evaluation windows: the text that perplexity is measured on.
+//!
+//! The reference's rule: T tokens give floor(T / seqlen) windows that do not overlap, the tail is dropped, and no
+//! beginning-of-text token is put in again. This is not the word-level perplexity of lm-eval-harness.
+
+use anyhow::Result;
+
+use super::cache::TextCache;
+use super::calibration::shorter;
+use super::dataset::{DatasetSpec, locate};
+use super::joined::{DOCUMENT_WINDOWS, tokenized};
+use super::{Role, TextProtocol, Tokenizer, digest};
+use crate::failure::Failure;
+use crate::run::Events;
+
+/// The windows, and where they are from.
+#[derive(Debug, Clone)]
+pub struct Evaluation {
+    /// Token ids, [windows, seqlen] row-major.
+    pub tokens: Vec<u32>,
+    /// Number of windows.
+    pub windows: usize,
+    /// Tokens per window.
+    pub seqlen: usize,
+    /// The record of all this.
+    pub protocol: TextProtocol,
+}
+
+/// Cuts the evaluation text into windows of `seqlen` tokens, of which the first `max_windows` are kept where that is given.
+///
+/// # Errors
+///
+/// Fails when the text is missing or damaged (see [`super::check`]), has too few tokens for one window, or cannot be
+/// tokenized.
+pub fn evaluation(
+    spec: &DatasetSpec,
+    tokenizer: &Tokenizer,
+    seqlen: usize,
+    max_windows: Option<usize>,
+    cache: &TextCache,
+    events: &dyn Events,
+) -> Result<Evaluation> {
+    if seqlen == 0 || max_windows == Some(0) {
+        return Err(
+            Failure::usage("no windows to evaluate: seqlen or --eval-windows is 0")
+                .hint("use numbers above zero, or --eval none to skip the evaluation")
+                .into(),
+        );
+    }
+    let source = locate(spec, Role::Evaluation)?;
+    let text = tokenized(spec, &source, Role::Evaluation, tokenizer, cache, events)?;
+    let mut tokens = text.ids;
+    let available = tokens.len() / seqlen;
+    if available == 0 {
+        return Err(Failure::new(format!(
+            "the evaluation text is too short for one window of {seqlen} tokens"
+        ))
+        .detail(format!("`{}` has {} tokens", source.path(), tokens.len()))
+        .hint(shorter(
+            tokens.len(),
+            "name a longer text with --eval-dataset, or use --eval none",
+        ))
+        .into());
+    }
+    let most = if text.is_of_documents {
+        DOCUMENT_WINDOWS
+    } else {
+        usize::MAX
+    };
+    let windows = available.min(most).min(max_windows.unwrap_or(usize::MAX));
+    tokens.truncate(windows * seqlen);
+    tokens.shrink_to_fit();
+    let protocol = TextProtocol {
+        tokens_used: tokens.len() as u64,
+        windows: windows as u64,
+        seqlen: seqlen as u64,
+        tokens_sha256: digest::of_ids(&tokens),
+        ..text.protocol
+    };
+    Ok(Evaluation {
+        tokens,
+        windows,
+        seqlen,
+        protocol,
+    })
+}
