@@ -6,6 +6,8 @@ pub mod checkpoint;
 pub mod data;
 pub mod demo;
 pub mod failure;
+pub mod linalg;
+pub mod model;
 pub mod run;
 
 #[cfg(target_endian = "big")]

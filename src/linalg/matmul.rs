@@ -1,0 +1,206 @@
+//! Dense f32 products with strides: the one place that calls the `gemm` crate.
+//!
+//! C = alpha · A·B, A `[rows, inner]`, B `[inner, columns]`, accumulated in f32 along `inner` in an order that depends
+//! on `inner` alone, so that neither the thread count nor the number of rows changes a result.
+
+use gemm::Parallelism;
+
+/// A read-only matrix in a slice: element (i, j) is `values[i * row_stride + j * column_stride]`.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    /// Where the elements lie.
+    pub values: &'a [f32],
+    /// Rows of the matrix.
+    pub rows: usize,
+    /// Columns of the matrix.
+    pub columns: usize,
+    /// Distance between elements of neighbouring rows, in elements.
+    pub row_stride: usize,
+    /// Distance between neighbouring elements of a row, in elements.
+    pub column_stride: usize,
+}
+
+impl<'a> View<'a> {
+    /// A row-major matrix whose rows begin `row_stride` elements apart.
+    pub fn strided(values: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
+        Self {
+            values,
+            rows,
+            columns,
+            row_stride,
+            column_stride: 1,
+        }
+    }
+
+    /// The same elements with rows and columns exchanged; costs nothing.
+    pub fn transposed(self) -> Self {
+        Self {
+            rows: self.columns,
+            columns: self.rows,
+            row_stride: self.column_stride,
+            column_stride: self.row_stride,
+            ..self
+        }
+    }
+
+    fn is_inside(&self) -> bool {
+        self.rows == 0
+            || self.columns == 0
+            || (self.rows - 1) * self.row_stride + (self.columns - 1) * self.column_stride
+                < self.values.len()
+    }
+}
+
+/// Whether a product uses one thread (because the caller is parallel itself) or all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Threads {
+    /// The calling thread alone.
+    One,
+    /// The global pool.
+    All,
+}
+
+/// Writes `alpha * lhs * rhs` to `out`, whose rows begin `out_stride` elements apart and are contiguous within.
+///
+/// # Panics
+/// When shapes do not match or a matrix reaches beyond its slice: that is a bug of the caller, never of input data.
+pub fn matmul(
+    out: &mut [f32],
+    out_stride: usize,
+    alpha: f32,
+    lhs: View<'_>,
+    rhs: View<'_>,
+    threads: Threads,
+) {
+    let (rows, columns, inner) = (lhs.rows, rhs.columns, lhs.columns);
+    assert_eq!(inner, rhs.rows, "inner sizes of a product must match");
+    assert!(
+        lhs.is_inside() && rhs.is_inside(),
+        "a factor reaches beyond its slice"
+    );
+    if rows == 0 || columns == 0 {
+        return;
+    }
+    assert!(
+        columns <= out_stride || rows == 1,
+        "rows of the result would overlap"
+    );
+    assert!(
+        (rows - 1) * out_stride + columns <= out.len(),
+        "the result reaches beyond its slice"
+    );
+    let parallelism = match threads {
+        Threads::One => Parallelism::None,
+        Threads::All => Parallelism::Rayon(rayon::current_num_threads()),
+    };
+    #[expect(unsafe_code, reason = "the gemm crate takes raw pointers")]
+    // SAFETY: the assertions above keep every element of the three matrices inside its slice; `out` is borrowed
+    // mutably and so overlaps neither factor, and its rows do not overlap each other; `read_dst` is false, so the old
+    // content of `out` is not read.
+    unsafe {
+        gemm::gemm(
+            rows,
+            columns,
+            inner,
+            out.as_mut_ptr(),
+            1,
+            out_stride as isize,
+            false,
+            lhs.values.as_ptr(),
+            lhs.column_stride as isize,
+            lhs.row_stride as isize,
+            rhs.values.as_ptr(),
+            rhs.column_stride as isize,
+            rhs.row_stride as isize,
+            0.0,
+            alpha,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pseudo_random(count: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed;
+        (0..count)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+            })
+            .collect()
+    }
+
+    #[test]
+    fn product_equals_the_triple_loop_over_odd_shapes_and_strides() {
+        for (rows, inner, columns) in [
+            (1, 1, 1),
+            (3, 5, 7),
+            (13, 33, 65),
+            (64, 172, 17),
+            (2, 600, 40),
+            (1, 64, 64),
+        ] {
+            let a = pseudo_random(rows * (inner + 2), 1);
+            let b = pseudo_random(columns * inner, 2);
+            let mut out = vec![7.0; rows * (columns + 3)];
+            let lhs = View::strided(&a, rows, inner, inner + 2);
+            let rhs = View::strided(&b, columns, inner, inner).transposed();
+            matmul(&mut out, columns + 3, 0.5, lhs, rhs, Threads::All);
+            for i in 0..rows {
+                for j in 0..columns {
+                    let exact: f64 = (0..inner)
+                        .map(|k| f64::from(a[i * (inner + 2) + k]) * f64::from(b[j * inner + k]))
+                        .sum::<f64>()
+                        * 0.5;
+                    let got = f64::from(out[i * (columns + 3) + j]);
+                    // f32 products of numbers below one half: rounding stays below inner * 2^-24 * 1/4.
+                    assert!(
+                        (exact - got).abs() < 1e-7 * inner as f64,
+                        "({i}, {j}): {exact} {got}"
+                    );
+                }
+                assert_eq!(
+                    out[i * (columns + 3) + columns],
+                    7.0,
+                    "the gap between rows is not touched"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let (rows, inner, columns) = (150, 700, 300);
+        let (a, b) = (
+            pseudo_random(rows * inner, 3),
+            pseudo_random(columns * inner, 4),
+        );
+        let lhs = View::strided(&a, rows, inner, inner);
+        let rhs = View::strided(&b, columns, inner, inner).transposed();
+        let mut one = vec![0.0; rows * columns];
+        let mut all = vec![0.0; rows * columns];
+        matmul(&mut one, columns, 1.0, lhs, rhs, Threads::One);
+        matmul(&mut all, columns, 1.0, lhs, rhs, Threads::All);
+        assert_eq!(one, all);
+    }
+
+    #[test]
+    #[should_panic(expected = "beyond its slice")]
+    fn a_factor_beyond_its_slice_is_caught() {
+        let a = [0.0; 5];
+        matmul(
+            &mut [0.0; 4],
+            2,
+            1.0,
+            View::strided(&a, 2, 3, 3),
+            View::strided(&a, 3, 1, 1),
+            Threads::One,
+        );
+    }
+}

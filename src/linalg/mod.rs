@@ -1,0 +1,19 @@
+//! The numerical floor everything stands on: weights in their stored dtype, products, blocked attention, selection.
+//!
+//! Knows nothing of models, files or pruning methods. All products of the program go through [`Linear`] or
+//! [`matmul::matmul`], so that kernels can change without a layer changing.
+
+pub mod attention;
+pub mod columns;
+pub mod elementwise;
+pub mod kernel;
+pub mod linear;
+pub mod matmul;
+pub mod select;
+pub mod stored;
+pub mod tensor;
+pub mod workspace;
+
+pub use linear::Linear;
+pub use stored::{StoredDtype, StoredMatrix};
+pub use workspace::Workspace;

@@ -1,0 +1,166 @@
+//! The k lowest of many scores, ties to the lower index, without sorting.
+//!
+//! Scores are finite and not negative, so their f32 bit patterns order like the numbers themselves (IEEE 754 §5.10) and
+//! selection works on integers.
+
+/// The bits of a score that is finite and ≥ 0; adding +0 turns a negative zero into a positive one.
+#[inline]
+pub fn key(score: f32) -> u32 {
+    (score + 0.0).to_bits()
+}
+
+/// Calls `pick(index)` for the `count` lowest scores, in ascending index order; among equal scores the lower index goes first.
+///
+/// # Arguments
+/// * `scores`: finite, ≥ 0
+/// * `scratch`: reused between calls
+pub fn lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, mut pick: impl FnMut(usize)) {
+    if count == 0 {
+        return;
+    }
+    if count >= scores.len() {
+        (0..scores.len()).for_each(pick);
+        return;
+    }
+    scratch.clear();
+    scratch.extend(scores.iter().map(|&score| key(score)));
+    let threshold = *scratch.select_nth_unstable(count - 1).1;
+    let below = scores
+        .iter()
+        .filter(|&&score| key(score) < threshold)
+        .count();
+    let mut ties_left = count - below;
+    for (index, &score) in scores.iter().enumerate() {
+        let score = key(score);
+        if score < threshold {
+            pick(index);
+        } else if score == threshold && ties_left > 0 {
+            ties_left -= 1;
+            pick(index);
+        }
+    }
+}
+
+/// Finds the value at a position of the ascending order of very many scores, fed twice, in 512 KiB of memory.
+///
+/// A radix selection: the first pass counts the upper 16 bits of every score, the second the lower 16 bits of those that
+/// share the upper half of the wanted one. Exact, and no copy of the scores is ever made.
+#[derive(Debug, Clone)]
+pub struct Radix {
+    counts: Vec<u64>,
+    upper: Option<u16>,
+}
+
+impl Default for Radix {
+    fn default() -> Self {
+        Self {
+            counts: vec![0; 1 << 16],
+            upper: None,
+        }
+    }
+}
+
+impl Radix {
+    /// Counts scores of the current pass.
+    pub fn feed(&mut self, scores: &[f32]) {
+        for &score in scores {
+            let key = key(score);
+            match self.upper {
+                None => self.counts[(key >> 16) as usize] += 1,
+                Some(upper) if (key >> 16) as u16 == upper => {
+                    self.counts[(key & 0xffff) as usize] += 1
+                }
+                Some(_) => {}
+            }
+        }
+    }
+
+    /// Adds what another counter of the same pass saw.
+    pub fn merge(mut self, other: &Self) -> Self {
+        self.counts
+            .iter_mut()
+            .zip(&other.counts)
+            .for_each(|(count, more)| *count += more);
+        self
+    }
+
+    /// Ends the first pass: returns an empty counter for the second one, and the position that is left to find in it.
+    /// `None` when fewer than `position + 1` scores were fed.
+    pub fn narrow(&self, position: u64) -> Option<(Self, u64)> {
+        let (upper, rest) = self.bucket(position)?;
+        Some((
+            Self {
+                upper: Some(upper),
+                ..Self::default()
+            },
+            rest,
+        ))
+    }
+
+    /// Ends the second pass: the score at `position` of the ascending order, as the first pass left that position.
+    pub fn value(&self, position: u64) -> Option<f32> {
+        let upper = self.upper?;
+        let (lower, _) = self.bucket(position)?;
+        Some(f32::from_bits(u32::from(upper) << 16 | u32::from(lower)))
+    }
+
+    fn bucket(&self, mut position: u64) -> Option<(u16, u64)> {
+        for (bucket, &count) in self.counts.iter().enumerate() {
+            if position < count {
+                return Some((bucket as u16, position));
+            }
+            position -= count;
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn by_stable_sort(scores: &[f32], count: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..scores.len()).collect();
+        order.sort_by(|&a, &b| scores[a].total_cmp(&scores[b]));
+        let mut lowest = order[..count].to_vec();
+        lowest.sort_unstable();
+        lowest
+    }
+
+    #[test]
+    fn ties_go_to_the_lower_index() {
+        let mut picked = Vec::new();
+        lowest(
+            &[1.0, 0.5, 0.5, -0.0, 0.5, 0.0],
+            3,
+            &mut Vec::new(),
+            |index| picked.push(index),
+        );
+        assert_eq!(picked, [1, 3, 5]);
+    }
+
+    proptest! {
+        #[test]
+        fn selection_equals_a_stable_sort(values in prop::collection::vec(0u8..20, 1..200), share in 0.0f64..=1.0) {
+            let scores: Vec<f32> = values.iter().map(|&value| f32::from(value) / 7.0).collect();
+            let count = (scores.len() as f64 * share) as usize;
+            let mut picked = Vec::new();
+            lowest(&scores, count, &mut Vec::new(), |index| picked.push(index));
+            prop_assert_eq!(picked, by_stable_sort(&scores, count));
+        }
+
+        #[test]
+        fn radix_selection_equals_a_sort(scores in prop::collection::vec(0.0f32..1e3, 1..300), share in 0.0f64..1.0) {
+            let position = (scores.len() as f64 * share) as u64;
+            let (left, right) = scores.split_at(scores.len() / 2);
+            let count = |mut radix: Radix, part: &[f32]| { radix.feed(part); radix };
+            let first = count(Radix::default(), left).merge(&count(Radix::default(), right));
+            let (second, rest) = first.narrow(position).unwrap();
+            let second = count(second.clone(), left).merge(&count(second, right));
+            let mut sorted = scores.clone();
+            sorted.sort_by(f32::total_cmp);
+            prop_assert_eq!(second.value(rest), Some(sorted[position as usize]));
+        }
+    }
+}

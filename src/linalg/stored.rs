@@ -1,0 +1,268 @@
+//! A weight matrix in the dtype it has on disk.
+//!
+//! Weights are never converted as a whole: what is written back must be bit-identical to what was read, and an f32 copy
+//! of a bf16 layer would double the memory of the run. Rows are widened to f32 a few at a time where arithmetic needs it.
+
+use anyhow::Result;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+
+/// The element types a weight may be stored in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum StoredDtype {
+    /// IEEE 754 single precision.
+    F32,
+    /// IEEE 754 half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl StoredDtype {
+    /// Bytes per element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// The name used in reports: `f32`, `f16` or `bf16`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Values {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+}
+
+/// A row-major matrix `[rows, columns]` in its stored dtype; for a linear layer `[out_features, in_features]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StoredMatrix {
+    rows: usize,
+    columns: usize,
+    values: Values,
+}
+
+/// Runs `$body` with `$slice` bound to the typed values.
+macro_rules! typed {
+    ($values:expr, $slice:ident => $body:expr) => {
+        match $values {
+            Values::F32($slice) => $body,
+            Values::F16($slice) => $body,
+            Values::Bf16($slice) => $body,
+        }
+    };
+}
+
+fn allocate<T: Clone + bytemuck::Zeroable>(count: usize) -> Result<Vec<T>> {
+    let mut values = Vec::new();
+    values.try_reserve_exact(count).map_err(|_| {
+        Failure::new(format!(
+            "cannot allocate {} for a weight matrix",
+            ByteSize::of(count, size_of::<T>())
+        ))
+    })?;
+    values.resize(count, T::zeroed());
+    Ok(values)
+}
+
+impl StoredMatrix {
+    /// A matrix of zeros, to be filled through [`StoredMatrix::as_bytes_mut`].
+    ///
+    /// # Errors
+    /// Fails when the memory cannot be had.
+    pub fn zeros(dtype: StoredDtype, rows: usize, columns: usize) -> Result<Self> {
+        let count = rows.checked_mul(columns).ok_or_else(|| {
+            Failure::new(format!(
+                "a matrix of {rows} x {columns} elements is larger than memory"
+            ))
+        })?;
+        let values = match dtype {
+            StoredDtype::F32 => Values::F32(allocate(count)?),
+            StoredDtype::F16 => Values::F16(allocate(count)?),
+            StoredDtype::Bf16 => Values::Bf16(allocate(count)?),
+        };
+        Ok(Self {
+            rows,
+            columns,
+            values,
+        })
+    }
+
+    /// Stores f32 values as `dtype`, rounding to nearest even; `values` is row-major `[rows, columns]`.
+    ///
+    /// # Panics
+    /// When `values` does not hold `rows * columns` elements.
+    pub fn from_f32(dtype: StoredDtype, rows: usize, columns: usize, values: &[f32]) -> Self {
+        assert_eq!(
+            values.len(),
+            rows * columns,
+            "a matrix of {rows} x {columns} needs that many values"
+        );
+        let values = match dtype {
+            StoredDtype::F32 => Values::F32(values.to_vec()),
+            StoredDtype::F16 => {
+                Values::F16(values.iter().map(|&value| f16::from_f32(value)).collect())
+            }
+            StoredDtype::Bf16 => {
+                Values::Bf16(values.iter().map(|&value| bf16::from_f32(value)).collect())
+            }
+        };
+        Self {
+            rows,
+            columns,
+            values,
+        }
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// Elements.
+    pub fn elements(&self) -> usize {
+        self.rows * self.columns
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> StoredDtype {
+        match self.values {
+            Values::F32(_) => StoredDtype::F32,
+            Values::F16(_) => StoredDtype::F16,
+            Values::Bf16(_) => StoredDtype::Bf16,
+        }
+    }
+
+    /// The stored bytes, little-endian, row-major.
+    pub fn as_bytes(&self) -> &[u8] {
+        typed!(&self.values, values => bytemuck::cast_slice(values))
+    }
+
+    /// The stored bytes, to be read into.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        typed!(&mut self.values, values => bytemuck::cast_slice_mut(values))
+    }
+
+    /// The values, where they are stored as f32 already.
+    pub fn as_f32(&self) -> Option<&[f32]> {
+        match &self.values {
+            Values::F32(values) => Some(values),
+            _ => None,
+        }
+    }
+
+    /// Widens whole rows, beginning with `first_row`, into `wide`; exact for all three dtypes.
+    ///
+    /// # Panics
+    /// When `wide` is not a whole number of rows or reaches beyond the matrix.
+    pub fn widen_rows(&self, first_row: usize, wide: &mut [f32]) {
+        assert_eq!(
+            wide.len() % self.columns.max(1),
+            0,
+            "only whole rows are widened"
+        );
+        let start = first_row * self.columns;
+        let range = start..start + wide.len();
+        match &self.values {
+            Values::F32(values) => wide.copy_from_slice(&values[range]),
+            Values::F16(values) => values[range].convert_to_f32_slice(wide),
+            Values::Bf16(values) => values[range].convert_to_f32_slice(wide),
+        }
+    }
+
+    /// [`StoredMatrix::widen_rows`] on all threads.
+    pub fn widen_rows_parallel(&self, first_row: usize, wide: &mut [f32]) {
+        const ROWS_AT_ONCE: usize = 16;
+        let columns = self.columns.max(1);
+        wide.par_chunks_mut(ROWS_AT_ONCE * columns)
+            .enumerate()
+            .for_each(|(chunk, wide)| self.widen_rows(first_row + chunk * ROWS_AT_ONCE, wide));
+    }
+
+    /// Writes +0 wherever `is_pruned(row, column)`; all other elements keep their bits.
+    pub fn zero_where(&mut self, is_pruned: impl Fn(usize, usize) -> bool + Sync) {
+        let columns = self.columns.max(1);
+        typed!(&mut self.values, values => {
+            values.par_chunks_mut(columns).enumerate().for_each(|(row, values)| {
+                for (column, value) in values.iter_mut().enumerate() {
+                    if is_pruned(row, column) {
+                        *value = bytemuck::Zeroable::zeroed();
+                    }
+                }
+            });
+        });
+    }
+
+    /// How many elements equal zero (of either sign).
+    pub fn count_zeros(&self) -> u64 {
+        let columns = self.columns.max(1);
+        match &self.values {
+            Values::F32(values) => count_where(values, columns, |value| *value == 0.0),
+            Values::F16(values) => {
+                count_where(values, columns, |value| value.to_bits() & 0x7fff == 0)
+            }
+            Values::Bf16(values) => {
+                count_where(values, columns, |value| value.to_bits() & 0x7fff == 0)
+            }
+        }
+    }
+}
+
+fn count_where<T: Sync>(values: &[T], chunk: usize, is_counted: impl Fn(&T) -> bool + Sync) -> u64 {
+    values
+        .par_chunks(chunk)
+        .map(|chunk| chunk.iter().filter(|value| is_counted(value)).count() as u64)
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn widening_is_exact_and_bytes_round_trip() {
+        let values = [1.0f32, -2.5, 0.0, -0.0, 65504.0, 2f32.powi(-24)];
+        for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
+            let matrix = StoredMatrix::from_f32(dtype, 2, 3, &values);
+            let mut copy = StoredMatrix::zeros(dtype, 2, 3).unwrap();
+            copy.as_bytes_mut().copy_from_slice(matrix.as_bytes());
+            assert_eq!(matrix, copy);
+            let mut wide = [9.0f32; 3];
+            matrix.widen_rows(1, &mut wide);
+            assert_eq!(wide[0].to_bits(), (-0.0f32).to_bits());
+            assert_eq!(wide[2], 2f32.powi(-24), "{dtype:?}");
+            assert_eq!(matrix.count_zeros(), 2);
+        }
+    }
+
+    #[test]
+    fn zeroing_touches_only_the_named_elements() {
+        let mut matrix =
+            StoredMatrix::from_f32(StoredDtype::Bf16, 2, 2, &[1.0, -1.0, 3.0, f32::NAN]);
+        matrix.zero_where(|row, column| (row, column) == (0, 1));
+        let mut wide = [0.0; 4];
+        matrix.widen_rows(0, &mut wide);
+        assert_eq!(wide[1].to_bits(), 0, "pruned weights are +0");
+        assert_eq!((wide[0], wide[2]), (1.0, 3.0));
+        assert!(wide[3].is_nan());
+    }
+}

@@ -1,0 +1,30 @@
+//! Plain slices in and out of candle tensors, which stand at the layer's door and carry candle's fused operators.
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{CpuStorage, Device, Storage, Tensor};
+
+/// Moves `values` into a tensor on the CPU without a copy.
+///
+/// # Errors
+/// Fails when `values` does not fill `shape`.
+pub fn from_vec(values: Vec<f32>, shape: &[usize]) -> Result<Tensor> {
+    Tensor::from_vec(values, shape, &Device::Cpu).context("shaping a tensor")
+}
+
+/// Calls `body` with the elements of a contiguous f32 tensor on the CPU, without a copy.
+///
+/// # Errors
+/// Fails when the tensor is of another dtype or device or is not contiguous.
+pub fn with_slice<R>(tensor: &Tensor, body: impl FnOnce(&[f32]) -> R) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let (start, end) = layout
+        .contiguous_offsets()
+        .context("the tensor is not contiguous")?;
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(values)) => {
+            ensure!(end <= values.len(), "the tensor reaches beyond its storage");
+            Ok(body(&values[start..end]))
+        }
+        _ => anyhow::bail!("the tensor is not f32 on the CPU"),
+    }
+}
