@@ -8,6 +8,7 @@ pub mod demo;
 pub mod failure;
 pub mod linalg;
 pub mod model;
+pub mod pruning;
 pub mod run;
 
 #[cfg(target_endian = "big")]

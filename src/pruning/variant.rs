@@ -1,0 +1,189 @@
+//! Wanda's `--use-variant`: rows give up an equal *share of their score* instead of an equal number of weights.
+//!
+//! For one α: row i, scores ascending c_1 ≤ c_2 ≤ …, C_k = c_1 + … + c_k, S_i = Σ_j score_ij; with t = #{k : C_k ≤ α·S_i}, the row
+//! loses every score ≤ c_t. α is found by bisection of [0, 0.8] from 0.4 until the matrix's sparsity is within 0.001 of
+//! the target or the bracket is narrower than 0.001. Reference: `return_given_alpha` and `prune_wanda` in locuslab/wanda
+//! (the paper, arXiv:2306.11695, mentions the variant in its appendix). Cumulative sums run in f64 and are rounded to f32
+//! as PyTorch's do on the CPU. Where no C_k qualifies the reference indexes with −1; we prune nothing of that row.
+//!
+//! The reference re-evaluates the whole matrix for every α. Which α the bisection can reach is known beforehand (a binary
+//! tree of depth 11), so we sort each row once, count what every reachable α would prune, and walk the tree afterwards.
+
+use anyhow::Result;
+use rayon::prelude::*;
+
+use super::mask::Mask;
+use super::method::Request;
+use super::select::{RowScratch, ScoreMethod, Scorer};
+use crate::linalg::StoredMatrix;
+
+/// The reference's start, bracket and tolerances.
+const FIRST_ALPHA: f64 = 0.4;
+const BRACKET: (f64, f64) = (0.0, 0.8);
+const TOLERANCE: f64 = 0.001;
+
+/// The mask of the variant.
+///
+/// # Errors
+/// As [`super::select::mask_by_score`].
+pub fn mask_by_cumulative_score(
+    method: &dyn ScoreMethod,
+    weight: &StoredMatrix,
+    request: &Request<'_>,
+) -> Result<Mask> {
+    let (rows, columns) = (weight.rows(), weight.columns());
+    let scorer = Scorer::new(method, weight, request)?;
+    let mut alphas = Vec::new();
+    reachable(FIRST_ALPHA, BRACKET, &mut alphas);
+    alphas.sort_by(f64::total_cmp);
+    alphas.dedup();
+    let pruned = count_pruned(&scorer, rows, &alphas)?;
+    let sparsity_at = |alpha: f64| {
+        let index = alphas.partition_point(|&candidate| candidate < alpha);
+        (pruned[index] as f64 / (rows * columns) as f64) as f32
+    };
+    let alpha = bisect(request.target.ratio, sparsity_at);
+    Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, set| {
+        scorer.score(row, &mut scratch.scores)?;
+        let sorted = SortedRow::new(&scratch.scores);
+        if let Some(threshold) = sorted.threshold(alpha) {
+            (0..columns)
+                .filter(|&column| scratch.scores[column] <= threshold)
+                .for_each(set);
+        }
+        Ok(())
+    })
+}
+
+/// The reference's bisection, given the sparsity any reachable α leads to.
+fn bisect(ratio: f64, sparsity_at: impl Fn(f64) -> f32) -> f64 {
+    let (mut alpha, mut bracket) = (FIRST_ALPHA, BRACKET);
+    loop {
+        // The reference compares an f32 tensor with Python floats, which are rounded to f32 for it.
+        let sparsity = sparsity_at(alpha);
+        let is_close = (sparsity - ratio as f32).abs() <= TOLERANCE as f32;
+        if is_close || bracket.1 - bracket.0 < TOLERANCE {
+            return alpha;
+        }
+        (alpha, bracket) = step(alpha, bracket, sparsity > ratio as f32);
+    }
+}
+
+fn step(alpha: f64, bracket: (f64, f64), is_too_sparse: bool) -> (f64, (f64, f64)) {
+    if is_too_sparse {
+        ((alpha + bracket.0) / 2.0, (bracket.0, alpha))
+    } else {
+        ((alpha + bracket.1) / 2.0, (alpha, bracket.1))
+    }
+}
+
+/// Every α the bisection may visit, by the same arithmetic.
+fn reachable(alpha: f64, bracket: (f64, f64), alphas: &mut Vec<f64>) {
+    alphas.push(alpha);
+    if bracket.1 - bracket.0 >= TOLERANCE {
+        for is_too_sparse in [true, false] {
+            let (alpha, bracket) = step(alpha, bracket, is_too_sparse);
+            reachable(alpha, bracket, alphas);
+        }
+    }
+}
+
+/// How many weights of the matrix each α prunes; `alphas` ascending.
+fn count_pruned(scorer: &Scorer<'_>, rows: usize, alphas: &[f64]) -> Result<Vec<u64>> {
+    const ROWS_PER_TASK: usize = 64;
+    let rows: Vec<usize> = (0..rows).collect();
+    rows.par_chunks(ROWS_PER_TASK)
+        .map(|rows| {
+            let (mut counts, mut scores) = (vec![0u64; alphas.len()], Vec::new());
+            for &row in rows {
+                scorer.score(row, &mut scores)?;
+                let sorted = SortedRow::new(&scores);
+                for (count, &alpha) in counts.iter_mut().zip(alphas) {
+                    *count += sorted.pruned(alpha) as u64;
+                }
+            }
+            Ok(counts)
+        })
+        .try_reduce(
+            || vec![0; alphas.len()],
+            |mut one, other| {
+                one.iter_mut()
+                    .zip(&other)
+                    .for_each(|(count, more)| *count += more);
+                Ok(one)
+            },
+        )
+}
+
+struct SortedRow {
+    ascending: Vec<f32>,
+    cumulative: Vec<f32>,
+    sum: f32,
+}
+
+impl SortedRow {
+    fn new(scores: &[f32]) -> Self {
+        let mut ascending = scores.to_vec();
+        ascending.sort_unstable_by(f32::total_cmp);
+        let mut running = 0.0f64;
+        let cumulative = ascending
+            .iter()
+            .map(|&score| {
+                running += f64::from(score);
+                running as f32
+            })
+            .collect();
+        Self {
+            ascending,
+            cumulative,
+            sum: scores.iter().map(|&score| f64::from(score)).sum::<f64>() as f32,
+        }
+    }
+
+    /// c_t, or nothing where even the lowest score is more than the share.
+    fn threshold(&self, alpha: f64) -> Option<f32> {
+        let share = self.sum * alpha as f32;
+        let count = self
+            .cumulative
+            .partition_point(|&cumulative| cumulative <= share);
+        count.checked_sub(1).map(|last| self.ascending[last])
+    }
+
+    fn pruned(&self, alpha: f64) -> usize {
+        self.threshold(alpha).map_or(0, |threshold| {
+            self.ascending.partition_point(|&score| score <= threshold)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_loses_the_scores_that_make_up_its_share() {
+        // Cumulative 1, 3, 6, 10 of 10: a share of 0.35 holds the first two.
+        let row = SortedRow::new(&[4.0, 1.0, 3.0, 2.0]);
+        assert_eq!((row.threshold(0.35), row.pruned(0.35)), (Some(2.0), 2));
+        assert_eq!((row.threshold(0.05), row.pruned(0.05)), (None, 0));
+        let ties = SortedRow::new(&[1.0, 1.0, 1.0, 1.0]);
+        assert_eq!(
+            ties.pruned(0.3),
+            4,
+            "everything up to the threshold's value goes"
+        );
+    }
+
+    #[test]
+    fn every_alpha_the_bisection_visits_was_counted() {
+        let mut alphas = Vec::new();
+        reachable(FIRST_ALPHA, BRACKET, &mut alphas);
+        for target in [0.01, 0.3, 0.5, 0.777, 0.99] {
+            let alpha = bisect(target, |alpha| {
+                assert!(alphas.contains(&alpha), "{alpha}");
+                (alpha / 0.8) as f32
+            });
+            assert!((alpha / 0.8 - target).abs() < 0.002, "{alpha} for {target}");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Wanda: score_ij = |W_ij| · √s_j, lowest scores of every output row go.
+//!
+//! W `[out_features, in_features]` in its stored dtype, widened exactly; s_j = mean over samples of Σ_tokens x_tj²
+//! (`statistics.rs`); product and root in f32 as in the reference. Sun, Liu, Bair, Kolter 2023, "A Simple and Effective
+//! Pruning Approach for Large Language Models", arXiv:2306.11695, eq. 1; reference: `prune_wanda` in locuslab/wanda.
+//!
+//! Unstructured: exactly `int(in_features · ratio)` weights of each row, ties to the lower column (the reference sorts
+//! stably). N:M: the N lowest of each aligned group of M; ties to the lower column, where the reference leaves the order
+//! to `topk`. A column that was never active has s_j = 0 and goes first. `--use-variant` is in `variant.rs`.
+
+use anyhow::Result;
+
+use super::mask::Mask;
+use super::method::{Needs, PruningMethod, Request};
+use super::select::{Compares, ScoreMethod, mask_by_score};
+use super::target::Pattern;
+use super::variant;
+use crate::linalg::StoredMatrix;
+
+/// Weights times input norms, compared per output row.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanda;
+
+impl ScoreMethod for Wanda {
+    fn column_factors(&self, statistics: &[f32]) -> Vec<f32> {
+        statistics
+            .iter()
+            .map(|mean_square| mean_square.sqrt())
+            .collect() // √s_j: [in_features]
+    }
+
+    fn score_row(&self, magnitudes: &mut [f32], columns: &[f32]) {
+        magnitudes
+            .iter_mut()
+            .zip(columns)
+            .for_each(|(weight, norm)| *weight *= norm); // |W_ij| · √s_j
+    }
+
+    fn compares(&self) -> Compares {
+        Compares::Rows
+    }
+}
+
+impl PruningMethod for Wanda {
+    fn name(&self) -> &'static str {
+        "wanda"
+    }
+
+    fn summary(&self) -> &'static str {
+        "weights times input norms, compared per output row"
+    }
+
+    fn source(&self) -> &'static str {
+        "Sun et al. 2023, arXiv:2306.11695"
+    }
+
+    fn needs(&self) -> Needs {
+        Needs::ColumnSquares
+    }
+
+    fn has_variant(&self) -> bool {
+        true
+    }
+
+    fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
+        if request.use_variant
+            && request.target.pattern == Pattern::Unstructured
+            && request.target.ratio > 0.0
+        {
+            variant::mask_by_cumulative_score(self, weight, request)
+        } else {
+            mask_by_score(self, weight, request)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::target::Target;
+    use super::*;
+    use crate::linalg::StoredDtype;
+
+    fn mask_of(
+        weights: &[f32],
+        columns: usize,
+        statistics: &[f32],
+        ratio: f64,
+        pattern: Pattern,
+    ) -> Result<Vec<bool>> {
+        let mut weight =
+            StoredMatrix::from_f32(StoredDtype::F32, weights.len() / columns, columns, weights);
+        let target = Target { ratio, pattern };
+        let request = Request {
+            name: "model.layers.0.mlp.up_proj",
+            statistics,
+            target,
+            use_variant: false,
+        };
+        let mask = Wanda.prune(&mut weight, &request)?;
+        Ok((0..weights.len())
+            .map(|i| mask.is_pruned(i / columns, i % columns))
+            .collect())
+    }
+
+    #[test]
+    fn wanda_weighs_magnitudes_by_input_norms_and_prunes_each_row_alike() {
+        // Scores of row 0: 4·1, 1·2, 1·3, 1·0; of row 1: 1·1, 9·2, 8·3, 7·0.
+        let weights = [4.0, -1.0, 1.0, 1.0, 1.0, 9.0, -8.0, 7.0];
+        let mask = mask_of(
+            &weights,
+            4,
+            &[1.0, 4.0, 9.0, 0.0],
+            0.5,
+            Pattern::Unstructured,
+        )
+        .unwrap();
+        assert_eq!(mask, [false, true, false, true, true, false, false, true]);
+    }
+
+    #[test]
+    fn wanda_removes_exactly_k_per_row_with_ties_to_the_lower_column() {
+        let mask = mask_of(&[1.0; 14], 7, &[1.0; 7], 0.5, Pattern::Unstructured).unwrap();
+        assert_eq!(
+            mask[..7],
+            [true, true, true, false, false, false, false],
+            "int(7 * 0.5) = 3"
+        );
+        assert_eq!(mask[..7], mask[7..]);
+    }
+
+    #[test]
+    fn n_of_m_prunes_n_of_each_group() {
+        let mask = mask_of(
+            &[1.0, 2.0, 3.0, 4.0, 4.0, 3.0, 2.0, 1.0],
+            8,
+            &[1.0; 8],
+            0.5,
+            Pattern::NOfM { n: 2, m: 4 },
+        )
+        .unwrap();
+        assert_eq!(mask, [true, true, false, false, false, false, true, true]);
+    }
+
+    #[test]
+    fn what_is_not_finite_is_an_error_that_names_matrix_and_place() {
+        let nan = mask_of(&[1.0, f32::NAN], 2, &[1.0; 2], 0.5, Pattern::Unstructured)
+            .unwrap_err()
+            .to_string();
+        assert!(nan.contains("`model.layers.0.mlp.up_proj` has a weight that is NaN or infinite at row 0, column 1"), "{nan}");
+        let inf = mask_of(
+            &[1.0, 1.0],
+            2,
+            &[1.0, f32::INFINITY],
+            0.5,
+            Pattern::Unstructured,
+        )
+        .unwrap_err()
+        .to_string();
+        assert!(inf.contains("column 1 has a mean square of inf"), "{inf}");
+    }
+
+    #[test]
+    fn a_pattern_that_does_not_divide_is_refused_with_the_matrix_and_the_fix() {
+        let error = mask_of(&[1.0; 6], 6, &[1.0; 6], 0.5, Pattern::NOfM { n: 2, m: 4 })
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("has 6 input features, which 4 does not divide")
+                && error.contains("--exclude '*up_proj'"),
+            "{error}"
+        );
+    }
+}
