@@ -5,11 +5,15 @@ pub mod bytes;
 pub mod checkpoint;
 pub mod data;
 pub mod demo;
+pub mod eval;
 pub mod failure;
 pub mod linalg;
 pub mod model;
+pub mod pipeline;
+pub mod placement;
 pub mod pruning;
 pub mod run;
+pub mod runtime;
 
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are little-endian and are read without conversion");

@@ -1,0 +1,126 @@
+//! The calibration stream: samples that enter each layer as the pruned layers before it left them, and what is observed
+//! of them inside it.
+
+use anyhow::Result;
+
+use crate::model::{
+    DecoderLayer, Embedding, LayerContext, LlamaConfig, Observation, Observer, Projection,
+    observe::Need,
+};
+use crate::pruning::ColumnSquares;
+use crate::run::{Event, Events};
+use crate::runtime::HiddenStates;
+
+/// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
+///
+/// # Errors
+/// Fails when the embedding or the spill file cannot be read or written.
+pub fn embed(
+    hidden: &mut HiddenStates,
+    embedding: &Embedding<'_>,
+    tokens: &[u32],
+    seqlen: usize,
+) -> Result<()> {
+    for (sample, tokens) in tokens.chunks_exact(seqlen).enumerate() {
+        hidden.put(sample, embedding.rows(tokens)?)?;
+    }
+    Ok(())
+}
+
+/// Mean sums of squares at the four observation points of one layer.
+#[derive(Debug, Clone)]
+pub struct LayerStatistics {
+    points: [ColumnSquares; 4],
+}
+
+impl LayerStatistics {
+    fn new(config: &LlamaConfig) -> Self {
+        let queries = config.num_attention_heads * config.head_dim;
+        let widths = [
+            config.hidden_size,
+            queries,
+            config.hidden_size,
+            config.intermediate_size,
+        ];
+        Self {
+            points: widths.map(ColumnSquares::new),
+        }
+    }
+
+    /// s_j `[in_features]` of a projection's input.
+    pub fn of(&self, projection: Projection) -> &[f32] {
+        self.points[projection.observed_at() as usize].mean()
+    }
+}
+
+impl Observer for LayerStatistics {
+    fn needs(&self, _point: Observation) -> Need {
+        Need::Rows
+    }
+
+    fn observe(&mut self, point: Observation, rows: &[f32]) {
+        self.points[point as usize].add_rows(rows);
+    }
+}
+
+/// The samples on their way through the model.
+pub struct CalibrationStream {
+    hidden: HiddenStates,
+    config: LlamaConfig,
+}
+
+impl CalibrationStream {
+    /// A stream whose states are embedded already.
+    pub fn new(hidden: HiddenStates, config: LlamaConfig) -> Self {
+        Self { hidden, config }
+    }
+
+    /// Passes every sample through the dense layer, up to down's input, and returns what was observed. The samples stay
+    /// where they are.
+    ///
+    /// # Errors
+    /// Fails when a hidden state cannot be read.
+    pub fn capture(
+        &mut self,
+        layer: &DecoderLayer,
+        context: &mut LayerContext,
+        events: &dyn Events,
+    ) -> Result<LayerStatistics> {
+        let mut statistics = LayerStatistics::new(&self.config);
+        for sample in 0..self.hidden.samples() {
+            layer.capture(&self.hidden.get(sample)?, context, &mut statistics)?;
+            statistics
+                .points
+                .iter_mut()
+                .for_each(ColumnSquares::finish_sample);
+            events.emit(Event::Progress {
+                done: sample as u64 + 1,
+            });
+        }
+        Ok(statistics)
+    }
+
+    /// Moves every sample through the pruned layer.
+    ///
+    /// # Errors
+    /// Fails when a hidden state cannot be read or written.
+    pub fn propagate(
+        &mut self,
+        layer: &DecoderLayer,
+        context: &mut LayerContext,
+        events: &dyn Events,
+    ) -> Result<()> {
+        self.hidden.advance(|sample, state| {
+            let next = layer.forward(state, context)?;
+            events.emit(Event::Progress {
+                done: sample as u64 + 1,
+            });
+            Ok(next)
+        })
+    }
+
+    /// Samples in the stream.
+    pub fn samples(&self) -> usize {
+        self.hidden.samples()
+    }
+}

@@ -1,0 +1,18 @@
+//! The main job: the editor that calibrates, prunes and writes one layer at a time.
+//!
+//! | file | story |
+//! | --- | --- |
+//! | `prune` | the editor: calibrate, score, mask, write, propagate |
+//! | `calibrate` | the calibration stream and its statistics |
+//! | `targets` | which matrices lose how much, resolved before anything runs |
+//! | `workload` | what a run will need in memory, and whether hidden states spill |
+
+pub mod calibrate;
+pub mod prune;
+pub mod targets;
+pub mod workload;
+
+pub use calibrate::{CalibrationStream, LayerStatistics, embed};
+pub use prune::{PrunedMatrix, Pruner, Watcher};
+pub use targets::{Selection, TargetPlan};
+pub use workload::Workload;

@@ -1,0 +1,232 @@
+//! The editor: what happens to one decoder layer.
+//!
+//! calibrate on the dense layer → score and mask its matrices → write them → pass the calibration samples through what
+//! is left. Statistics of all seven matrices come from the one dense pass, whose inputs come from pruned layers: the
+//! order of the reference.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use super::calibrate::{CalibrationStream, LayerStatistics};
+use super::targets::TargetPlan;
+use crate::checkpoint::{ExpectedMatrix, WeightSink};
+use crate::linalg::StoredMatrix;
+use crate::model::{DecoderLayer, LayerContext, Projection};
+use crate::pruning::{Mask, Pattern, PruningMethod, Request, Target};
+use crate::run::manifest::{LayerReport, MatrixReport};
+use crate::run::{Event, Events};
+use crate::runtime::{Clock, Editor};
+
+/// A matrix at the moment its mask is known and its zeros are not yet written.
+#[derive(Debug, Clone, Copy)]
+pub struct PrunedMatrix<'a> {
+    /// The decoder layer.
+    pub layer: usize,
+    /// Which matrix of it.
+    pub projection: Projection,
+    /// Its weights before pruning.
+    pub weight: &'a StoredMatrix,
+    /// s_j of its input `[in_features]`; empty for methods that need none.
+    pub statistics: &'a [f32],
+    /// What was asked.
+    pub target: Target,
+    /// What goes.
+    pub mask: &'a Mask,
+}
+
+/// Sees every pruned matrix; for masks written beside the model and for tests against the reference.
+pub trait Watcher {
+    /// Called once per matrix, in order.
+    ///
+    /// # Errors
+    /// Ends the sweep.
+    fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()>;
+}
+
+/// The editor of a pruning run.
+pub struct Pruner<'a> {
+    /// The method.
+    pub method: &'static dyn PruningMethod,
+    /// What goes where.
+    pub targets: &'a TargetPlan,
+    /// The calibration samples; `None` for methods that need none.
+    pub calibration: Option<CalibrationStream>,
+    /// Where pruned matrices are written; `None` when nothing is saved.
+    pub sink: Option<&'a mut dyn WeightSink>,
+    /// Who else looks at every matrix.
+    pub watcher: Option<&'a mut dyn Watcher>,
+    /// Where time goes.
+    pub clock: &'a Clock,
+    /// Who is told.
+    pub events: &'a dyn Events,
+    /// Layers in the model; after the last one no sample needs to go on.
+    pub num_hidden_layers: usize,
+    /// What was done so far.
+    pub layers: Vec<LayerReport>,
+    /// What the writer must find in the file afterwards.
+    pub expected: Vec<ExpectedMatrix>,
+}
+
+impl Editor for Pruner<'_> {
+    fn edit(
+        &mut self,
+        mut layer: DecoderLayer,
+        context: &mut LayerContext,
+    ) -> Result<DecoderLayer> {
+        let start = Instant::now();
+        let index = layer.index();
+        let statistics = self.calibrate(&layer, context)?;
+        let matrices = self.clock.measure("score and mask", || {
+            self.mask(&mut layer, statistics.as_ref())
+        })?;
+        self.clock.measure("write", || self.write(&layer))?;
+        if index + 1 < self.num_hidden_layers {
+            self.propagate(&layer, context)?;
+        }
+        let zeros: u64 = matrices.iter().map(|matrix| matrix.zeros).sum();
+        let weights: usize = matrices
+            .iter()
+            .map(|matrix| matrix.shape[0] * matrix.shape[1])
+            .sum();
+        let sparsity = zeros as f64 / weights as f64;
+        self.layers.push(LayerReport {
+            layer: index,
+            seconds: start.elapsed().as_secs_f64(),
+            sparsity,
+            matrices,
+        });
+        self.events.emit(Event::LayerPruned {
+            layer: index,
+            sparsity,
+            elapsed: start.elapsed(),
+        });
+        Ok(layer)
+    }
+}
+
+impl Pruner<'_> {
+    fn phase(&self, index: usize, what: &str, samples: usize) {
+        let phase = format!("layer {}/{}: {what}", index + 1, self.num_hidden_layers);
+        self.events.emit(Event::PhaseStarted {
+            phase,
+            unit: "samples",
+            steps: samples as u64,
+        });
+    }
+
+    fn calibrate(
+        &mut self,
+        layer: &DecoderLayer,
+        context: &mut LayerContext,
+    ) -> Result<Option<LayerStatistics>> {
+        let Some(samples) = self.calibration.as_ref().map(CalibrationStream::samples) else {
+            return Ok(None);
+        };
+        self.phase(layer.index(), "calibrate", samples);
+        let Some(stream) = self.calibration.as_mut() else {
+            return Ok(None);
+        };
+        self.clock
+            .measure("calibrate", || stream.capture(layer, context, self.events))
+            .map(Some)
+    }
+
+    fn propagate(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()> {
+        let Some(samples) = self.calibration.as_ref().map(CalibrationStream::samples) else {
+            return Ok(());
+        };
+        self.phase(layer.index(), "propagate", samples);
+        let Some(stream) = self.calibration.as_mut() else {
+            return Ok(());
+        };
+        self.clock.measure("propagate", || {
+            stream.propagate(layer, context, self.events)
+        })
+    }
+
+    fn mask(
+        &mut self,
+        layer: &mut DecoderLayer,
+        statistics: Option<&LayerStatistics>,
+    ) -> Result<Vec<MatrixReport>> {
+        Projection::ALL
+            .into_iter()
+            .map(|projection| self.mask_one(layer, projection, statistics))
+            .collect()
+    }
+
+    fn mask_one(
+        &mut self,
+        layer: &mut DecoderLayer,
+        projection: Projection,
+        statistics: Option<&LayerStatistics>,
+    ) -> Result<MatrixReport> {
+        let index = layer.index();
+        let name = projection.full_name(index);
+        let weight = &mut layer.linear_mut(projection).weight;
+        let zeros_before = weight.count_zeros();
+        let shape = [weight.rows(), weight.columns()];
+        let Some(target) = self.targets.of(index, projection) else {
+            return Ok(MatrixReport {
+                name,
+                shape,
+                zeros_before,
+                zeros: zeros_before,
+                pruned: None,
+                mask_sha256: None,
+            });
+        };
+        let statistics = statistics.map_or(&[][..], |statistics| statistics.of(projection));
+        let request = Request {
+            name: &name,
+            statistics,
+            target,
+            use_variant: self.targets.use_variant,
+        };
+        let mask = self.method.prune(weight, &request)?;
+        if let Some(watcher) = self.watcher.as_deref_mut() {
+            watcher.matrix(&PrunedMatrix {
+                layer: index,
+                projection,
+                weight,
+                statistics,
+                target,
+                mask: &mask,
+            })?;
+        }
+        weight.zero_where(|row, column| mask.is_pruned(row, column));
+        let zeros = weight.count_zeros();
+        let group = match target.pattern {
+            Pattern::Unstructured => None,
+            Pattern::NOfM { n, m } => Some((n, m)),
+        };
+        self.expected.push(ExpectedMatrix {
+            name: projection.tensor_name(index),
+            zeros: Some(zeros),
+            group,
+        });
+        Ok(MatrixReport {
+            name,
+            shape,
+            zeros_before,
+            zeros,
+            pruned: Some(mask.count()),
+            mask_sha256: Some(mask.sha256()),
+        })
+    }
+
+    fn write(&mut self, layer: &DecoderLayer) -> Result<()> {
+        let Some(sink) = self.sink.as_deref_mut() else {
+            return Ok(());
+        };
+        for projection in Projection::ALL {
+            if self.targets.of(layer.index(), projection).is_some() {
+                let name = projection.tensor_name(layer.index());
+                sink.write(&name, layer.linear(projection).weight.as_bytes())
+                    .with_context(|| format!("writing `{name}`"))?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,536 @@
+//! Which matrices lose how much: ratio, pattern, per-layer ratios and globs, resolved into a list before anything runs.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use glob::Pattern as Glob;
+use serde_json::Value;
+
+use crate::failure::Failure;
+use crate::model::{LlamaConfig, Projection};
+use crate::pruning::method::check_groups;
+use crate::pruning::{Pattern, PruningMethod, Target};
+
+/// What the user asked for.
+#[derive(Debug, Clone, Default)]
+pub struct Selection {
+    /// `--sparsity-ratio`.
+    pub sparsity_ratio: Option<f64>,
+    /// `--sparsity-type`; unstructured unless given.
+    pub pattern: Option<Pattern>,
+    /// `--use-variant`.
+    pub use_variant: bool,
+    /// `--include`: only what matches one of these; everything where empty.
+    pub include: Vec<String>,
+    /// `--exclude`: not what matches one of these.
+    pub exclude: Vec<String>,
+    /// Ratio per layer, where a file gave them.
+    pub layer_ratios: Option<LayerRatios>,
+}
+
+/// Per-layer ratios as read: a list for all layers, or some layers by index.
+#[derive(Debug, Clone, PartialEq)]
+pub enum LayerRatios {
+    /// One ratio per layer.
+    All(Vec<f64>),
+    /// Ratios of some layers; the others take `--sparsity-ratio`.
+    Some(Vec<(usize, f64)>),
+}
+
+impl LayerRatios {
+    /// Reads a JSON file: `[0.5, 0.6, …]` with one ratio per layer, or `{"0": 0.3, "31": 0.7}` for some.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read or holds something else.
+    pub fn load(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("reading layer ratios from `{}`", path.display()))?;
+        let bad = |why: String| {
+            Failure::new(format!("`{}` does not hold layer ratios: {why}", path.display()))
+                .hint("write [0.5, 0.6, ...] with one ratio per layer, or {\"0\": 0.3, \"31\": 0.7} for some of them")
+        };
+        let json: Value = serde_json::from_str(&text)
+            .map_err(|error| bad(format!("it is not JSON ({error})")))?;
+        let ratio = |value: &Value| {
+            value
+                .as_f64()
+                .ok_or_else(|| bad(format!("{value} is not a number")))
+        };
+        match &json {
+            Value::Array(values) => Ok(Self::All(
+                values.iter().map(ratio).collect::<Result<_, _>>()?,
+            )),
+            Value::Object(entries) => {
+                let layer = |key: &str| {
+                    key.parse::<usize>()
+                        .map_err(|_| bad(format!("`{key}` is not a layer's index")))
+                };
+                Ok(Self::Some(
+                    entries
+                        .iter()
+                        .map(|(key, value)| Ok((layer(key)?, ratio(value)?)))
+                        .collect::<Result<_, Failure>>()?,
+                ))
+            }
+            _ => Err(bad("it is neither a list nor an object".into()).into()),
+        }
+    }
+}
+
+/// For every layer and projection, what goes.
+#[derive(Debug, Clone)]
+pub struct TargetPlan {
+    /// `[num_hidden_layers]`, seven each in the reference's order; `None` where the matrix is left alone.
+    targets: Vec<[Option<Target>; 7]>,
+    /// The overall ratio asked for.
+    pub sparsity_ratio: f64,
+    /// The pattern asked for.
+    pub pattern: Pattern,
+    /// `--use-variant`.
+    pub use_variant: bool,
+}
+
+impl TargetPlan {
+    /// Resolves a selection against a model.
+    ///
+    /// # Errors
+    /// Fails, with exit code 2, for a ratio outside [0, 1), a pattern that contradicts it, a glob that is malformed or matches
+    /// nothing, layer ratios for layers that do not exist; and for in_features a pattern does not divide.
+    pub fn resolve(
+        selection: &Selection,
+        method: &dyn PruningMethod,
+        config: &LlamaConfig,
+    ) -> Result<Self> {
+        let pattern = selection.pattern.unwrap_or(Pattern::Unstructured);
+        let sparsity_ratio = overall_ratio(selection, pattern, config)?;
+        if selection.use_variant && (!method.has_variant() || pattern != Pattern::Unstructured) {
+            return Err(Failure::usage(format!(
+                "--use-variant means nothing to {} with {pattern} sparsity",
+                method.name()
+            ))
+            .hint("it belongs to --prune-method wanda with --sparsity-type unstructured")
+            .into());
+        }
+        let ratios = layer_ratios(selection, sparsity_ratio, config.num_hidden_layers)?;
+        let (include, exclude) = (
+            Globs::new("--include", &selection.include)?,
+            Globs::new("--exclude", &selection.exclude)?,
+        );
+        let mut matched = (
+            vec![false; include.globs.len()],
+            vec![false; exclude.globs.len()],
+        );
+        let mut targets = Vec::with_capacity(ratios.len());
+        for (layer, &ratio) in ratios.iter().enumerate() {
+            let mut row = [None; 7];
+            for projection in Projection::ALL {
+                let name = projection.full_name(layer);
+                let is_included =
+                    include.matches(&name, &mut matched.0) || include.globs.is_empty();
+                let is_excluded = exclude.matches(&name, &mut matched.1);
+                if !is_included || is_excluded {
+                    continue;
+                }
+                if let Pattern::NOfM { n, m } = pattern {
+                    check_groups(&name, projection.shape(config).1, n, m)?;
+                }
+                row[projection as usize] = Some(Target { ratio, pattern });
+            }
+            targets.push(row);
+        }
+        include.all_matched(&matched.0)?;
+        exclude.all_matched(&matched.1)?;
+        let plan = Self {
+            targets,
+            sparsity_ratio,
+            pattern,
+            use_variant: selection.use_variant,
+        };
+        if plan.matrices() == 0 {
+            return Err(
+                Failure::usage("--include and --exclude leave no matrix to prune")
+                    .hint(
+                        "names look like model.layers.0.self_attn.q_proj; try --include '*q_proj'",
+                    )
+                    .into(),
+            );
+        }
+        Ok(plan)
+    }
+
+    /// What one matrix loses; `None` where it is left alone.
+    pub fn of(&self, layer: usize, projection: Projection) -> Option<Target> {
+        self.targets.get(layer)?[projection as usize]
+    }
+
+    /// Matrices chosen.
+    pub fn matrices(&self) -> usize {
+        self.targets.iter().flatten().flatten().count()
+    }
+
+    /// The ratio of each layer, where not all are alike.
+    pub fn uneven_ratios(&self) -> Option<Vec<f64>> {
+        let ratios: Vec<f64> = self
+            .targets
+            .iter()
+            .map(|row| {
+                row.iter()
+                    .flatten()
+                    .next()
+                    .map_or(0.0, |target| target.ratio)
+            })
+            .collect();
+        ratios
+            .iter()
+            .any(|ratio| *ratio != self.sparsity_ratio)
+            .then_some(ratios)
+    }
+
+    /// What was chosen, for a person: one line where all layers are alike, else one per run of equal layers.
+    pub fn describe(&self) -> Vec<String> {
+        let total = self.targets.len() * 7;
+        if self.matrices() == total {
+            return vec![format!(
+                "all {total} matrices of {} layers",
+                self.targets.len()
+            )];
+        }
+        let names = |row: &[Option<Target>; 7]| {
+            let chosen: Vec<_> = Projection::ALL
+                .iter()
+                .filter(|p| row[**p as usize].is_some())
+                .map(|p| p.name().rsplit('.').next().unwrap_or_default())
+                .collect();
+            if chosen.is_empty() {
+                "nothing".to_string()
+            } else {
+                chosen.join(" ")
+            }
+        };
+        let mut lines = vec![format!("{} of {total} matrices:", self.matrices())];
+        let mut first = 0;
+        while first < self.targets.len() {
+            let chosen = names(&self.targets[first]);
+            let last = (first..self.targets.len())
+                .take_while(|&layer| names(&self.targets[layer]) == chosen)
+                .last()
+                .unwrap_or(first);
+            let layers = if first == last {
+                format!("layer {first}")
+            } else {
+                format!("layers {first}-{last}")
+            };
+            lines.push(format!("  {layers}: {chosen}"));
+            first = last + 1;
+        }
+        lines
+    }
+}
+
+fn overall_ratio(selection: &Selection, pattern: Pattern, config: &LlamaConfig) -> Result<f64> {
+    if let Pattern::NOfM { n, m } = pattern {
+        let implied = n as f64 / m as f64;
+        if selection.layer_ratios.is_some() {
+            return Err(Failure::usage(format!(
+                "--layer-ratios cannot be combined with the {pattern} pattern"
+            ))
+            .detail("an N:M pattern fixes the ratio of every layer")
+            .into());
+        }
+        return match selection.sparsity_ratio {
+            None => Ok(implied),
+            Some(ratio) if (ratio - implied).abs() < 1e-9 => Ok(implied),
+            Some(ratio) => Err(Failure::usage(format!("--sparsity-ratio {ratio} contradicts --sparsity-type {pattern}, which removes {implied}"))
+                .hint(format!("leave --sparsity-ratio out, or use {implied}"))
+                .into()),
+        };
+    }
+    match (selection.sparsity_ratio, &selection.layer_ratios) {
+        (Some(ratio), _) => {
+            check_ratio("--sparsity-ratio", ratio)?;
+            Ok(ratio)
+        }
+        (None, Some(LayerRatios::All(ratios))) => {
+            Ok(ratios.iter().sum::<f64>() / config.num_hidden_layers.max(1) as f64)
+        }
+        (None, _) => Err(Failure::usage("--sparsity-ratio is missing")
+            .hint("say how much goes, like --sparsity-ratio 0.5 or --sparsity-type 2:4")
+            .into()),
+    }
+}
+
+fn check_ratio(what: &str, ratio: f64) -> Result<()> {
+    if (0.0..1.0).contains(&ratio) {
+        return Ok(());
+    }
+    let mut failure = Failure::usage(format!(
+        "{what} is {ratio}; it is the fraction removed, from 0 up to but not including 1"
+    ));
+    if ratio > 1.0 && ratio < 100.0 {
+        failure = failure.hint(format!("for {ratio} percent write {}", ratio / 100.0));
+    }
+    Err(failure.into())
+}
+
+fn layer_ratios(selection: &Selection, overall: f64, layers: usize) -> Result<Vec<f64>> {
+    let mut ratios = vec![overall; layers];
+    match &selection.layer_ratios {
+        None => {}
+        Some(LayerRatios::All(given)) => {
+            if given.len() != layers {
+                return Err(Failure::usage(format!(
+                    "--layer-ratios has {} ratios, the model {layers} layers",
+                    given.len()
+                ))
+                .into());
+            }
+            ratios.clone_from(given);
+        }
+        Some(LayerRatios::Some(given)) => {
+            for &(layer, ratio) in given {
+                let slot = ratios.get_mut(layer);
+                *slot.ok_or_else(|| {
+                    Failure::usage(format!(
+                        "--layer-ratios names layer {layer}, the model has layers 0 to {}",
+                        layers - 1
+                    ))
+                })? = ratio;
+            }
+        }
+    }
+    for (layer, ratio) in ratios.iter().enumerate() {
+        check_ratio(&format!("the ratio of layer {layer}"), *ratio)?;
+    }
+    Ok(ratios)
+}
+
+struct Globs<'a> {
+    flag: &'static str,
+    texts: &'a [String],
+    globs: Vec<Glob>,
+}
+
+impl<'a> Globs<'a> {
+    fn new(flag: &'static str, texts: &'a [String]) -> Result<Self> {
+        let globs = texts
+            .iter()
+            .map(|text| {
+                Glob::new(text).map_err(|error| {
+                    Failure::usage(format!("{flag} `{text}` is not a glob: {error}"))
+                })
+            })
+            .collect::<Result<_, _>>()?;
+        Ok(Self { flag, texts, globs })
+    }
+
+    /// Whether any glob matches the full name (`model.layers.0.mlp.up_proj`), or the name inside the layer, or its last part.
+    fn matches(&self, name: &str, matched: &mut [bool]) -> bool {
+        let inside = name.splitn(4, '.').nth(3).unwrap_or(name);
+        let last = name.rsplit('.').next().unwrap_or(name);
+        let mut any = false;
+        for (glob, matched) in self.globs.iter().zip(matched) {
+            if glob.matches(name) || glob.matches(inside) || glob.matches(last) {
+                (*matched, any) = (true, true);
+            }
+        }
+        any
+    }
+
+    fn all_matched(&self, matched: &[bool]) -> Result<()> {
+        match matched.iter().position(|matched| !matched) {
+            None => Ok(()),
+            Some(unmatched) => Err(Failure::usage(format!("{} `{}` matches no matrix of this model", self.flag, self.texts[unmatched]))
+                .hint("names look like model.layers.0.self_attn.q_proj; try '*q_proj' or 'model.layers.[0-3].*'")
+                .into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pruning::METHODS;
+    use serde_json::json;
+
+    fn config() -> LlamaConfig {
+        LlamaConfig::from_json(
+            &json!({"model_type": "llama", "hidden_size": 64, "intermediate_size": 172,
+            "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 512}),
+        )
+        .unwrap()
+    }
+
+    fn resolve(selection: Selection) -> Result<TargetPlan> {
+        TargetPlan::resolve(&selection, METHODS[0], &config())
+    }
+
+    fn half() -> Selection {
+        Selection {
+            sparsity_ratio: Some(0.5),
+            ..Selection::default()
+        }
+    }
+
+    #[test]
+    fn everything_is_chosen_unless_globs_say_otherwise() {
+        assert_eq!(resolve(half()).unwrap().matrices(), 21);
+        let plan = resolve(Selection {
+            include: vec!["mlp.*".into()],
+            exclude: vec!["model.layers.2.*".into()],
+            ..half()
+        })
+        .unwrap();
+        assert_eq!(
+            plan.describe(),
+            [
+                "6 of 21 matrices:",
+                "  layers 0-1: gate_proj up_proj down_proj",
+                "  layer 2: nothing"
+            ]
+        );
+        let plan = resolve(Selection {
+            include: vec!["q_proj".into()],
+            ..half()
+        })
+        .unwrap();
+        assert_eq!(plan.matrices(), 3);
+    }
+
+    #[test]
+    fn contradictions_are_usage_errors_that_say_what_to_type() {
+        let refusals = [
+            (
+                Selection {
+                    sparsity_ratio: Some(1.0),
+                    ..half()
+                },
+                "--sparsity-ratio is 1;",
+            ),
+            (
+                Selection {
+                    sparsity_ratio: Some(50.0),
+                    ..half()
+                },
+                "for 50 percent write 0.5",
+            ),
+            (
+                Selection {
+                    sparsity_ratio: None,
+                    ..half()
+                },
+                "--sparsity-ratio is missing",
+            ),
+            (
+                Selection {
+                    pattern: Some(Pattern::NOfM { n: 1, m: 4 }),
+                    ..half()
+                },
+                "contradicts --sparsity-type 1:4, which removes 0.25",
+            ),
+            (
+                Selection {
+                    include: vec!["q_prj".into()],
+                    ..half()
+                },
+                "--include `q_prj` matches no matrix",
+            ),
+            (
+                Selection {
+                    exclude: vec!["*".into()],
+                    ..half()
+                },
+                "leave no matrix to prune",
+            ),
+            (
+                Selection {
+                    layer_ratios: Some(LayerRatios::All(vec![0.5])),
+                    ..half()
+                },
+                "has 1 ratios, the model 3 layers",
+            ),
+            (
+                Selection {
+                    layer_ratios: Some(LayerRatios::Some(vec![(3, 0.5)])),
+                    ..half()
+                },
+                "names layer 3, the model has layers 0 to 2",
+            ),
+            (
+                Selection {
+                    use_variant: true,
+                    pattern: Some(Pattern::NOfM { n: 2, m: 4 }),
+                    ..half()
+                },
+                "--use-variant means nothing",
+            ),
+        ];
+        for (selection, message) in refusals {
+            let error = resolve(selection).unwrap_err();
+            assert!(
+                error
+                    .downcast_ref::<Failure>()
+                    .is_some_and(|failure| failure.is_usage),
+                "{error}"
+            );
+            assert!(error.to_string().contains(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_group_that_does_not_divide_names_the_matrix_before_anything_runs() {
+        let error = resolve(Selection {
+            pattern: Some(Pattern::NOfM { n: 4, m: 8 }),
+            ..half()
+        })
+        .unwrap_err()
+        .to_string();
+        assert!(
+            error.contains(
+                "`model.layers.0.mlp.down_proj` has 172 input features, which 8 does not divide"
+            ),
+            "{error}"
+        );
+        let without = Selection {
+            pattern: Some(Pattern::NOfM { n: 4, m: 8 }),
+            exclude: vec!["*down_proj".into()],
+            ..half()
+        };
+        assert_eq!(resolve(without).unwrap().matrices(), 18);
+    }
+
+    #[test]
+    fn layer_ratios_come_as_a_list_or_for_some_layers() {
+        let folder = tempfile::tempdir().unwrap();
+        let load = |text: &str| {
+            let path = folder.path().join("ratios.json");
+            std::fs::write(&path, text).unwrap();
+            LayerRatios::load(&path)
+        };
+        let plan = resolve(Selection {
+            layer_ratios: Some(load("{\"1\": 0.25}").unwrap()),
+            ..half()
+        })
+        .unwrap();
+        assert_eq!(plan.uneven_ratios(), Some(vec![0.5, 0.25, 0.5]));
+        let all = load("[0.1, 0.2, 0.3]").unwrap();
+        let plan = resolve(Selection {
+            sparsity_ratio: None,
+            layer_ratios: Some(all),
+            ..half()
+        })
+        .unwrap();
+        assert_eq!(
+            plan.of(2, Projection::Q).map(|target| target.ratio),
+            Some(0.3)
+        );
+        for text in ["3", "{\"x\": 0.5}", "[\"a\"]", "{"] {
+            assert!(
+                load(text)
+                    .unwrap_err()
+                    .to_string()
+                    .contains("does not hold layer ratios"),
+                "{text}"
+            );
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! The hidden states of one stream of samples, at rest in RAM or in a spill file.
+//!
+//! Samples are independent, so a pass takes one, runs it through a layer and puts the result back in its place: one set
+//! of states, not two. They are f32, the dtype they are computed in, so resting them changes no bit: spilled or not, the
+//! masks are the same.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use candle_core::Tensor;
+
+use crate::bytes::ByteSize;
+use crate::checkpoint::positioned;
+use crate::failure::Failure;
+use crate::linalg::tensor;
+
+/// Where hidden states rest between layers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Rest {
+    /// In memory.
+    Ram,
+    /// In a file in this folder, which has no name as soon as it is open (on Unix), so that nothing is left behind.
+    Spill(PathBuf),
+}
+
+/// `samples` hidden states of `[seqlen, hidden_size]`.
+#[derive(Debug)]
+pub struct HiddenStates {
+    shape: [usize; 2],
+    store: Store,
+}
+
+#[derive(Debug)]
+enum Store {
+    Ram(Vec<Option<Tensor>>),
+    Spill {
+        file: File,
+        buffer: Vec<f32>,
+        samples: usize,
+    },
+}
+
+impl HiddenStates {
+    /// Room for `samples` states; `stream` names the spill file.
+    ///
+    /// # Errors
+    /// Fails when the spill file cannot be created.
+    pub fn new(
+        rest: &Rest,
+        stream: &str,
+        samples: usize,
+        seqlen: usize,
+        hidden_size: usize,
+    ) -> Result<Self> {
+        let store = match rest {
+            Rest::Ram => Store::Ram(vec![None; samples]),
+            Rest::Spill(folder) => Store::Spill {
+                file: spill_file(folder, stream)?,
+                buffer: vec![0.0; seqlen * hidden_size],
+                samples,
+            },
+        };
+        Ok(Self {
+            shape: [seqlen, hidden_size],
+            store,
+        })
+    }
+
+    /// Samples there is room for.
+    pub fn samples(&self) -> usize {
+        match &self.store {
+            Store::Ram(states) => states.len(),
+            Store::Spill { samples, .. } => *samples,
+        }
+    }
+
+    /// The state of one sample, `[seqlen, hidden_size]`.
+    ///
+    /// # Errors
+    /// Fails when it was never put, and when the spill file cannot be read.
+    pub fn get(&mut self, sample: usize) -> Result<Tensor> {
+        let elements = self.shape[0] * self.shape[1];
+        match &mut self.store {
+            Store::Ram(states) => states
+                .get(sample)
+                .and_then(Option::as_ref)
+                .cloned()
+                .context("a hidden state is read before it was written"),
+            Store::Spill { file, .. } => {
+                let mut values = vec![0.0f32; elements];
+                positioned::read_exact_at(
+                    file,
+                    bytemuck::cast_slice_mut(&mut values),
+                    offset(sample, elements),
+                )
+                .context("reading hidden states from the spill file")?;
+                tensor::from_vec(values, &self.shape)
+            }
+        }
+    }
+
+    /// Replaces the state of one sample.
+    ///
+    /// # Errors
+    /// Fails for another shape, and when the spill file cannot be written.
+    pub fn put(&mut self, sample: usize, state: Tensor) -> Result<()> {
+        ensure!(
+            state.dims() == self.shape,
+            "a hidden state of {:?} does not fit {:?}",
+            state.dims(),
+            self.shape
+        );
+        let samples = self.samples();
+        match &mut self.store {
+            Store::Ram(states) => {
+                *states
+                    .get_mut(sample)
+                    .context("a hidden state beyond the last sample")? = Some(state)
+            }
+            Store::Spill { file, buffer, .. } => {
+                tensor::with_slice(&state, |values| buffer.copy_from_slice(values))?;
+                let at = offset(sample, buffer.len());
+                positioned::write_all_at(file, bytemuck::cast_slice(buffer), at).map_err(|error| {
+                    Failure::new(format!("cannot spill hidden states: {error}"))
+                        .detail(format!("this stream needs {} of disk", ByteSize::of(samples * buffer.len(), 4)))
+                        .hint("name a folder on a larger disk with --offload-folder, or use fewer --nsamples or --eval-windows")
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes every state through `step` in sample order and puts the result back.
+    ///
+    /// # Errors
+    /// The first error of `step` or of the spill file.
+    pub fn advance(
+        &mut self,
+        mut step: impl FnMut(usize, &Tensor) -> Result<Tensor>,
+    ) -> Result<()> {
+        for sample in 0..self.samples() {
+            let state = self.get(sample)?;
+            let next = step(sample, &state)?;
+            self.put(sample, next)?;
+        }
+        Ok(())
+    }
+}
+
+fn offset(sample: usize, elements: usize) -> u64 {
+    sample as u64 * elements as u64 * 4
+}
+
+fn spill_file(folder: &Path, stream: &str) -> Result<File> {
+    std::fs::create_dir_all(folder)
+        .with_context(|| format!("creating the offload folder `{}`", folder.display()))?;
+    let path = folder.join(format!(
+        "hidden-states-{stream}-{}.spill",
+        std::process::id()
+    ));
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .open(&path)
+        .with_context(|| format!("creating the spill file `{}`", path.display()))?;
+    // An open file without a name disappears with the process, however that ends.
+    #[cfg(unix)]
+    std::fs::remove_file(&path)
+        .with_context(|| format!("unlinking the spill file `{}`", path.display()))?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(value: f32) -> Tensor {
+        tensor::from_vec(vec![value; 6], &[2, 3]).unwrap()
+    }
+
+    #[test]
+    fn states_rest_in_ram_or_on_disk_alike_and_leave_no_file() {
+        let folder = tempfile::tempdir().unwrap();
+        for rest in [Rest::Ram, Rest::Spill(folder.path().to_path_buf())] {
+            let mut states = HiddenStates::new(&rest, "test", 3, 2, 3).unwrap();
+            for sample in 0..3 {
+                states.put(sample, state(sample as f32)).unwrap();
+            }
+            states
+                .advance(|sample, state| Ok((state + sample as f64)?))
+                .unwrap();
+            for sample in 0..3 {
+                assert_eq!(
+                    states.get(sample).unwrap().to_vec2::<f32>().unwrap(),
+                    [[2.0 * sample as f32; 3]; 2]
+                );
+            }
+            assert!(
+                states
+                    .put(0, tensor::from_vec(vec![0.0; 6], &[3, 2]).unwrap())
+                    .is_err()
+            );
+            #[cfg(unix)]
+            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        }
+    }
+
+    #[test]
+    fn a_state_that_was_never_put_is_an_error() {
+        assert!(
+            HiddenStates::new(&Rest::Ram, "test", 1, 2, 3)
+                .unwrap()
+                .get(0)
+                .is_err()
+        );
+    }
+}

@@ -1,0 +1,104 @@
+//! The one loop of the program: every decoder layer once, in order.
+//!
+//! For each layer: passengers see it dense, the editor changes it, passengers see it pruned. Weights are read once for
+//! calibration, pruning and all perplexities; peak memory is one layer, the next one's stored bytes, the hidden states
+//! and one workspace, whatever the depth.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+
+use super::clock::Clock;
+use super::loader::LayerLoader;
+use crate::checkpoint::WeightSource;
+use crate::model::{DecoderLayer, Head, LayerContext, LlamaConfig};
+
+/// Changes layers: calibrates, prunes, writes.
+pub trait Editor {
+    /// Takes a dense layer and gives back the one that goes on.
+    ///
+    /// # Errors
+    /// Ends the sweep.
+    fn edit(&mut self, layer: DecoderLayer, context: &mut LayerContext) -> Result<DecoderLayer>;
+}
+
+/// Rides along: sees each layer before and after the editor, and the head at the end.
+pub trait Passenger {
+    /// The layer as it was read.
+    ///
+    /// # Errors
+    /// Ends the sweep.
+    fn dense(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()>;
+
+    /// The layer as the editor left it.
+    ///
+    /// # Errors
+    /// Ends the sweep.
+    fn pruned(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()>;
+
+    /// The end of the model, after the last layer.
+    ///
+    /// # Errors
+    /// Ends the run.
+    fn finish(&mut self, head: &Head, context: &mut LayerContext) -> Result<()>;
+}
+
+/// What a sweep goes over.
+pub struct Sweep<'a> {
+    /// Where layers are read from.
+    pub source: Arc<dyn WeightSource>,
+    /// The model's shape.
+    pub config: Arc<LlamaConfig>,
+    /// Tokens per sample, at most.
+    pub seqlen: usize,
+    /// Where time goes.
+    pub clock: &'a Clock,
+}
+
+impl Sweep<'_> {
+    /// Goes over all layers, then shows the head to the passengers.
+    ///
+    /// # Errors
+    /// Fails when a layer cannot be read, and with the first error of the editor or a passenger; both name the layer.
+    pub fn run(
+        self,
+        mut editor: Option<&mut dyn Editor>,
+        passengers: &mut [&mut dyn Passenger],
+    ) -> Result<()> {
+        let mut context = LayerContext::new(&self.config, self.seqlen)?;
+        let mut loader = LayerLoader::new(Arc::clone(&self.source), Arc::clone(&self.config));
+        for index in 0..self.config.num_hidden_layers {
+            let in_layer = || format!("in layer {index}");
+            let mut layer = self
+                .clock
+                .measure("read", || loader.take(index))
+                .with_context(in_layer)?;
+            for passenger in passengers.iter_mut() {
+                passenger
+                    .dense(&layer, &mut context)
+                    .with_context(in_layer)?;
+            }
+            if let Some(editor) = editor.as_deref_mut() {
+                layer = editor.edit(layer, &mut context).with_context(in_layer)?;
+            }
+            for passenger in passengers.iter_mut() {
+                passenger
+                    .pruned(&layer, &mut context)
+                    .with_context(in_layer)?;
+            }
+        }
+        drop(loader);
+        if !passengers.is_empty() {
+            let head = self
+                .clock
+                .measure("read", || Head::load(&*self.source, &self.config))
+                .context("in the head")?;
+            for passenger in passengers {
+                passenger
+                    .finish(&head, &mut context)
+                    .context("in the head")?;
+            }
+        }
+        Ok(())
+    }
+}
