@@ -3,6 +3,7 @@
 
 pub mod bytes;
 pub mod checkpoint;
+pub mod cli;
 pub mod data;
 pub mod demo;
 pub mod eval;
@@ -12,6 +13,7 @@ pub mod model;
 pub mod pipeline;
 pub mod placement;
 pub mod pruning;
+pub mod report;
 pub mod run;
 pub mod runtime;
 

@@ -1,3 +1,7 @@
-//! The binary: hands its arguments to the library.
+//! The binary: hands its arguments to [`prune::cli`].
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    prune::cli::run(std::env::args_os())
+}

@@ -1,0 +1,97 @@
+//! `prune eval`: the sweep without an editor.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::Result;
+use clap::Args;
+
+use super::args::{DeviceArgs, EvaluationArgs, ModelArgs};
+use super::console::Console;
+use super::run_folder::RunFolder;
+use super::session::Session;
+use crate::checkpoint::WeightSource;
+use crate::data::TextCache;
+use crate::eval::Side;
+use crate::pipeline::Workload;
+use crate::report;
+use crate::run::Manifest;
+use crate::runtime::{Passenger, Sweep};
+
+/// Flags of `prune eval`.
+#[derive(Debug, Clone, Args)]
+pub struct EvalArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    evaluation: EvaluationArgs,
+    /// Tokens per window [default: 2048, or the model's limit]
+    #[arg(long, value_name = "TOKENS", help_heading = "Evaluation")]
+    seqlen: Option<usize>,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Folder for run.json; without it only the table is printed
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    save: Option<PathBuf>,
+    /// Replace a finished run in the --save folder
+    #[arg(long, help_heading = "Output")]
+    force: bool,
+}
+
+/// Runs the command and prints its table.
+///
+/// # Errors
+/// See [`execute`].
+pub fn command(args: &EvalArgs, arguments: Vec<String>) -> Result<()> {
+    let console = Console::new();
+    let folder = RunFolder::check(args.save.as_deref(), None, false, args.force)?;
+    let mut manifest = execute(args, arguments, &console)?;
+    manifest.warnings = console.warnings();
+    folder.prepare()?;
+    folder.record(&manifest)?;
+    console.result(&report::table::text(&manifest));
+    Ok(())
+}
+
+/// Measures the perplexity of a checkpoint.
+///
+/// # Errors
+/// Fails for everything [`Session::open`] refuses, and when the evaluation text is missing or too short.
+pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Result<Manifest> {
+    let session = Session::open(&args.model, &args.device, args.seqlen)?;
+    session.check_evaluation(&args.evaluation)?;
+    let cache = TextCache::open(args.evaluation.text_cache.clone());
+    let windows = {
+        let tokenizer = session.tokenizer()?;
+        session.evaluation(&args.evaluation, &tokenizer, &cache, console)?
+    };
+    let workload = Workload::new(
+        &session.config,
+        session.dtype(),
+        session.seqlen,
+        &[windows.windows],
+        true,
+        session.threads,
+    );
+    let rest = session.settle_hidden_states(&args.device, &workload, args.save.as_deref(), console);
+    console.line(&format!(
+        "evaluating {} on {}: {} windows of {} tokens",
+        session.folder.display(),
+        args.evaluation.eval_dataset,
+        windows.windows,
+        session.seqlen
+    ));
+    let mut perplexity = session.perplexity(Side::Dense, &rest, &windows, console)?;
+    let source: Arc<dyn WeightSource> = session.checkpoint.clone();
+    let sweep = Sweep {
+        source,
+        config: Arc::clone(&session.config),
+        seqlen: session.seqlen,
+        clock: &session.clock,
+    };
+    sweep.run(None, &mut [&mut perplexity as &mut dyn Passenger])?;
+    let mut manifest = session.manifest("eval", arguments, &rest)?;
+    manifest.perplexity.dense = perplexity.report();
+    manifest.evaluation = Some(serde_json::to_value(&windows.protocol)?);
+    Ok(manifest)
+}

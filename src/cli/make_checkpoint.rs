@@ -1,0 +1,117 @@
+//! `prune make-checkpoint` (hidden): a random Llama of any shape, for tests, benches and scale runs.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use clap::{Args, ValueEnum};
+
+use super::console::Console;
+use crate::bytes::ByteSize;
+use crate::demo::{RandomCheckpoint, StoredDtype};
+
+/// Flags of `prune make-checkpoint`.
+#[derive(Debug, Clone, Args)]
+pub struct MakeCheckpointArgs {
+    /// Folder to write; must not exist or be empty
+    #[arg(value_name = "DIR")]
+    target: PathBuf,
+    /// Width of the residual stream
+    #[arg(long, default_value_t = 64)]
+    hidden_size: usize,
+    /// Width of the MLP
+    #[arg(long, default_value_t = 176)]
+    intermediate_size: usize,
+    /// Decoder layers
+    #[arg(long, default_value_t = 2)]
+    num_hidden_layers: usize,
+    /// Query heads
+    #[arg(long, default_value_t = 4)]
+    num_attention_heads: usize,
+    /// Key and value heads [default: as many as query heads]
+    #[arg(long)]
+    num_key_value_heads: Option<usize>,
+    /// Elements per head [default: hidden size / heads]
+    #[arg(long)]
+    head_dim: Option<usize>,
+    /// Rows of the embedding, at least 260
+    #[arg(long, default_value_t = 320)]
+    vocab_size: usize,
+    /// Context length in tokens
+    #[arg(long, default_value_t = 2048)]
+    max_position_embeddings: usize,
+    /// Base of the rotary frequencies
+    #[arg(long, default_value_t = 10_000.0)]
+    rope_theta: f64,
+    /// Rotary scaling as JSON, as config.json holds it
+    #[arg(long, value_name = "JSON")]
+    rope_scaling: Option<String>,
+    /// No head of its own
+    #[arg(long)]
+    tie_word_embeddings: bool,
+    /// Biases on q, k, v and o
+    #[arg(long)]
+    attention_bias: bool,
+    /// Biases on gate, up and down
+    #[arg(long)]
+    mlp_bias: bool,
+    /// Dtype of every tensor
+    #[arg(long, default_value = "bf16")]
+    dtype: Dtype,
+    /// Largest file
+    #[arg(long, default_value = "4GiB")]
+    max_shard: ByteSize,
+    /// Seed of the weights
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Folder or tokenizer.json to copy the tokenizer from [default: one token per byte]
+    #[arg(long, value_name = "PATH")]
+    tokenizer: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+/// Writes the checkpoint.
+///
+/// # Errors
+/// Fails for shapes that are no Llama, a folder that is not empty, and when writing fails.
+pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
+    let console = Console::new();
+    let rope_scaling = args
+        .rope_scaling
+        .as_deref()
+        .map(serde_json::from_str)
+        .transpose()
+        .context("--rope-scaling is not JSON")?;
+    let checkpoint = RandomCheckpoint {
+        hidden_size: args.hidden_size,
+        intermediate_size: args.intermediate_size,
+        num_hidden_layers: args.num_hidden_layers,
+        num_attention_heads: args.num_attention_heads,
+        num_key_value_heads: args.num_key_value_heads.unwrap_or(args.num_attention_heads),
+        head_dim: args.head_dim,
+        vocab_size: args.vocab_size,
+        max_position_embeddings: args.max_position_embeddings,
+        rope_theta: args.rope_theta,
+        rope_scaling,
+        tie_word_embeddings: args.tie_word_embeddings,
+        attention_bias: args.attention_bias,
+        mlp_bias: args.mlp_bias,
+        dtype: match args.dtype {
+            Dtype::F32 => StoredDtype::F32,
+            Dtype::F16 => StoredDtype::F16,
+            Dtype::Bf16 => StoredDtype::BF16,
+        },
+        max_shard: args.max_shard,
+        seed: args.seed,
+        tokenizer: args.tokenizer.clone(),
+    };
+    checkpoint.write(&args.target, &console)?;
+    console.clear();
+    console.line(&format!("wrote {}", args.target.display()));
+    Ok(())
+}

@@ -1,0 +1,527 @@
+//! `prune`: the main job. Settings → plan → sweep → save → report.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use clap::builder::PossibleValuesParser;
+use clap::{Args, ValueEnum};
+
+use super::args::{DeviceArgs, EvaluationArgs, ModelArgs};
+use super::console::Console;
+use super::run_folder::RunFolder;
+use super::session::Session;
+use crate::bytes::ByteSize;
+use crate::checkpoint::{CheckpointWriter, VerifyLevel, WeightSink, WeightSource};
+use crate::data::{self, Calibration, DatasetSpec, Evaluation, Role, TextCache};
+use crate::eval::{Perplexity, Side};
+use crate::model::Embedding;
+use crate::pipeline::targets::LayerRatios;
+use crate::pipeline::{CalibrationStream, Pruner, Selection, TargetPlan, Watcher, Workload};
+use crate::pruning::{self, METHODS, Needs, Pattern, PruningMethod};
+use crate::report;
+use crate::run::manifest::{OutputReport, PruningSettings, SparsityReport};
+use crate::run::{Events, Manifest};
+use crate::runtime::{Editor, Passenger, Rest, Sweep};
+
+/// Flags of `prune` itself.
+#[derive(Debug, Clone, Args)]
+pub struct PruneArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    sparsity: SparsityArgs,
+    #[command(flatten)]
+    calibration: CalibrationArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// What perplexity is measured of
+    #[arg(
+        long,
+        value_name = "SIDE",
+        default_value = "pruned",
+        help_heading = "Evaluation"
+    )]
+    eval: EvalSides,
+    #[command(flatten)]
+    evaluation: EvaluationArgs,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+/// What goes.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Sparsity")]
+struct SparsityArgs {
+    /// How weights are chosen: wanda (weights times input norms, per row) or magnitude (smallest weights, no calibration)
+    #[arg(long, value_name = "METHOD", default_value = "wanda", value_parser = PossibleValuesParser::new(METHODS.iter().map(|method| method.name())))]
+    prune_method: String,
+
+    /// Fraction removed, from 0 up to but not including 1
+    ///
+    /// May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
+    #[arg(long, value_name = "RATIO")]
+    sparsity_ratio: Option<f64>,
+
+    /// `unstructured`, or N:M with N pruned of each M neighbours
+    #[arg(long, value_name = "TYPE", default_value = "unstructured")]
+    sparsity_type: Pattern,
+
+    /// Wanda's variant: rows give up an equal share of their score instead of an equal number of weights
+    #[arg(long)]
+    use_variant: bool,
+
+    /// Prune only matrices that match a glob; may be repeated
+    ///
+    /// Matched against model.layers.0.self_attn.q_proj, self_attn.q_proj and q_proj. What is chosen is printed.
+    #[arg(long, value_name = "GLOB")]
+    include: Vec<String>,
+
+    /// Leave matrices alone that match a glob; may be repeated
+    #[arg(long, value_name = "GLOB")]
+    exclude: Vec<String>,
+
+    /// JSON file with a ratio per layer: [0.5, 0.6, ...], or {"0": 0.3} for some
+    #[arg(long, value_name = "FILE")]
+    layer_ratios: Option<PathBuf>,
+}
+
+/// What statistics are computed from.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Calibration")]
+struct CalibrationArgs {
+    /// Calibration text: NAME:PATH or a path
+    ///
+    /// `wikitext2:PATH` (raw text, parquet, or a folder holding the train split; rows joined with a space), `c4:SHARD.json.gz`
+    /// (documents longer than a sample), or a path: plain text as it stands, .jsonl, .gz or .parquet of documents.
+    #[arg(long, value_name = "NAME[:PATH]", default_value = "wikitext2")]
+    dataset: DatasetSpec,
+
+    /// Calibration samples
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    nsamples: u32,
+
+    /// Tokens per sample, and per evaluation window [default: 2048, or the model's limit]
+    #[arg(long, value_name = "TOKENS")]
+    seqlen: Option<usize>,
+
+    /// Seed of the sampling; the same seed picks the reference's samples
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    seed: u64,
+}
+
+/// What is left behind.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Output")]
+struct OutputArgs {
+    /// Run folder: model/, run.json, log_METHOD.txt. Without it nothing is written
+    #[arg(long, value_name = "DIR")]
+    save: Option<PathBuf>,
+
+    /// Folder for the pruned checkpoint [default: SAVE/model]
+    #[arg(long, value_name = "DIR", conflicts_with = "no_save_model")]
+    save_model: Option<PathBuf>,
+
+    /// Write the report only, no checkpoint
+    #[arg(long)]
+    no_save_model: bool,
+
+    /// Replace a finished run and its model files
+    #[arg(long)]
+    force: bool,
+
+    /// What is compared after saving: hashes, zeros and N:M groups, or also every kept weight with the source
+    #[arg(long, value_name = "LEVEL", default_value = "quick")]
+    verify: Verify,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum EvalSides {
+    /// The pruned model
+    Pruned,
+    /// The dense and the pruned model, in one sweep
+    Both,
+    /// Nothing; needs no evaluation text
+    None,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Verify {
+    /// Hashes, zeros, N:M groups
+    Quick,
+    /// Also every kept weight against the source
+    Full,
+}
+
+/// Runs the command and prints its table.
+///
+/// # Errors
+/// See [`execute`].
+pub fn command(args: &PruneArgs, arguments: Vec<String>) -> Result<()> {
+    let console = Console::new();
+    let manifest = execute(args, arguments, &console, None)?;
+    console.result(&report::table::text(&manifest));
+    console.line("zeros alone change neither the size of the files nor the speed of inference");
+    Ok(())
+}
+
+/// Prunes a checkpoint as the flags say, writes the results, and returns the manifest. `watcher` sees every mask.
+///
+/// # Errors
+/// Everything that can be wrong with settings, checkpoint, texts and folders fails before the sweep; after that, reading,
+/// writing and weights that are not finite.
+pub fn execute(
+    args: &PruneArgs,
+    arguments: Vec<String>,
+    console: &Console,
+    watcher: Option<&mut dyn Watcher>,
+) -> Result<Manifest> {
+    let method =
+        pruning::method(&args.sparsity.prune_method).context("the method is in the table")?;
+    let folder = RunFolder::check(
+        args.output.save.as_deref(),
+        args.output.save_model.as_deref(),
+        !args.output.no_save_model,
+        args.output.force,
+    )?;
+    let session = Session::open(&args.model, &args.device, args.calibration.seqlen)?;
+    let targets = TargetPlan::resolve(&args.sparsity.selection()?, method, &session.config)?;
+    let texts = Texts::tokenise(args, &session, calibrates(method, &targets), console)?;
+    let streams: Vec<usize> = texts.streams();
+    let workload = Workload::new(
+        &session.config,
+        session.dtype(),
+        session.seqlen,
+        &streams,
+        texts.windows.is_some(),
+        session.threads,
+    );
+    let rest = session.settle_hidden_states(
+        &args.device,
+        &workload,
+        args.output.save.as_deref(),
+        console,
+    );
+    print_plan(
+        args, &session, &targets, &texts, &workload, &rest, &folder, console,
+    );
+
+    folder.prepare()?;
+    let writer = folder.model.as_ref().map(|model| {
+        session.clock.measure("allocate", || {
+            CheckpointWriter::create(&session.checkpoint, model, console)
+        })
+    });
+    let mut writer = writer.transpose()?;
+    let calibration = texts
+        .calibration
+        .as_ref()
+        .map(|samples| session.embedded(&rest, "calibration", &samples.tokens, console))
+        .transpose()?
+        .map(|hidden| CalibrationStream::new(hidden, (*session.config).clone()));
+    let mut passengers: Vec<Perplexity<'_>> = Vec::new();
+    for side in args.eval.sides() {
+        if let Some(windows) = &texts.windows {
+            passengers.push(session.perplexity(*side, &rest, windows, console)?);
+        }
+    }
+    let mut pruner = Pruner {
+        method,
+        targets: &targets,
+        calibration,
+        sink: writer.as_mut().map(|writer| writer as &mut dyn WeightSink),
+        // The cast shortens the life of the trait object to that of this run.
+        watcher: watcher.map(|watcher| watcher as &mut dyn Watcher),
+        clock: &session.clock,
+        events: console,
+        num_hidden_layers: session.config.num_hidden_layers,
+        layers: Vec::new(),
+        expected: Vec::new(),
+    };
+    let source: Arc<dyn WeightSource> = session.checkpoint.clone();
+    let sweep = Sweep {
+        source,
+        config: Arc::clone(&session.config),
+        seqlen: session.seqlen,
+        clock: &session.clock,
+    };
+    let mut riders: Vec<&mut dyn Passenger> = passengers
+        .iter_mut()
+        .map(|passenger| passenger as &mut dyn Passenger)
+        .collect();
+    sweep.run(Some(&mut pruner as &mut dyn Editor), &mut riders)?;
+    let (layers, expected) = (pruner.layers, pruner.expected);
+
+    let verification = writer.map(|writer| {
+        session.clock.measure("save and verify", || {
+            writer.finish(&expected, args.output.verify.level(), console)
+        })
+    });
+    let verification = verification.transpose()?;
+    let mut manifest = session.manifest("prune", arguments, &rest)?;
+    manifest.sparsity = Some(sparsity(&layers));
+    manifest.layers = layers;
+    manifest.pruning = Some(settings(args, &targets, session.config.num_hidden_layers));
+    manifest.calibration = texts
+        .calibration
+        .as_ref()
+        .map(calibration_record)
+        .transpose()?;
+    manifest.evaluation = texts
+        .windows
+        .as_ref()
+        .map(|windows| serde_json::to_value(&windows.protocol))
+        .transpose()?;
+    for (side, passenger) in args.eval.sides().iter().zip(&passengers) {
+        match side {
+            Side::Dense => manifest.perplexity.dense = passenger.report(),
+            Side::Pruned => manifest.perplexity.pruned = passenger.report(),
+        }
+    }
+    if let (Some(model), Some(verification)) = (&folder.model, verification) {
+        manifest.output = Some(OutputReport {
+            model: model.display().to_string(),
+            verification: serde_json::to_value(verification)?,
+        });
+    }
+    warn_of_infinite(&manifest, console);
+    manifest.warnings = console.warnings();
+    folder.record(&manifest)?;
+    Ok(manifest)
+}
+
+impl SparsityArgs {
+    fn selection(&self) -> Result<Selection> {
+        Ok(Selection {
+            sparsity_ratio: self.sparsity_ratio,
+            pattern: Some(self.sparsity_type),
+            use_variant: self.use_variant,
+            include: self.include.clone(),
+            exclude: self.exclude.clone(),
+            layer_ratios: self
+                .layer_ratios
+                .as_deref()
+                .map(LayerRatios::load)
+                .transpose()?,
+        })
+    }
+}
+
+impl EvalSides {
+    fn sides(self) -> &'static [Side] {
+        match self {
+            Self::Pruned => &[Side::Pruned],
+            Self::Both => &[Side::Dense, Side::Pruned],
+            Self::None => &[],
+        }
+    }
+}
+
+impl Verify {
+    fn level(self) -> VerifyLevel {
+        match self {
+            Self::Quick => VerifyLevel::Quick,
+            Self::Full => VerifyLevel::Full,
+        }
+    }
+}
+
+/// Whether any matrix is scored with statistics.
+fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
+    let prunes_nothing = targets.pattern == Pattern::Unstructured
+        && targets.sparsity_ratio == 0.0
+        && targets.uneven_ratios().is_none();
+    method.needs() != Needs::Nothing && !prunes_nothing
+}
+
+/// The token ids of a run.
+struct Texts {
+    calibration: Option<Calibration>,
+    windows: Option<Evaluation>,
+    sides: usize,
+}
+
+impl Texts {
+    /// Checks that both texts are there, then tokenises them; the tokenizer is gone when this returns.
+    fn tokenise(
+        args: &PruneArgs,
+        session: &Session,
+        calibrates: bool,
+        console: &Console,
+    ) -> Result<Self> {
+        let evaluates = args.eval != EvalSides::None;
+        if calibrates {
+            Embedding::open(&*session.checkpoint, &session.config)?;
+            data::check(&args.calibration.dataset, Role::Calibration)?;
+        }
+        if evaluates {
+            session.check_evaluation(&args.evaluation)?;
+        }
+        let mut texts = Self {
+            calibration: None,
+            windows: None,
+            sides: args.eval.sides().len(),
+        };
+        if !calibrates && !evaluates {
+            return Ok(texts);
+        }
+        let cache = TextCache::open(args.evaluation.text_cache.clone());
+        let tokenizer = session.tokenizer()?;
+        if calibrates {
+            let CalibrationArgs {
+                dataset,
+                nsamples,
+                seed,
+                ..
+            } = &args.calibration;
+            let samples = session.clock.measure("tokenise", || {
+                data::calibration(
+                    dataset,
+                    &tokenizer,
+                    *nsamples as usize,
+                    session.seqlen,
+                    *seed,
+                    &cache,
+                    console,
+                )
+            })?;
+            session.check_ids(&samples.tokens, &tokenizer, "calibration")?;
+            texts.calibration = Some(samples);
+        }
+        if evaluates {
+            texts.windows =
+                Some(session.evaluation(&args.evaluation, &tokenizer, &cache, console)?);
+        }
+        Ok(texts)
+    }
+
+    /// Samples per stream of hidden states.
+    fn streams(&self) -> Vec<usize> {
+        let windows = self.windows.as_ref().map_or(0, |windows| windows.windows);
+        let calibration = self
+            .calibration
+            .as_ref()
+            .map_or(0, |samples| samples.nsamples);
+        std::iter::once(calibration)
+            .chain(std::iter::repeat_n(windows, self.sides))
+            .collect()
+    }
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "it tells everything that was settled"
+)]
+fn print_plan(
+    args: &PruneArgs,
+    session: &Session,
+    targets: &TargetPlan,
+    texts: &Texts,
+    workload: &Workload,
+    rest: &Rest,
+    folder: &RunFolder,
+    console: &Console,
+) {
+    let config = &session.config;
+    console.line(&format!(
+        "model        {}: {} layers of {}, {}, {}",
+        session.folder.display(),
+        config.num_hidden_layers,
+        config.hidden_size,
+        session.dtype().name(),
+        session.checkpoint.total_bytes()
+    ));
+    let variant = if targets.use_variant { ", variant" } else { "" };
+    console.line(&format!(
+        "pruning      {} {:.4} {}{variant}",
+        args.sparsity.prune_method, targets.sparsity_ratio, targets.pattern
+    ));
+    for line in targets.describe() {
+        console.line(&format!("             {line}"));
+    }
+    if let Some(samples) = &texts.calibration {
+        console.line(&format!(
+            "calibration  {}: {} samples of {} tokens, seed {}",
+            args.calibration.dataset, samples.nsamples, samples.seqlen, args.calibration.seed
+        ));
+    }
+    if let Some(windows) = &texts.windows {
+        let sides: Vec<_> = args.eval.sides().iter().map(|side| side.name()).collect();
+        console.line(&format!(
+            "evaluation   {}: {} windows of {} tokens, {}",
+            args.evaluation.eval_dataset,
+            windows.windows,
+            windows.seqlen,
+            sides.join(" and ")
+        ));
+    }
+    let hidden = match rest {
+        _ if workload.hidden_states == ByteSize::ZERO => "none".to_string(),
+        Rest::Ram => format!("{} in RAM", workload.hidden_states),
+        Rest::Spill(folder) => format!("{} in `{}`", workload.hidden_states, folder.display()),
+    };
+    console.line(&format!(
+        "memory       layers {}, workspace {}, head {}, hidden states {hidden}; {} threads",
+        workload.layers, workload.workspace, workload.head, session.threads
+    ));
+    match &folder.model {
+        Some(model) => console.line(&format!("output       {}", model.display())),
+        None if args.output.no_save_model => {
+            console.line("output       no model (--no-save-model)")
+        }
+        None => console.warn("nothing will be saved; name a run folder with --save".to_string()),
+    }
+}
+
+fn settings(args: &PruneArgs, targets: &TargetPlan, layers: usize) -> PruningSettings {
+    PruningSettings {
+        method: args.sparsity.prune_method.clone(),
+        sparsity_ratio: targets.sparsity_ratio,
+        sparsity_type: targets.pattern.to_string(),
+        use_variant: targets.use_variant,
+        include: args.sparsity.include.clone(),
+        exclude: args.sparsity.exclude.clone(),
+        matrices: targets.matrices(),
+        matrices_in_model: layers * 7,
+        layer_ratios: targets.uneven_ratios(),
+        propagate: "pruned".to_string(),
+    }
+}
+
+fn calibration_record(samples: &Calibration) -> Result<serde_json::Value> {
+    let mut record = serde_json::to_value(&samples.protocol)?;
+    if let Some(fields) = record.as_object_mut() {
+        fields.insert("starts".into(), serde_json::to_value(&samples.starts)?);
+        if let Some(documents) = &samples.documents {
+            fields.insert("documents".into(), serde_json::to_value(documents)?);
+        }
+    }
+    Ok(record)
+}
+
+fn sparsity(layers: &[crate::run::manifest::LayerReport]) -> SparsityReport {
+    let matrices = || layers.iter().flat_map(|layer| &layer.matrices);
+    let zeros = matrices().map(|matrix| matrix.zeros).sum();
+    let weights = matrices()
+        .map(|matrix| (matrix.shape[0] * matrix.shape[1]) as u64)
+        .sum();
+    SparsityReport {
+        zeros,
+        zeros_before: matrices().map(|matrix| matrix.zeros_before).sum(),
+        weights,
+        ratio: zeros as f64 / weights as f64,
+    }
+}
+
+fn warn_of_infinite(manifest: &Manifest, events: &dyn Events) {
+    for (side, report) in [
+        ("dense", manifest.perplexity.dense),
+        ("pruned", manifest.perplexity.pruned),
+    ] {
+        if report.is_some_and(|report| !report.perplexity.is_finite()) {
+            events.warn(format!(
+                "the {side} perplexity is not finite: the model's outputs overflow or are NaN"
+            ));
+        }
+    }
+}

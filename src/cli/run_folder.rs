@@ -1,0 +1,137 @@
+//! The run folder: what may be written where, and what is refused.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::checkpoint::{PARTIAL_SUFFIX, is_model_file, write_atomic};
+use crate::failure::Failure;
+use crate::report;
+use crate::run::Manifest;
+
+/// Where a run leaves its results.
+#[derive(Debug, Clone)]
+pub(super) struct RunFolder {
+    /// `--save`: manifest and log.
+    pub(super) run: Option<PathBuf>,
+    /// The model's folder; `None` when no model is written.
+    pub(super) model: Option<PathBuf>,
+    is_forced: bool,
+}
+
+const MANIFEST: &str = "run.json";
+
+impl RunFolder {
+    /// Checks that nothing of value would be overwritten. Writes nothing.
+    ///
+    /// # Errors
+    /// Fails when the run folder holds a finished run or the model folder holds files, unless forced; and when either is a file.
+    pub(super) fn check(
+        save: Option<&Path>,
+        save_model: Option<&Path>,
+        writes_model: bool,
+        is_forced: bool,
+    ) -> Result<Self> {
+        let model = writes_model
+            .then(|| {
+                save_model
+                    .map(Path::to_path_buf)
+                    .or_else(|| save.map(|save| save.join("model")))
+            })
+            .flatten();
+        for folder in [save, model.as_deref()].into_iter().flatten() {
+            if folder.exists() && !folder.is_dir() {
+                return Err(Failure::new(format!(
+                    "`{}` is a file; results go into a folder",
+                    folder.display()
+                ))
+                .into());
+            }
+        }
+        if let Some(run) = save
+            && run.join(MANIFEST).exists()
+            && !is_forced
+        {
+            return Err(
+                Failure::new(format!("`{}` holds a finished run", run.display()))
+                    .hint("choose another --save folder, or replace it with --force")
+                    .into(),
+            );
+        }
+        if let Some(model) = &model {
+            let files = files_in(model)?;
+            if let Some(other) = files
+                .iter()
+                .find(|name| !name.ends_with(PARTIAL_SUFFIX))
+                .filter(|_| !is_forced)
+            {
+                return Err(Failure::new(format!("the model folder `{}` is not empty: it holds `{other}`", model.display()))
+                    .hint("choose another --save or --save-model folder, or replace its model files with --force")
+                    .into());
+            }
+        }
+        Ok(Self {
+            run: save.map(Path::to_path_buf),
+            model,
+            is_forced,
+        })
+    }
+
+    /// Makes room: with `--force`, the old run's files go, `config.json` first, so that what is left never looks finished.
+    /// Files that are no part of a checkpoint stay.
+    ///
+    /// # Errors
+    /// Fails when a folder cannot be made or a file not be removed.
+    pub(super) fn prepare(&self) -> Result<()> {
+        let remove = |path: PathBuf| match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("removing `{}`", path.display()))
+            }
+            _ => Ok(()),
+        };
+        if let (Some(model), true) = (&self.model, self.is_forced) {
+            remove(model.join("config.json"))?;
+            for name in files_in(model)?.iter().filter(|name| is_model_file(name)) {
+                remove(model.join(name))?;
+            }
+        }
+        if let Some(run) = &self.run {
+            std::fs::create_dir_all(run)
+                .with_context(|| format!("creating the run folder `{}`", run.display()))?;
+            remove(run.join(MANIFEST))?;
+        }
+        Ok(())
+    }
+
+    /// Writes manifest and log.
+    ///
+    /// # Errors
+    /// Fails when a file cannot be written.
+    pub(super) fn record(&self, manifest: &Manifest) -> Result<()> {
+        let Some(run) = &self.run else { return Ok(()) };
+        if let (Some(pruning), Some(text)) = (&manifest.pruning, report::log::text(manifest)) {
+            write_atomic(
+                &run.join(report::log::file_name(&pruning.method)),
+                text.as_bytes(),
+            )?;
+        }
+        let mut json =
+            serde_json::to_vec_pretty(manifest).context("writing the manifest as JSON")?;
+        json.push(b'\n');
+        write_atomic(&run.join(MANIFEST), &json)
+    }
+}
+
+fn files_in(folder: &Path) -> Result<Vec<String>> {
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error).with_context(|| format!("listing `{}`", folder.display())),
+    };
+    let names: std::io::Result<Vec<String>> = entries
+        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+        .collect();
+    let mut names = names.with_context(|| format!("listing `{}`", folder.display()))?;
+    names.sort();
+    Ok(names)
+}

@@ -1,0 +1,349 @@
+//! What `prune` and `prune eval` begin with: the checkpoint opened and checked, texts turned into tokens, threads and hidden
+//! states settled. Everything that can be wrong is found here, before the sweep.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+
+use super::args::{DeviceArgs, EvaluationArgs, HiddenStatesArg, ModelArgs};
+use crate::bytes::ByteSize;
+use crate::checkpoint::{Checkpoint, WeightSource};
+use crate::data::{self, Evaluation, Role, TextCache, Tokenizer};
+use crate::eval::{Perplexity, Side};
+use crate::failure::Failure;
+use crate::linalg::{StoredDtype, kernel};
+use crate::model::{DecoderLayer, Embedding, Head, LlamaConfig, Projection};
+use crate::pipeline::{Workload, embed};
+use crate::placement::inventory;
+use crate::run::manifest::{Arithmetic, Manifest, ModelReport, Perplexities, SCHEMA};
+use crate::run::{Event, Events};
+use crate::runtime::{Clock, HiddenStates, Rest};
+
+/// Tokens per sample unless said otherwise: what the literature after the original compares at.
+const DEFAULT_SEQLEN: usize = 2048;
+
+/// A checkpoint opened for a run.
+pub struct Session {
+    /// The weights.
+    pub checkpoint: Arc<Checkpoint>,
+    /// The shape.
+    pub config: Arc<LlamaConfig>,
+    /// The folder as given.
+    pub folder: PathBuf,
+    /// Tokens per sample and window.
+    pub seqlen: usize,
+    /// Worker threads.
+    pub threads: usize,
+    /// Where time goes.
+    pub clock: Clock,
+    started: (Instant, u64),
+}
+
+impl Session {
+    /// Opens the checkpoint, checks every tensor a sweep will read, and starts the worker threads.
+    ///
+    /// # Errors
+    /// Fails for anything missing, truncated, of another shape or unsupported, naming file and tensor.
+    pub fn open(model: &ModelArgs, device: &DeviceArgs, seqlen: Option<usize>) -> Result<Self> {
+        let unix_seconds = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |elapsed| elapsed.as_secs());
+        let started = (Instant::now(), unix_seconds);
+        let folder = model.model.clone().ok_or_else(|| {
+            Failure::usage("--model is missing")
+                .hint("name a checkpoint folder, like --model models/llama-2-7b; see prune --help")
+        })?;
+        if !folder.is_dir() {
+            return Err(Failure::new(format!("the model folder `{}` does not exist", folder.display()))
+                .hint("--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
+                .into());
+        }
+        let config = Arc::new(LlamaConfig::load(&folder)?);
+        let checkpoint = Arc::new(Checkpoint::open(&folder)?);
+        for layer in 0..config.num_hidden_layers {
+            DecoderLayer::check(&*checkpoint, &config, layer)?;
+        }
+        let seqlen = check_seqlen(seqlen, &config)?;
+        let threads = worker_threads(device)?;
+        Ok(Self {
+            checkpoint,
+            config,
+            folder,
+            seqlen,
+            threads,
+            clock: Clock::new(),
+            started,
+        })
+    }
+
+    /// The dtype of the first decoder matrix: what memory estimates are made with.
+    pub fn dtype(&self) -> StoredDtype {
+        let entry = self.checkpoint.entry(&Projection::Q.tensor_name(0));
+        entry
+            .and_then(|entry| crate::model::stored_dtype(entry).ok())
+            .unwrap_or(StoredDtype::F32)
+    }
+
+    /// The tokenizer, loaded as part of the tokenise phase.
+    ///
+    /// # Errors
+    /// Fails when there is none.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        self.clock
+            .measure("tokenise", || Tokenizer::load(&self.folder))
+    }
+
+    /// Turns the evaluation text into windows.
+    ///
+    /// # Errors
+    /// Fails when the text is missing or too short, and for ids the embedding does not have.
+    pub fn evaluation(
+        &self,
+        args: &EvaluationArgs,
+        tokenizer: &Tokenizer,
+        cache: &TextCache,
+        events: &dyn Events,
+    ) -> Result<Evaluation> {
+        let windows = args
+            .eval_windows
+            .map(|windows| usize::try_from(windows).unwrap_or(usize::MAX));
+        let evaluation = self.clock.measure("tokenise", || {
+            data::evaluation(
+                &args.eval_dataset,
+                tokenizer,
+                self.seqlen,
+                windows,
+                cache,
+                events,
+            )
+        })?;
+        self.check_ids(&evaluation.tokens, tokenizer, "evaluation")?;
+        Ok(evaluation)
+    }
+
+    /// Checks that the head and the embedding can be read and the evaluation text is there; cheap.
+    ///
+    /// # Errors
+    /// Fails when one is not.
+    pub fn check_evaluation(&self, args: &EvaluationArgs) -> Result<()> {
+        Head::check(&*self.checkpoint, &self.config)?;
+        Embedding::open(&*self.checkpoint, &self.config)?;
+        data::check(&args.eval_dataset, Role::Evaluation)
+    }
+
+    /// Token ids must lie inside the embedding.
+    ///
+    /// # Errors
+    /// Fails for the largest id that does not, with the numbers.
+    pub fn check_ids(&self, tokens: &[u32], tokenizer: &Tokenizer, text: &str) -> Result<()> {
+        match tokens.iter().max() {
+            Some(&largest) if largest as usize >= self.config.vocab_size => {
+                Err(Failure::new(format!("the tokenizer of `{}` is larger than its embedding", self.folder.display()))
+                    .detail(format!(
+                        "the {text} text has token id {largest} (the tokenizer goes up to {}), the embedding has {} rows",
+                        tokenizer.largest_id(),
+                        self.config.vocab_size
+                    ))
+                    .hint("use the tokenizer.json this checkpoint was published with")
+                    .into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Decides where hidden states rest, and says so where that is the disk.
+    pub fn settle_hidden_states(
+        &self,
+        device: &DeviceArgs,
+        workload: &Workload,
+        run_folder: Option<&Path>,
+        events: &dyn Events,
+    ) -> Rest {
+        let folder = || {
+            device
+                .offload_folder
+                .clone()
+                .unwrap_or_else(|| run_folder.map_or_else(std::env::temp_dir, Path::to_path_buf))
+        };
+        if workload.hidden_states == ByteSize::ZERO {
+            return Rest::Ram;
+        }
+        match device.hidden_states {
+            HiddenStatesArg::Ram => Rest::Ram,
+            HiddenStatesArg::Disk => Rest::Spill(folder()),
+            HiddenStatesArg::Auto => {
+                let available = inventory::available_memory();
+                if workload.fits_in_ram(available) {
+                    return Rest::Ram;
+                }
+                let folder = folder();
+                events.warn(format!(
+                    "hidden states ({}) do not fit beside {} into 80 % of the available {}: they spill to `{}`",
+                    workload.hidden_states,
+                    workload.without_hidden_states(),
+                    available.unwrap_or_default(),
+                    folder.display()
+                ));
+                Rest::Spill(folder)
+            }
+        }
+    }
+
+    /// A stream of embedded samples, `tokens` `[samples, seqlen]`.
+    ///
+    /// # Errors
+    /// Fails when the embedding cannot be read or the spill file not be written.
+    pub fn embedded(
+        &self,
+        rest: &Rest,
+        stream: &str,
+        tokens: &[u32],
+        events: &dyn Events,
+    ) -> Result<HiddenStates> {
+        let samples = tokens.len() / self.seqlen;
+        events.emit(Event::PhaseStarted {
+            phase: format!("embed {stream} samples"),
+            unit: "samples",
+            steps: samples as u64,
+        });
+        let embedding = Embedding::open(&*self.checkpoint, &self.config)?;
+        let mut hidden =
+            HiddenStates::new(rest, stream, samples, self.seqlen, self.config.hidden_size)?;
+        self.clock
+            .measure("embed", || {
+                embed(&mut hidden, &embedding, tokens, self.seqlen)
+            })
+            .context("embedding the samples")?;
+        Ok(hidden)
+    }
+
+    /// A perplexity passenger over these windows.
+    ///
+    /// # Errors
+    /// As [`Session::embedded`].
+    pub fn perplexity<'a>(
+        &'a self,
+        side: Side,
+        rest: &Rest,
+        windows: &'a Evaluation,
+        events: &'a dyn Events,
+    ) -> Result<Perplexity<'a>> {
+        let hidden = self.embedded(rest, side.name(), &windows.tokens, events)?;
+        Ok(Perplexity::new(
+            side,
+            hidden,
+            &windows.tokens,
+            self.seqlen,
+            self.config.num_hidden_layers,
+            &self.clock,
+            events,
+        ))
+    }
+
+    /// The manifest of a run that ends now, with everything the session knows; results are filled in by the command.
+    ///
+    /// # Errors
+    /// Fails only when the config cannot be turned into JSON.
+    pub fn manifest(&self, command: &str, arguments: Vec<String>, rest: &Rest) -> Result<Manifest> {
+        let phases = self.clock.report();
+        let parameters = self
+            .checkpoint
+            .tensors()
+            .map(|tensor| {
+                tensor
+                    .shape
+                    .iter()
+                    .map(|&size| size as u64)
+                    .product::<u64>()
+            })
+            .sum();
+        Ok(Manifest {
+            schema: SCHEMA,
+            prune_version: env!("CARGO_PKG_VERSION").to_string(),
+            command: command.to_string(),
+            arguments,
+            started_unix_seconds: self.started.1,
+            seconds: self.started.0.elapsed().as_secs_f64(),
+            model: ModelReport {
+                path: self.folder.display().to_string(),
+                identity: self.checkpoint.identity(),
+                config: serde_json::to_value(&*self.config)?,
+                parameters,
+                bytes: self.checkpoint.total_bytes(),
+            },
+            arithmetic: Arithmetic {
+                device: "cpu".to_string(),
+                dtype: "f32".to_string(),
+                kernel: kernel::KERNEL.to_string(),
+                cpu_features: kernel::cpu_features()
+                    .into_iter()
+                    .map(str::to_string)
+                    .collect(),
+                threads: self.threads,
+            },
+            pruning: None,
+            calibration: None,
+            sparsity: None,
+            layers: Vec::new(),
+            perplexity: Perplexities::default(),
+            evaluation: None,
+            hidden_states: match rest {
+                Rest::Ram => "ram".to_string(),
+                Rest::Spill(_) => "spill".to_string(),
+            },
+            peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
+            phases,
+            output: None,
+            warnings: Vec::new(),
+        })
+    }
+}
+
+fn check_seqlen(seqlen: Option<usize>, config: &LlamaConfig) -> Result<usize> {
+    let limit = config.max_position_embeddings;
+    let is_stretched = matches!(
+        config.rope_scaling,
+        crate::model::RopeScaling::Dynamic { .. }
+    );
+    let seqlen = seqlen.unwrap_or(DEFAULT_SEQLEN.min(limit));
+    if seqlen < 2 {
+        return Err(Failure::usage(format!(
+            "--seqlen is {seqlen}; at least 2 tokens are needed to predict one"
+        ))
+        .into());
+    }
+    if seqlen > limit && !is_stretched {
+        return Err(Failure::usage(format!(
+            "--seqlen {seqlen} is longer than the model's {limit} positions"
+        ))
+        .hint(format!("use --seqlen {limit} or less"))
+        .into());
+    }
+    Ok(seqlen)
+}
+
+/// Starts the global pool, once per process.
+fn worker_threads(device: &DeviceArgs) -> Result<usize> {
+    let slurm = || {
+        std::env::var("SLURM_CPUS_PER_TASK")
+            .ok()?
+            .trim()
+            .parse::<usize>()
+            .ok()
+            .filter(|&threads| threads > 0)
+    };
+    let affinity = || std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = device
+        .threads
+        .map(usize::from)
+        .or_else(slurm)
+        .unwrap_or_else(affinity);
+    // Fails when a pool exists already: in tests, where several runs share a process and keep its first pool.
+    let _ = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|index| format!("worker-{index}"))
+        .build_global();
+    Ok(rayon::current_num_threads())
+}

@@ -1,0 +1,4 @@
+//! From a manifest to something a person or another program reads. Sees no tensor.
+
+pub mod log;
+pub mod table;

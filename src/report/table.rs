@@ -1,0 +1,127 @@
+//! The table at the end of a run: what came out, what it cost, where it is.
+
+use std::fmt::Write as _;
+
+use crate::bytes::ByteSize;
+use crate::run::Manifest;
+use crate::run::manifest::PerplexityReport;
+
+/// The final table, ending in a newline.
+pub fn text(manifest: &Manifest) -> String {
+    let mut rows: Vec<(String, String)> = Vec::new();
+    let mut row = |name: &str, value: String| rows.push((name.to_string(), value));
+    row(
+        "model",
+        format!(
+            "{} ({:.1} M parameters)",
+            manifest.model.path,
+            manifest.model.parameters as f64 / 1e6
+        ),
+    );
+    if let Some(pruning) = &manifest.pruning {
+        let variant = if pruning.use_variant { ", variant" } else { "" };
+        row(
+            "pruning",
+            format!(
+                "{} {:.4} {}{variant}, {} of {} matrices",
+                pruning.method,
+                pruning.sparsity_ratio,
+                pruning.sparsity_type,
+                pruning.matrices,
+                pruning.matrices_in_model
+            ),
+        );
+    }
+    if let Some(sparsity) = manifest.sparsity {
+        row(
+            "sparsity reached",
+            format!(
+                "{:.6} ({} of {} weights)",
+                sparsity.ratio, sparsity.zeros, sparsity.weights
+            ),
+        );
+        if sparsity.zeros_before > 0 {
+            row(
+                "zeros before",
+                format!("{} weights were zero already", sparsity.zeros_before),
+            );
+        }
+    }
+    let protocol = manifest
+        .evaluation
+        .as_ref()
+        .and_then(|text| text.get("dataset")?.as_str())
+        .unwrap_or("evaluation text");
+    for (side, report) in [
+        ("dense", manifest.perplexity.dense),
+        ("pruned", manifest.perplexity.pruned),
+    ] {
+        if let Some(report) = report {
+            row(&format!("{side} perplexity"), perplexity(&report, protocol));
+        }
+    }
+    let arithmetic = &manifest.arithmetic;
+    row(
+        "arithmetic",
+        format!(
+            "{} on {} ({}), {} threads",
+            arithmetic.dtype, arithmetic.device, arithmetic.kernel, arithmetic.threads
+        ),
+    );
+    row("time", seconds(manifest.seconds));
+    for phase in manifest
+        .phases
+        .iter()
+        .filter(|phase| phase.seconds >= 0.005 * manifest.seconds)
+    {
+        row(
+            &format!("  {}", phase.phase),
+            format!(
+                "{:>9}  peak {}",
+                seconds(phase.seconds),
+                peak(phase.peak_anonymous)
+            ),
+        );
+    }
+    row(
+        "peak memory",
+        format!(
+            "{} anonymous, hidden states in {}",
+            peak(manifest.peak_anonymous),
+            manifest.hidden_states
+        ),
+    );
+    if let Some(output) = &manifest.output {
+        row(
+            "result",
+            format!("{} (read back and verified)", output.model),
+        );
+    }
+    let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    rows.iter().fold(String::new(), |mut text, (name, value)| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{name:<width$}  {value}");
+        text
+    })
+}
+
+fn perplexity(report: &PerplexityReport, dataset: &str) -> String {
+    let spread = report.perplexity * report.standard_error;
+    format!(
+        "{:.4} ± {:.2} over windows ({dataset}, {} windows of {} tokens)",
+        report.perplexity, spread, report.windows, report.seqlen
+    )
+}
+
+fn seconds(seconds: f64) -> String {
+    let whole = seconds as u64;
+    match whole {
+        0..100 => format!("{seconds:.1} s"),
+        100..6000 => format!("{} min {:02} s", whole / 60, whole % 60),
+        _ => format!("{} h {:02} min", whole / 3600, whole % 3600 / 60),
+    }
+}
+
+fn peak(bytes: Option<ByteSize>) -> String {
+    bytes.map_or_else(|| "unknown".to_string(), |bytes| bytes.to_string())
+}
