@@ -19,6 +19,7 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 /// The console; keeps the warnings it showed, for the manifest.
 pub struct Console {
     is_terminal: bool,
+    is_quiet: bool,
     state: Mutex<State>,
 }
 
@@ -44,7 +45,16 @@ impl Console {
     pub fn new() -> Self {
         Self {
             is_terminal: std::io::stderr().is_terminal(),
+            is_quiet: false,
             state: Mutex::default(),
+        }
+    }
+
+    /// A console that keeps warnings and prints nothing; for callers inside the process.
+    pub fn quiet() -> Self {
+        Self {
+            is_quiet: true,
+            ..Self::new()
         }
     }
 
@@ -62,7 +72,9 @@ impl Console {
 
     /// A line of the plan or of what was found.
     pub fn line(&self, text: &str) {
-        self.state().print(text);
+        if !self.is_quiet {
+            self.state().print(text);
+        }
     }
 
     /// A result, on standard output.
@@ -135,6 +147,12 @@ impl State {
 impl Events for Console {
     fn emit(&self, event: Event) {
         let mut state = self.state();
+        if self.is_quiet {
+            if let Event::Warning(text) = event {
+                state.warnings.push(text);
+            }
+            return;
+        }
         match event {
             Event::PhaseStarted { phase, unit, steps } => {
                 state.start(self.is_terminal, phase, unit, steps)

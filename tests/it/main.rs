@@ -1,0 +1,11 @@
+//! Everything that runs the whole program, in one binary: the real commands on small checkpoints, the reference's goldens,
+//! candle's Llama as oracle, and the rules the source tree keeps.
+
+mod cli;
+mod determinism;
+mod errors;
+mod golden;
+mod layering;
+mod memory;
+mod oracle;
+mod support;
