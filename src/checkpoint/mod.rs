@@ -43,6 +43,7 @@ pub use header::{TensorEntry, encode_header};
 pub(crate) use meter::Meter;
 pub use sidecars::{is_model_file, sidecars_in};
 pub use source::{Checkpoint, Shard, WeightSource};
+pub use target::refuse_source_folder;
 pub use verify::{ExpectedMatrix, MatrixZeros, Verification, VerifiedFile, VerifyLevel};
 pub use writer::{CheckpointWriter, WeightSink};
 

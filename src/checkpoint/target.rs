@@ -109,7 +109,11 @@ fn allocate_file(
 }
 
 /// The output must not replace or mix with what it is made from.
-pub(super) fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<()> {
+///
+/// # Errors
+///
+/// Fails when `target` is the source's folder or lies inside it, through links too.
+pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<()> {
     let cannot = |error: io::Error| {
         Failure::new(format!("cannot open `{}`", source.display())).detail(error.to_string())
     };

@@ -1,11 +1,6 @@
 //! Draws events for a person: a bar on a terminal, one plain line now and then elsewhere. All of it on standard error.
-#![expect(
-    clippy::print_stderr,
-    clippy::print_stdout,
-    reason = "this is the room that prints"
-)]
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -80,12 +75,13 @@ impl Console {
     /// A result, on standard output.
     pub fn result(&self, text: &str) {
         self.clear();
-        print!("{text}");
+        // A reader who has left (`prune eval | true`) does not turn a finished run into a failed one.
+        let _ = std::io::stdout().write_all(text.as_bytes());
     }
 
     /// An error, after everything else.
     pub fn print_error(text: &str) {
-        eprintln!("{text}");
+        print_line(text);
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -94,11 +90,16 @@ impl Console {
     }
 }
 
+/// One line on standard error. Whoever read it may be gone (`2> >(head -1)`): that must not end a run of hours.
+fn print_line(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
 impl State {
     fn print(&self, text: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprintln!("{text}")),
-            None => eprintln!("{text}"),
+            Some(bar) => bar.suspend(|| print_line(text)),
+            None => print_line(text),
         }
     }
 
@@ -137,10 +138,10 @@ impl State {
         self.last_line = Some(Instant::now());
         let rate = done as f64 / began.elapsed().as_secs_f64().max(1e-9);
         let left = self.steps.saturating_sub(done) as f64 / rate.max(1e-9);
-        eprintln!(
+        print_line(&format!(
             "{}: {done}/{} {} | {rate:.2} {}/s | ETA {left:.0}s",
             self.phase, self.steps, self.unit, self.unit
-        );
+        ));
     }
 }
 

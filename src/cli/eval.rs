@@ -16,7 +16,7 @@ use crate::eval::Side;
 use crate::pipeline::Workload;
 use crate::report;
 use crate::run::Manifest;
-use crate::runtime::{Passenger, Sweep};
+use crate::runtime::{Passenger, Sweep, memory};
 
 /// Flags of `prune eval`.
 #[derive(Debug, Clone, Args)]
@@ -44,11 +44,7 @@ pub struct EvalArgs {
 /// See [`execute`].
 pub fn command(args: &EvalArgs, arguments: Vec<String>) -> Result<()> {
     let console = Console::new();
-    let folder = RunFolder::check(args.save.as_deref(), None, false, args.force)?;
-    let mut manifest = execute(args, arguments, &console)?;
-    manifest.warnings = console.warnings();
-    folder.prepare()?;
-    folder.record(&manifest)?;
+    let manifest = execute(args, arguments, &console)?;
     console.result(&report::table::text(&manifest));
     Ok(())
 }
@@ -59,12 +55,20 @@ pub fn command(args: &EvalArgs, arguments: Vec<String>) -> Result<()> {
 /// Fails for everything [`Session::open`] refuses, and when the evaluation text is missing or too short.
 pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Result<Manifest> {
     let session = Session::open(&args.model, &args.device, args.seqlen)?;
+    let folder = RunFolder::check(
+        &session.folder,
+        args.save.as_deref(),
+        None,
+        false,
+        args.force,
+    )?;
     session.check_evaluation(&args.evaluation)?;
     let cache = TextCache::open(args.evaluation.text_cache.clone());
     let windows = {
         let tokenizer = session.tokenizer()?;
         session.evaluation(&args.evaluation, &tokenizer, &cache, console)?
     };
+    memory::release_freed();
     let workload = Workload::new(
         &session.config,
         session.dtype(),
@@ -93,5 +97,8 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     let mut manifest = session.manifest("eval", arguments, &rest)?;
     manifest.perplexity.dense = perplexity.report();
     manifest.evaluation = Some(serde_json::to_value(&windows.protocol)?);
+    manifest.warnings = console.warnings();
+    folder.prepare()?;
+    folder.record(&manifest)?;
     Ok(manifest)
 }

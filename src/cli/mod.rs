@@ -32,13 +32,14 @@ pub struct Cli {
 
 const EXAMPLES: &str = "\
 Examples:
-  prune --model models/llama-2-7b --sparsity-ratio 0.5 \\
-        --dataset wikitext2:wiki.train.raw --eval-dataset wikitext2:wiki.test.raw --save out/llama2-7b
-  prune --model models/llama-2-7b --prune-method magnitude --sparsity-type 2:4 --eval none --save out/2of4
-  prune eval --model out/llama2-7b/model --eval-dataset wikitext2:wiki.test.raw
+  prune --model llama-2-7b --sparsity-ratio 0.5 --dataset wikitext2:wiki/ \\
+        --eval-dataset wikitext2:wiki/ --eval both --save out/llama2-7b
+  prune --model llama-2-7b --prune-method magnitude --sparsity-type 2:4 \\
+        --eval none --save out/2of4
+  prune eval --model out/llama2-7b/model --eval-dataset wikitext2:wiki/
 
 Exit codes: 0 done, 1 failed, 2 wrong usage.
-Environment: PRUNE_CACHE (folder of token ids and unpacked corpora), NO_COLOR, SLURM_CPUS_PER_TASK.";
+Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK.";
 
 #[derive(Debug, Subcommand)]
 enum Command {

@@ -22,7 +22,7 @@ use crate::pruning::{self, METHODS, Needs, Pattern, PruningMethod};
 use crate::report;
 use crate::run::manifest::{OutputReport, PruningSettings, SparsityReport};
 use crate::run::{Events, Manifest};
-use crate::runtime::{Editor, Passenger, Rest, Sweep};
+use crate::runtime::{Editor, Passenger, Rest, Sweep, memory};
 
 /// Flags of `prune` itself.
 #[derive(Debug, Clone, Args)]
@@ -53,14 +53,19 @@ pub struct PruneArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Sparsity")]
 struct SparsityArgs {
-    /// How weights are chosen: wanda (weights times input norms, per row) or magnitude (smallest weights, no calibration)
-    #[arg(long, value_name = "METHOD", default_value = "wanda", value_parser = PossibleValuesParser::new(METHODS.iter().map(|method| method.name())))]
+    #[arg(
+        long,
+        value_name = "METHOD",
+        default_value = "wanda",
+        value_parser = PossibleValuesParser::new(METHODS.iter().map(|method| method.name())),
+        help = methods_help()
+    )]
     prune_method: String,
 
     /// Fraction removed, from 0 up to but not including 1
     ///
     /// May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
-    #[arg(long, value_name = "RATIO")]
+    #[arg(long, value_name = "RATIO", allow_negative_numbers = true)]
     sparsity_ratio: Option<f64>,
 
     /// `unstructured`, or N:M with N pruned of each M neighbours
@@ -114,7 +119,7 @@ struct CalibrationArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Output")]
 struct OutputArgs {
-    /// Run folder: model/, run.json, log_METHOD.txt. Without it nothing is written
+    /// Run folder: model/, run.json, log_METHOD.txt. Without it and --save-model nothing is written
     #[arg(long, value_name = "DIR")]
     save: Option<PathBuf>,
 
@@ -178,15 +183,17 @@ pub fn execute(
 ) -> Result<Manifest> {
     let method =
         pruning::method(&args.sparsity.prune_method).context("the method is in the table")?;
+    let session = Session::open(&args.model, &args.device, args.calibration.seqlen)?;
     let folder = RunFolder::check(
+        &session.folder,
         args.output.save.as_deref(),
         args.output.save_model.as_deref(),
         !args.output.no_save_model,
         args.output.force,
     )?;
-    let session = Session::open(&args.model, &args.device, args.calibration.seqlen)?;
     let targets = TargetPlan::resolve(&args.sparsity.selection()?, method, &session.config)?;
     let texts = Texts::tokenise(args, &session, calibrates(method, &targets), console)?;
+    memory::release_freed();
     let streams: Vec<usize> = texts.streams();
     let workload = Workload::new(
         &session.config,
@@ -249,7 +256,14 @@ pub fn execute(
         .iter_mut()
         .map(|passenger| passenger as &mut dyn Passenger)
         .collect();
-    sweep.run(Some(&mut pruner as &mut dyn Editor), &mut riders)?;
+    let swept = sweep.run(Some(&mut pruner as &mut dyn Editor), &mut riders);
+    if let (Err(_), Some(model)) = (&swept, &folder.model) {
+        let model = model.display();
+        console.line(&format!(
+            "unfinished files stay in `{model}` (*.partial); the same command replaces them"
+        ));
+    }
+    swept?;
     let (layers, expected) = (pruner.layers, pruner.expected);
 
     let verification = writer.map(|writer| {
@@ -288,6 +302,15 @@ pub fn execute(
     manifest.warnings = console.warnings();
     folder.record(&manifest)?;
     Ok(manifest)
+}
+
+/// The table of methods, for the help text.
+fn methods_help() -> String {
+    let methods: Vec<String> = METHODS
+        .iter()
+        .map(|method| format!("{} ({})", method.name(), method.summary()))
+        .collect();
+    format!("How weights are chosen: {}", methods.join(" or "))
 }
 
 impl SparsityArgs {
@@ -466,9 +489,7 @@ fn print_plan(
     ));
     match &folder.model {
         Some(model) => console.line(&format!("output       {}", model.display())),
-        None if args.output.no_save_model => {
-            console.line("output       no model (--no-save-model)")
-        }
+        None if folder.run.is_some() => console.line("output       no model (--no-save-model)"),
         None => console.warn("nothing will be saved; name a run folder with --save".to_string()),
     }
 }

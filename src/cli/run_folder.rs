@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::checkpoint::{PARTIAL_SUFFIX, is_model_file, write_atomic};
+use crate::checkpoint::{PARTIAL_SUFFIX, is_model_file, refuse_source_folder, write_atomic};
 use crate::failure::Failure;
+use crate::pruning::METHODS;
 use crate::report;
 use crate::run::Manifest;
 
@@ -25,8 +26,10 @@ impl RunFolder {
     /// Checks that nothing of value would be overwritten. Writes nothing.
     ///
     /// # Errors
-    /// Fails when the run folder holds a finished run or the model folder holds files, unless forced; and when either is a file.
+    /// Fails when the run folder holds a finished run or the model folder holds files, unless forced; and, forced or not, when
+    /// either is a file or lies in the `source` folder, whose files would otherwise be replaced.
     pub(super) fn check(
+        source: &Path,
         save: Option<&Path>,
         save_model: Option<&Path>,
         writes_model: bool,
@@ -40,13 +43,16 @@ impl RunFolder {
             })
             .flatten();
         for folder in [save, model.as_deref()].into_iter().flatten() {
-            if folder.exists() && !folder.is_dir() {
+            let nearest = folder.ancestors().find(|path| path.exists());
+            if let Some(file) = nearest.filter(|path| !path.is_dir()) {
                 return Err(Failure::new(format!(
                     "`{}` is a file; results go into a folder",
-                    folder.display()
+                    file.display()
                 ))
+                .hint("choose another --save or --save-model folder")
                 .into());
             }
+            refuse_source_folder(source, folder)?;
         }
         if let Some(run) = save
             && run.join(MANIFEST).exists()
@@ -99,6 +105,9 @@ impl RunFolder {
             std::fs::create_dir_all(run)
                 .with_context(|| format!("creating the run folder `{}`", run.display()))?;
             remove(run.join(MANIFEST))?;
+            for method in METHODS {
+                remove(run.join(report::log::file_name(method.name())))?;
+            }
         }
         Ok(())
     }

@@ -8,6 +8,7 @@
 use anyhow::Result;
 use rayon::prelude::*;
 
+use crate::linalg::exp;
 use crate::model::{DecoderLayer, Head, LayerContext};
 use crate::run::manifest::PerplexityReport;
 use crate::run::{Event, Events};
@@ -159,11 +160,8 @@ fn next_token_losses(logits: &[f32], vocab_size: usize, next: &[u32]) -> Vec<f64
         .par_chunks_exact(vocab_size)
         .zip(next)
         .map(|(row, &next)| {
-            let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let sum: f64 = row
-                .iter()
-                .map(|&logit| f64::from((logit - largest).exp()))
-                .sum();
+            let largest = exp::largest(row);
+            let sum = exp::sum_exp_minus(row, largest);
             // Ids were checked against the embedding, which has as many rows as there are logits.
             sum.ln() + f64::from(largest) - f64::from(row[next as usize])
         })

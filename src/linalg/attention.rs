@@ -10,6 +10,7 @@
 
 use rayon::prelude::*;
 
+use super::exp;
 use super::matmul::{Threads, View, matmul};
 
 /// Queries per block: the score block of 2048 keys is 1 MiB, the L2 cache of one core.
@@ -112,12 +113,8 @@ pub fn causal(heads: Heads, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) {
 /// Softmax over the first `visible` elements of a row; the rest, keys of the future, become zero.
 fn softmax_prefix(row: &mut [f32], visible: usize) {
     let (seen, future) = row.split_at_mut(visible);
-    let largest = seen.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut sum = 0.0f64;
-    for value in seen.iter_mut() {
-        *value = (*value - largest).exp();
-        sum += f64::from(*value);
-    }
+    let largest = exp::largest(seen);
+    let sum = exp::exp_minus(seen, largest);
     let scale = (1.0 / sum) as f32;
     seen.iter_mut().for_each(|value| *value *= scale);
     future.fill(0.0);

@@ -2,6 +2,8 @@
 
 use rayon::prelude::*;
 
+use super::exp::exp;
+
 /// Elements per task: large enough to hide the scheduling, small enough to spread.
 const CHUNK: usize = 1 << 14;
 
@@ -11,7 +13,7 @@ pub fn silu_times(gate: &mut [f32], up: &[f32]) {
         .zip(up.par_chunks(CHUNK))
         .for_each(|(gate, up)| {
             for (g, u) in gate.iter_mut().zip(up) {
-                *g = *g / (1.0 + (-*g).exp()) * u;
+                *g = *g / (1.0 + exp(-*g)) * u;
             }
         });
 }

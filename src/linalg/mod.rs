@@ -6,6 +6,7 @@
 pub mod attention;
 pub mod columns;
 pub mod elementwise;
+pub mod exp;
 pub mod kernel;
 pub mod linear;
 pub mod matmul;

@@ -9,7 +9,7 @@ use crate::model::{LlamaConfig, footprint};
 pub struct Workload {
     /// Two decoder layers in their stored dtype: the one in use and the one being read.
     pub layers: ByteSize,
-    /// Scratch and activations of one sample.
+    /// Scratch and activations of one sample; 0 where none passes the layers.
     pub workspace: ByteSize,
     /// The head and one chunk of logits, while perplexity is taken; 0 without evaluation.
     pub head: ByteSize,
@@ -31,10 +31,15 @@ impl Workload {
         threads: usize,
     ) -> Self {
         let layer = footprint::layer_weights(config, dtype);
+        let passes_samples = streams.iter().any(|&samples| samples > 0);
         let state = footprint::hidden_states(config, seqlen);
         Self {
             layers: layer + layer,
-            workspace: footprint::workspace(config, dtype, seqlen, threads),
+            workspace: if passes_samples {
+                footprint::workspace(config, dtype, seqlen, threads)
+            } else {
+                ByteSize::ZERO
+            },
             head: if evaluates {
                 footprint::head(config, dtype, seqlen)
             } else {

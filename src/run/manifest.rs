@@ -1,6 +1,6 @@
 //! `run.json`: everything needed to trust, repeat or compare a run. The schema is documented in docs/run-json.md.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use crate::bytes::ByteSize;
@@ -162,10 +162,13 @@ pub struct Perplexities {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PerplexityReport {
     /// exp of the mean over windows of the mean next-token loss; `null` in JSON where it is not finite.
+    #[serde(deserialize_with = "null_is_nan")]
     pub perplexity: f64,
-    /// Mean loss over windows, in nat.
+    /// Mean loss over windows, in nat; `null` in JSON where it is not finite.
+    #[serde(deserialize_with = "null_is_nan")]
     pub mean_loss: f64,
-    /// Standard error of the mean over windows, in nat; 0 for a single window.
+    /// Standard error of the mean over windows, in nat; 0 for a single window; `null` in JSON where it is not finite.
+    #[serde(deserialize_with = "null_is_nan")]
     pub standard_error: f64,
     /// Windows.
     pub windows: usize,
@@ -191,4 +194,32 @@ pub struct OutputReport {
     pub model: String,
     /// What was read back and compared.
     pub verification: Value,
+}
+
+/// JSON has no NaN: serde_json writes `null`, and this reads it back.
+fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_perplexity_that_is_not_finite_survives_json() {
+        let report = PerplexityReport {
+            perplexity: f64::INFINITY,
+            mean_loss: f64::NAN,
+            standard_error: 0.5,
+            windows: 1,
+            seqlen: 8,
+        };
+        let json = serde_json::to_string(&report).unwrap();
+        let read: PerplexityReport = serde_json::from_str(&json).unwrap();
+        assert!(
+            read.perplexity.is_nan() && read.mean_loss.is_nan(),
+            "{json}"
+        );
+        assert_eq!((read.standard_error, read.windows), (0.5, 1));
+    }
 }

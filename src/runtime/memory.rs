@@ -37,6 +37,19 @@ pub fn reset_peak() {
     let _ = std::fs::write("/proc/self/clear_refs", "5");
 }
 
+/// Gives memory that was freed in small pieces back to the system. glibc keeps it otherwise: after tokenising 5 MB of
+/// text with Llama 3's tokenizer 411 MB stay resident, 38 MB after this call. Does nothing with other C libraries.
+pub fn release_freed() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    {
+        #[expect(unsafe_code, reason = "a call into the C library")]
+        // SAFETY: `malloc_trim` takes a number and locks the allocator itself; it touches free memory only.
+        unsafe {
+            libc::malloc_trim(0);
+        }
+    }
+}
+
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;

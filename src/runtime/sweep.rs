@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 
 use super::clock::Clock;
 use super::loader::LayerLoader;
+use super::memory;
 use crate::checkpoint::WeightSource;
 use crate::model::{DecoderLayer, Head, LayerContext, LlamaConfig};
 
@@ -86,6 +87,10 @@ impl Sweep<'_> {
                     .pruned(&layer, &mut context)
                     .with_context(in_layer)?;
             }
+            // Layers are allocated by the reader's thread and freed by this one. Without this, glibc keeps about one
+            // layer's worth per arena, and the peak grows with the depth (by 25 MiB over 32 layers of 24.5 MiB).
+            drop(layer);
+            memory::release_freed();
         }
         drop(loader);
         if !passengers.is_empty() {
