@@ -1,7 +1,6 @@
 //! What the integration tests share: where the reference's files are, how the binary is run, how a run is done in process.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 
 use clap::Parser;
 use prune::cli::console::Console;
@@ -23,16 +22,6 @@ pub(crate) fn shared() -> Option<PathBuf> {
         folder.display()
     );
     None
-}
-
-/// The real binary with these arguments; its text cache lies in `cache`.
-pub(crate) fn prune(arguments: &[&str], cache: &Path) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_prune"))
-        .args(arguments)
-        .env("PRUNE_CACHE", cache)
-        .env_remove("SLURM_CPUS_PER_TASK")
-        .output()
-        .expect("the binary was built by this test run")
 }
 
 #[derive(Parser)]

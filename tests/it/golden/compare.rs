@@ -1,0 +1,398 @@
+//! Our run against the reference's: samples, statistics, masks bit by bit, perplexity.
+
+use std::collections::BTreeSet;
+
+use anyhow::Result;
+use prune::pipeline::{PrunedMatrix, Watcher};
+use prune::pruning::Pattern;
+use prune::run::Manifest;
+use serde_json::{Value, json};
+
+use super::reference::Golden;
+
+/// Of all bits of a model, and of those of any one matrix, this many must be equal.
+const EQUAL_IN_MODEL: f64 = 0.9999;
+const EQUAL_IN_MATRIX: f64 = 0.999;
+/// How far, relative to its threshold, the score of a differing bit may lie on the other side: a few steps of f32 (1.2e-7),
+/// since statistics summed in another order move scores by about that.
+const NEAR_TIE: f64 = 1e-6;
+/// Relative error of statistics: f32 rounding in the middle; cancelled columns, fed by earlier layers' rounding, at most.
+const STATISTICS_MEDIAN: f64 = 1e-6;
+const STATISTICS_MAX: f64 = 1e-4;
+/// Relative error of perplexity. Dense: the reference sums its losses in f32. Pruned: a near-tie may change a weight.
+pub(super) const DENSE_PERPLEXITY: f64 = 1e-5;
+const PRUNED_PERPLEXITY: f64 = 1e-3;
+
+/// A bit that differs.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Difference {
+    row: usize,
+    column: usize,
+    we_prune: bool,
+    score: f32,
+    /// What the score had to reach: the lowest score we keep where we prune, the highest we prune where we keep.
+    threshold: f32,
+}
+
+impl Difference {
+    /// The distance to the threshold on the other side, relative to it.
+    fn distance(&self) -> f64 {
+        let (score, threshold) = (f64::from(self.score), f64::from(self.threshold));
+        match (score - threshold).abs() {
+            0.0 => 0.0,
+            gap => gap / threshold.abs(),
+        }
+    }
+}
+
+/// The bits in which our mask and the reference's packed one differ, with the scores that decided them.
+///
+/// Scores are recomputed here: |W|·√s where there are statistics, else |W|. Weights compete within an aligned group (N:M), a
+/// row (Wanda) or the matrix (magnitude); of n that compete and k that we prune, the thresholds are the k-th and the
+/// (k+1)-th lowest score.
+pub(super) fn differences(matrix: &PrunedMatrix<'_>, reference: &[u8]) -> Vec<Difference> {
+    let (rows, columns) = (matrix.weight.rows(), matrix.weight.columns());
+    assert_eq!(
+        reference.len(),
+        (rows * columns).div_ceil(8),
+        "packed bits of one matrix"
+    );
+    if matrix.mask.bits() == reference {
+        return Vec::new();
+    }
+    let scores = scores(matrix);
+    let competing = match (matrix.target.pattern, matrix.statistics.is_empty()) {
+        (Pattern::NOfM { m, .. }, _) => m,
+        (Pattern::Unstructured, false) => columns,
+        (Pattern::Unstructured, true) => rows * columns,
+    };
+    let we_prune = |element: usize| matrix.mask.is_pruned(element / columns, element % columns);
+    let mut found = Vec::new();
+    for first in (0..rows * columns).step_by(competing) {
+        let elements = first..first + competing;
+        let differs = |&element: &usize| {
+            we_prune(element) != (reference[element / 8] >> (element % 8) & 1 == 1)
+        };
+        if !elements.clone().any(|element| differs(&element)) {
+            continue;
+        }
+        let mut ascending = scores[elements.clone()].to_vec();
+        ascending.sort_by(f32::total_cmp);
+        let pruned = elements
+            .clone()
+            .filter(|&element| we_prune(element))
+            .count();
+        let highest_pruned = pruned
+            .checked_sub(1)
+            .map_or(f32::NEG_INFINITY, |k| ascending[k]);
+        let lowest_kept = ascending.get(pruned).copied().unwrap_or(f32::INFINITY);
+        found.extend(elements.filter(differs).map(|element| Difference {
+            row: element / columns,
+            column: element % columns,
+            we_prune: we_prune(element),
+            score: scores[element],
+            threshold: if we_prune(element) {
+                lowest_kept
+            } else {
+                highest_pruned
+            },
+        }));
+    }
+    found
+}
+
+fn scores(matrix: &PrunedMatrix<'_>) -> Vec<f32> {
+    let columns = matrix.weight.columns();
+    let mut scores = vec![0.0; matrix.weight.elements()];
+    matrix.weight.widen_rows(0, &mut scores);
+    for (element, score) in scores.iter_mut().enumerate() {
+        let factor = matrix
+            .statistics
+            .get(element % columns)
+            .map_or(1.0, |mean| mean.sqrt());
+        *score = score.abs() * factor;
+    }
+    scores
+}
+
+/// |ours - reference| / |reference|.
+pub(super) fn relative(ours: f64, reference: f64) -> f64 {
+    if ours == reference {
+        0.0
+    } else {
+        (ours - reference).abs() / reference.abs()
+    }
+}
+
+/// Not the case for NaN.
+pub(super) fn within(error: f64, tolerance: f64) -> bool {
+    error <= tolerance
+}
+
+/// One matrix, compared.
+struct Matrix {
+    name: String,
+    bits: usize,
+    /// Differing bits; unknown (`None`) where the hashes differ and the reference saved no bits.
+    differing: Option<usize>,
+}
+
+impl Matrix {
+    fn equal(&self) -> f64 {
+        1.0 - self.differing.unwrap_or(self.bits) as f64 / self.bits as f64
+    }
+}
+
+/// Watches a run and keeps what differs.
+pub(super) struct Comparison<'a> {
+    golden: &'a Golden,
+    matrices: Vec<Matrix>,
+    statistics: Vec<f64>,
+    statistics_seen: BTreeSet<String>,
+    /// What is not as it must be, one line each.
+    pub(super) failures: Vec<String>,
+    /// Differing bits that are near-ties, one line each.
+    pub(super) notes: Vec<String>,
+}
+
+impl Watcher for Comparison<'_> {
+    fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
+        let name = matrix.projection.full_name(matrix.layer);
+        self.statistics(&name, matrix.statistics);
+        if self.golden.settings.method == "dense" {
+            if matrix.mask.count() > 0 {
+                self.fail(format!("{name}: a dense run prunes"));
+            }
+            return Ok(());
+        }
+        let Some(linear) = self.golden.per_linear.get(&name) else {
+            self.fail(format!("{name}: the reference has no such matrix"));
+            return Ok(());
+        };
+        if linear.shape != [matrix.weight.rows(), matrix.weight.columns()] {
+            self.fail(format!(
+                "{name}: the reference has the shape {:?}",
+                linear.shape
+            ));
+            return Ok(());
+        }
+        // The variant's bisection may stop at another share when a near-tie moves the sparsity across its tolerance.
+        if matrix.mask.count() != linear.pruned && !self.golden.settings.variant {
+            let count = matrix.mask.count();
+            self.fail(format!(
+                "{name}: {count} pruned, reference {}",
+                linear.pruned
+            ));
+        }
+        let is_equal = matrix.mask.sha256() == linear.mask_sha256;
+        let differing = match self.golden.masks.as_ref().map(|masks| masks.get(&name)) {
+            Some(Some(bits)) => {
+                let differences = differences(matrix, bits);
+                if differences.is_empty() != is_equal {
+                    self.fail(format!("{name}: bits and hash of the reference disagree"));
+                }
+                self.list(&name, &differences);
+                Some(differences.len())
+            }
+            Some(None) => {
+                self.fail(format!("{name}: no mask among those saved"));
+                None
+            }
+            None => is_equal.then_some(0),
+        };
+        self.matrices.push(Matrix {
+            name,
+            bits: matrix.weight.elements(),
+            differing,
+        });
+        Ok(())
+    }
+}
+
+impl<'a> Comparison<'a> {
+    pub(super) fn new(golden: &'a Golden) -> Self {
+        Self {
+            golden,
+            matrices: Vec::new(),
+            statistics: Vec::new(),
+            statistics_seen: BTreeSet::new(),
+            failures: Vec::new(),
+            notes: Vec::new(),
+        }
+    }
+
+    fn fail(&mut self, what: String) {
+        self.failures.push(format!("{}: {what}", self.golden.name));
+    }
+
+    fn statistics(&mut self, name: &str, ours: &[f32]) {
+        let golden = self.golden;
+        let Some(reference) = golden.statistics.as_ref().and_then(|all| all.get(name)) else {
+            return;
+        };
+        self.statistics_seen.insert(name.to_owned());
+        if ours.len() == reference.len() {
+            let pairs = ours.iter().zip(reference);
+            self.statistics.extend(
+                pairs.map(|(ours, reference)| relative(f64::from(*ours), f64::from(*reference))),
+            );
+        } else {
+            self.fail(format!(
+                "{name}: {} statistics, reference {}",
+                ours.len(),
+                reference.len()
+            ));
+        }
+    }
+
+    fn list(&mut self, name: &str, differences: &[Difference]) {
+        for bit in differences {
+            let line = format!(
+                "{name} row {} column {}: {} by us only, score {:e}, threshold {:e}, {:.1e} apart",
+                bit.row,
+                bit.column,
+                if bit.we_prune { "pruned" } else { "kept" },
+                bit.score,
+                bit.threshold,
+                bit.distance()
+            );
+            if bit.distance() <= NEAR_TIE {
+                self.notes.push(format!("{}: {line}", self.golden.name));
+            } else {
+                self.fail(line);
+            }
+        }
+    }
+
+    /// The rest of the checks, once the run is over, and the row of the table.
+    pub(super) fn finish(&mut self, manifest: &Manifest) -> String {
+        self.check_calibration(manifest.calibration.as_ref());
+        self.check_masks(manifest);
+        let statistics = self.check_statistics();
+        let perplexity = manifest.perplexity.pruned.map(|report| report.perplexity);
+        let perplexity = self.check_perplexity(perplexity);
+        let matrices = self.matrices.len();
+        let equal = self
+            .matrices
+            .iter()
+            .filter(|matrix| matrix.differing == Some(0))
+            .count();
+        let bits: usize = self.matrices.iter().map(|matrix| matrix.bits).sum();
+        let differing: usize = self
+            .matrices
+            .iter()
+            .map(|matrix| matrix.differing.unwrap_or(matrix.bits))
+            .sum();
+        let masks = match self
+            .matrices
+            .iter()
+            .min_by(|one, other| one.equal().total_cmp(&other.equal()))
+        {
+            None => "– | – | –".to_owned(),
+            Some(_) if differing == 0 => format!("{equal} / {matrices} | {bits} / {bits} | 100 %"),
+            Some(worst) => format!(
+                "{equal} / {matrices} | {} / {bits} | {} {:.4} %",
+                bits - differing,
+                worst.name.trim_start_matches("model."),
+                100.0 * worst.equal()
+            ),
+        };
+        format!(
+            "| {} | {masks} | {statistics} | {perplexity} |",
+            self.golden.name
+        )
+    }
+
+    /// Which tokens statistics are computed from; nothing where neither side has any, or where the reference drew
+    /// samples that no one used (magnitude, dense).
+    fn check_calibration(&mut self, record: Option<&Value>) {
+        let Some(record) = record else {
+            if self.golden.settings.method == "wanda" {
+                self.fail("no calibration samples, but the reference has some".to_owned());
+            }
+            return;
+        };
+        let golden = self.golden;
+        if record["starts"] != json!(golden.calibration_starts) {
+            self.fail(format!("other starts: {}", record["starts"]));
+        }
+        if record["tokens_sha256"] != json!(golden.calibration_tokens_sha256_int32le) {
+            self.fail(format!(
+                "other calibration tokens: {}",
+                record["tokens_sha256"]
+            ));
+        }
+    }
+
+    fn check_masks(&mut self, manifest: &Manifest) {
+        if self.matrices.len() != self.golden.per_linear.len() {
+            let (ours, reference) = (self.matrices.len(), self.golden.per_linear.len());
+            self.fail(format!("{ours} matrices pruned, reference {reference}"));
+        }
+        let sparsity = manifest
+            .sparsity
+            .map(|report| (report.zeros, report.zeros_before));
+        if self.golden.per_linear.is_empty()
+            && sparsity.is_none_or(|(after, before)| after != before)
+        {
+            self.fail("a dense run changed weights".to_owned());
+        }
+        let bits: usize = self.matrices.iter().map(|matrix| matrix.bits).sum();
+        let differing: usize = self
+            .matrices
+            .iter()
+            .map(|matrix| matrix.differing.unwrap_or(matrix.bits))
+            .sum();
+        if (differing as f64) > (1.0 - EQUAL_IN_MODEL) * bits as f64 {
+            self.fail(format!("{differing} of {bits} bits differ"));
+        }
+        let bad = |matrix: &&Matrix| matrix.differing.is_none() || matrix.equal() < EQUAL_IN_MATRIX;
+        let bad: Vec<_> = self
+            .matrices
+            .iter()
+            .filter(bad)
+            .map(|matrix| matrix.name.clone())
+            .collect();
+        if !bad.is_empty() {
+            self.fail(format!("another mask: {}", bad.join(", ")));
+        }
+    }
+
+    fn check_statistics(&mut self) -> String {
+        let Some(expected) = &self.golden.statistics else {
+            return "–".to_owned();
+        };
+        if !expected.keys().eq(&self.statistics_seen) {
+            let (ours, reference) = (self.statistics_seen.len(), expected.len());
+            self.fail(format!(
+                "statistics of {ours} matrices, reference {reference}"
+            ));
+        }
+        self.statistics.sort_by(f64::total_cmp);
+        let median = self
+            .statistics
+            .get(self.statistics.len() / 2)
+            .copied()
+            .unwrap_or(f64::NAN);
+        let max = self.statistics.last().copied().unwrap_or(f64::NAN);
+        if !within(median, STATISTICS_MEDIAN) || !within(max, STATISTICS_MAX) {
+            self.fail(format!(
+                "statistics are off by {median:.1e} in the median, {max:.1e} at most"
+            ));
+        }
+        format!("{median:.1e} / {max:.1e}")
+    }
+
+    fn check_perplexity(&mut self, ours: Option<f64>) -> String {
+        let (ours, reference) = (ours.unwrap_or(f64::NAN), self.golden.ppl);
+        let tolerance = match self.golden.settings.method.as_str() {
+            "dense" => DENSE_PERPLEXITY,
+            _ => PRUNED_PERPLEXITY,
+        };
+        let error = relative(ours, reference);
+        if !within(error, tolerance) {
+            self.fail(format!("perplexity {ours}, reference {reference}: {error:.1e} apart, {tolerance:.0e} allowed"));
+        }
+        format!("{ours:.4} / {reference:.4} | {error:.1e}")
+    }
+}
