@@ -1,0 +1,281 @@
+//! The hot parts on real layer shapes: products, attention, one decoder layer, scoring and selection, writing.
+//!
+//! `cargo bench` runs all; `cargo bench -- products` one group. The f32 peak of this machine is measured first and printed
+//! with each group's arithmetic, so a time can be read as a share of what the CPU can do. Compare ratios, not seconds.
+#![allow(
+    missing_docs,
+    reason = "criterion's macros generate undocumented items"
+)]
+#![expect(
+    clippy::print_stderr,
+    reason = "the peak belongs beside criterion's own lines"
+)]
+
+mod peak;
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::Tensor;
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use prune::bytes::ByteSize;
+use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSink, WeightSource};
+use prune::demo::{RandomCheckpoint, StoredDtype as Stored};
+use prune::linalg::attention::{self, Heads};
+use prune::linalg::matmul::{Threads, View, matmul};
+use prune::linalg::{Linear, StoredDtype, StoredMatrix, tensor};
+use prune::model::{DecoderLayer, LayerContext, LlamaConfig, Observation, Observer, observe::Need};
+use prune::pruning::{METHODS, Pattern, Request, Target};
+use prune::run::Silent;
+
+/// Values without pattern in [-0.5, 0.5), the same in every run.
+fn noise(count: usize) -> Vec<f32> {
+    let mut state = 1u32;
+    (0..count)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+        })
+        .collect()
+}
+
+fn print_peak() {
+    let threads = rayon::current_num_threads();
+    eprintln!(
+        "peak loop, f32: {:.0} GFLOP/s on 1 thread, {:.0} on {threads}",
+        peak::measure(1),
+        peak::measure(threads)
+    );
+}
+
+/// tokens x in · (out x in)ᵀ: our linear for each stored dtype, and the gemm crate alone on f32.
+fn products(criterion: &mut Criterion) {
+    print_peak();
+    let mut group = criterion.benchmark_group("products");
+    group
+        .sample_size(10)
+        .measurement_time(Duration::from_secs(5));
+    for (tokens, inner, out) in [
+        (2048, 4096, 11008),
+        (2048, 2048, 5632),
+        (128, 4096, 11008),
+        (1, 4096, 11008),
+    ] {
+        let shape = format!("{tokens}x{inner}x{out}");
+        group.throughput(Throughput::Elements(2 * (tokens * inner * out) as u64)); // FLOP
+        let (x, weight) = (noise(tokens * inner), noise(out * inner));
+        let mut y = vec![0.0; tokens * out];
+        group.bench_function(
+            BenchmarkId::new("gemm crate alone, f32", &shape),
+            |bencher| {
+                let lhs = View::strided(&x, tokens, inner, inner);
+                let rhs = View::strided(&weight, out, inner, inner).transposed();
+                bencher.iter(|| matmul(&mut y, out, 1.0, lhs, rhs, Threads::All));
+            },
+        );
+        for dtype in [StoredDtype::F32, StoredDtype::Bf16, StoredDtype::F16] {
+            let linear = Linear {
+                weight: StoredMatrix::from_f32(dtype, out, inner, &weight),
+                bias: None,
+            };
+            let mut panel = Vec::new();
+            group.bench_function(
+                BenchmarkId::new(format!("linear, {} weight", dtype.name()), &shape),
+                |bencher| {
+                    bencher.iter(|| linear.forward_into(&x, &mut y, &mut panel));
+                },
+            );
+        }
+    }
+}
+
+fn blocked_attention(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("attention");
+    group
+        .sample_size(10)
+        .measurement_time(Duration::from_secs(5));
+    for (name, num_heads, num_key_value_heads, head_dim) in [
+        ("llama-2-7b", 32, 32, 128),
+        ("llama-3-8b", 32, 8, 128),
+        ("tinyllama", 32, 4, 64),
+    ] {
+        let (seqlen, heads) = (
+            2048,
+            Heads {
+                num_heads,
+                num_key_value_heads,
+                head_dim,
+            },
+        );
+        // Half of two products of [seqlen, seqlen] by head_dim per head.
+        group.throughput(Throughput::Elements(
+            (2 * seqlen * seqlen * num_heads * head_dim) as u64,
+        ));
+        let q = noise(seqlen * num_heads * head_dim);
+        let (k, v) = (
+            noise(seqlen * num_key_value_heads * head_dim),
+            noise(seqlen * num_key_value_heads * head_dim),
+        );
+        let mut out = vec![0.0; q.len()];
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| attention::causal(heads, &q, &k, &v, &mut out))
+        });
+    }
+}
+
+struct Watch;
+
+impl Observer for Watch {
+    fn needs(&self, _: Observation) -> Need {
+        Need::Rows
+    }
+    fn observe(&mut self, _: Observation, rows: &[f32]) {
+        black_box(rows.len());
+    }
+}
+
+fn seven_b() -> RandomCheckpoint {
+    RandomCheckpoint {
+        hidden_size: 4096,
+        intermediate_size: 11008,
+        num_hidden_layers: 1,
+        num_attention_heads: 32,
+        num_key_value_heads: 32,
+        dtype: Stored::BF16,
+        max_shard: ByteSize(256 << 20),
+        ..RandomCheckpoint::default()
+    }
+}
+
+/// One layer of Llama-2-7B's shape with bf16 weights, 2048 tokens.
+fn decoder_layer(criterion: &mut Criterion) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("7b");
+    seven_b()
+        .write(&path, &Silent)
+        .expect("there is room for one layer");
+    let config = LlamaConfig::load(&path).expect("it was just written");
+    let source = Checkpoint::open(&path).expect("it was just written");
+    let layer = DecoderLayer::load(&source, &config, 0).expect("it was just written");
+    let seqlen = 2048;
+    let hidden: Tensor = tensor::from_vec(
+        noise(seqlen * config.hidden_size),
+        &[seqlen, config.hidden_size],
+    )
+    .expect("the shape fits");
+    let mut context = LayerContext::new(&config, seqlen).expect("tables fit");
+    let products = 2 * seqlen * (4 * 4096 * 4096 + 3 * 4096 * 11008);
+    let attention = 2 * seqlen * seqlen * 4096;
+    let mut group = criterion.benchmark_group("decoder layer");
+    group
+        .sample_size(10)
+        .measurement_time(Duration::from_secs(20));
+    group.throughput(Throughput::Elements((products + attention) as u64));
+    group.bench_function("7b, bf16 weights, 2048 tokens, forward", |bencher| {
+        bencher.iter(|| layer.forward(&hidden, &mut context).expect("shapes fit"));
+    });
+    group.throughput(Throughput::Elements(
+        (products - 2 * seqlen * 4096 * 11008 + attention) as u64,
+    ));
+    group.bench_function("7b, bf16 weights, 2048 tokens, capture", |bencher| {
+        bencher.iter(|| {
+            layer
+                .capture(&hidden, &mut context, &mut Watch)
+                .expect("shapes fit")
+        });
+    });
+}
+
+/// Score and select, by method and pattern, in weights per second.
+fn scoring(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("score and select");
+    group.sample_size(10);
+    for (rows, columns) in [(4096, 4096), (4096, 11008), (4096, 14336)] {
+        let values = noise(rows * columns);
+        let statistics: Vec<f32> = noise(columns).iter().map(|value| value.abs()).collect();
+        group.throughput(Throughput::Elements((rows * columns) as u64));
+        for method in METHODS {
+            for pattern in [Pattern::Unstructured, Pattern::NOfM { n: 2, m: 4 }] {
+                let mut weight = StoredMatrix::from_f32(StoredDtype::Bf16, rows, columns, &values);
+                let target = Target {
+                    ratio: 0.5,
+                    pattern,
+                };
+                let request = Request {
+                    name: "w",
+                    statistics: &statistics,
+                    target,
+                    use_variant: false,
+                };
+                group.bench_function(
+                    BenchmarkId::new(
+                        format!("{} {pattern}", method.name()),
+                        format!("{rows}x{columns} bf16"),
+                    ),
+                    |bencher| {
+                        bencher.iter(|| {
+                            method
+                                .prune(&mut weight, &request)
+                                .expect("noise is finite")
+                        });
+                    },
+                );
+            }
+        }
+    }
+}
+
+/// From stored bytes to verified files: allocate, write, copy, sync, read back.
+fn writing(criterion: &mut Criterion) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("7b");
+    seven_b()
+        .write(&path, &Silent)
+        .expect("there is room for one layer");
+    let source = Arc::new(Checkpoint::open(&path).expect("it was just written"));
+    let names: Vec<String> = source
+        .tensors()
+        .map(|tensor| tensor.name.clone())
+        .filter(|name| name.contains("_proj"))
+        .collect();
+    let tensors: Vec<(String, Vec<u8>)> = names
+        .into_iter()
+        .map(|name| {
+            let entry = source.entry(&name).expect("it was just listed");
+            let mut bytes = vec![0; usize::try_from(entry.bytes).expect("it fits into memory")];
+            source
+                .read(entry, 0, &mut bytes)
+                .expect("it was just written");
+            (name, bytes)
+        })
+        .collect();
+    let mut group = criterion.benchmark_group("shard writing");
+    group
+        .sample_size(10)
+        .measurement_time(Duration::from_secs(20));
+    group.throughput(Throughput::Bytes(source.total_bytes().0));
+    group.bench_function("one 7b layer, bf16, written and verified", |bencher| {
+        bencher.iter(|| {
+            let target = tempfile::tempdir_in(folder.path()).expect("a temporary folder");
+            let mut writer =
+                CheckpointWriter::create(&source, target.path(), &Silent).expect("there is room");
+            for (name, bytes) in &tensors {
+                writer.write(name, bytes).expect("there is room");
+            }
+            writer
+                .finish(&[], VerifyLevel::Quick, &Silent)
+                .expect("it verifies")
+        });
+    });
+}
+
+criterion_group!(
+    benches,
+    products,
+    blocked_attention,
+    decoder_layer,
+    scoring,
+    writing
+);
+criterion_main!(benches);
