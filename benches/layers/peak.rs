@@ -8,7 +8,8 @@ const CHAINS: usize = 24;
 
 /// GFLOP/s of all threads together.
 pub(crate) fn measure(threads: usize) -> f64 {
-    const ROUNDS: usize = 3_000_000;
+    // A tenth of a second: long against starting the threads.
+    const ROUNDS: usize = 30_000_000;
     // A first run wakes the cores up.
     run(threads, ROUNDS);
     (0..3).map(|_| run(threads, ROUNDS)).fold(0.0, f64::max)
