@@ -55,10 +55,8 @@ impl Session {
             Failure::usage("--model is missing")
                 .hint("name a checkpoint folder, like --model models/llama-2-7b; see prune --help")
         })?;
-        if !folder.is_dir() {
-            return Err(Failure::new(format!("the model folder `{}` does not exist", folder.display()))
-                .hint("--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
-                .into());
+        if !folder.exists() {
+            return Err(missing_folder(&folder).into());
         }
         let config = Arc::new(LlamaConfig::load(&folder)?);
         let checkpoint = Arc::new(Checkpoint::open(&folder)?);
@@ -299,6 +297,26 @@ impl Session {
             warnings: Vec::new(),
         })
     }
+}
+
+/// `owner/name` may be meant as an id on the hub: then the fix is a download.
+fn missing_folder(folder: &Path) -> Failure {
+    let failure = Failure::new(format!(
+        "the model folder `{}` does not exist",
+        folder.display()
+    ));
+    let parts = folder.components().count();
+    if folder.is_relative() && parts == 2 && !folder.starts_with("..") {
+        return failure
+            .detail("ids on the hub are not downloaded; models are read from local folders")
+            .hint(format!(
+                "download it first, like `hf download {0} --local-dir {0}`",
+                folder.display()
+            ));
+    }
+    failure.hint(
+        "--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
+    )
 }
 
 fn check_seqlen(seqlen: Option<usize>, config: &LlamaConfig) -> Result<usize> {

@@ -265,7 +265,7 @@ fn a_model_folder_that_does_not_exist_is_refused() {
         &["--model", "models/llama"],
         1,
         "error: the model folder `models/llama` does not exist",
-        LAYOUT_HINT,
+        "hint: download it first, like `hf download models/llama --local-dir models/llama`",
     );
 }
 
