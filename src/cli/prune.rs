@@ -1,24 +1,23 @@
 //! `prune`: the main job. Settings → plan → sweep → save → report.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use clap::builder::PossibleValuesParser;
-use clap::{Args, ValueEnum};
+use clap::Args;
 
-use super::args::{DeviceArgs, EvaluationArgs, ModelArgs};
+use super::args::{
+    CalibrationArgs, DeviceArgs, EvalSides, EvaluationArgs, ModelArgs, OutputArgs, SparsityArgs,
+};
 use super::console::Console;
 use super::run_folder::RunFolder;
 use super::session::Session;
 use crate::bytes::ByteSize;
-use crate::checkpoint::{CheckpointWriter, VerifyLevel, WeightSink, WeightSource};
-use crate::data::{self, Calibration, DatasetSpec, Evaluation, Role, TextCache};
+use crate::checkpoint::{CheckpointWriter, WeightSink, WeightSource};
+use crate::data::{self, Calibration, Evaluation, Role, TextCache};
 use crate::eval::{Perplexity, Side};
 use crate::model::Embedding;
-use crate::pipeline::targets::LayerRatios;
-use crate::pipeline::{CalibrationStream, Pruner, Selection, TargetPlan, Watcher, Workload};
-use crate::pruning::{self, METHODS, Needs, Pattern, PruningMethod};
+use crate::pipeline::{CalibrationStream, Pruner, TargetPlan, Watcher, Workload};
+use crate::pruning::{self, Needs, Pattern, PruningMethod};
 use crate::report;
 use crate::run::manifest::{OutputReport, PruningSettings, SparsityReport};
 use crate::run::{Events, Manifest};
@@ -47,115 +46,6 @@ pub struct PruneArgs {
     evaluation: EvaluationArgs,
     #[command(flatten)]
     output: OutputArgs,
-}
-
-/// What goes.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Sparsity")]
-struct SparsityArgs {
-    #[arg(
-        long,
-        value_name = "METHOD",
-        default_value = "wanda",
-        value_parser = PossibleValuesParser::new(METHODS.iter().map(|method| method.name())),
-        help = methods_help()
-    )]
-    prune_method: String,
-
-    /// Fraction removed, from 0 up to but not including 1
-    ///
-    /// May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
-    #[arg(long, value_name = "RATIO", allow_negative_numbers = true)]
-    sparsity_ratio: Option<f64>,
-
-    /// `unstructured`, or N:M with N pruned of each M neighbours
-    #[arg(long, value_name = "TYPE", default_value = "unstructured")]
-    sparsity_type: Pattern,
-
-    /// Wanda's variant: rows give up an equal share of their score instead of an equal number of weights
-    #[arg(long)]
-    use_variant: bool,
-
-    /// Prune only matrices that match a glob; may be repeated
-    ///
-    /// Matched against model.layers.0.self_attn.q_proj, self_attn.q_proj and q_proj. What is chosen is printed.
-    #[arg(long, value_name = "GLOB")]
-    include: Vec<String>,
-
-    /// Leave matrices alone that match a glob; may be repeated
-    #[arg(long, value_name = "GLOB")]
-    exclude: Vec<String>,
-
-    /// JSON file with a ratio per layer: [0.5, 0.6, ...], or {"0": 0.3} for some
-    #[arg(long, value_name = "FILE")]
-    layer_ratios: Option<PathBuf>,
-}
-
-/// What statistics are computed from.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Calibration")]
-struct CalibrationArgs {
-    /// Calibration text: NAME:PATH or a path
-    ///
-    /// `wikitext2:PATH` (raw text, parquet, or a folder holding the train split; rows joined with a space), `c4:SHARD.json.gz`
-    /// (documents longer than a sample), or a path: plain text as it stands, .jsonl, .gz or .parquet of documents.
-    #[arg(long, value_name = "NAME[:PATH]", default_value = "wikitext2")]
-    dataset: DatasetSpec,
-
-    /// Calibration samples
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    nsamples: u32,
-
-    /// Tokens per sample, and per evaluation window [default: 2048, or the model's limit]
-    #[arg(long, value_name = "TOKENS")]
-    seqlen: Option<usize>,
-
-    /// Seed of the sampling; the same seed picks the reference's samples
-    #[arg(long, value_name = "SEED", default_value_t = 0)]
-    seed: u64,
-}
-
-/// What is left behind.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Output")]
-struct OutputArgs {
-    /// Run folder: model/, run.json, log_METHOD.txt. Without it and --save-model nothing is written
-    #[arg(long, value_name = "DIR")]
-    save: Option<PathBuf>,
-
-    /// Folder for the pruned checkpoint [default: SAVE/model]
-    #[arg(long, value_name = "DIR", conflicts_with = "no_save_model")]
-    save_model: Option<PathBuf>,
-
-    /// Write the report only, no checkpoint
-    #[arg(long)]
-    no_save_model: bool,
-
-    /// Replace a finished run and its model files
-    #[arg(long)]
-    force: bool,
-
-    /// What is compared after saving: hashes, zeros and N:M groups, or also every kept weight with the source
-    #[arg(long, value_name = "LEVEL", default_value = "quick")]
-    verify: Verify,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum EvalSides {
-    /// The pruned model
-    Pruned,
-    /// The dense and the pruned model, in one sweep
-    Both,
-    /// Nothing; needs no evaluation text
-    None,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Verify {
-    /// Hashes, zeros, N:M groups
-    Quick,
-    /// Also every kept weight against the source
-    Full,
 }
 
 /// Runs the command and prints its table.
@@ -302,51 +192,6 @@ pub fn execute(
     manifest.warnings = console.warnings();
     folder.record(&manifest)?;
     Ok(manifest)
-}
-
-/// The table of methods, for the help text.
-fn methods_help() -> String {
-    let methods: Vec<String> = METHODS
-        .iter()
-        .map(|method| format!("{} ({})", method.name(), method.summary()))
-        .collect();
-    format!("How weights are chosen: {}", methods.join(" or "))
-}
-
-impl SparsityArgs {
-    fn selection(&self) -> Result<Selection> {
-        Ok(Selection {
-            sparsity_ratio: self.sparsity_ratio,
-            pattern: Some(self.sparsity_type),
-            use_variant: self.use_variant,
-            include: self.include.clone(),
-            exclude: self.exclude.clone(),
-            layer_ratios: self
-                .layer_ratios
-                .as_deref()
-                .map(LayerRatios::load)
-                .transpose()?,
-        })
-    }
-}
-
-impl EvalSides {
-    fn sides(self) -> &'static [Side] {
-        match self {
-            Self::Pruned => &[Side::Pruned],
-            Self::Both => &[Side::Dense, Side::Pruned],
-            Self::None => &[],
-        }
-    }
-}
-
-impl Verify {
-    fn level(self) -> VerifyLevel {
-        match self {
-            Self::Quick => VerifyLevel::Quick,
-            Self::Full => VerifyLevel::Full,
-        }
-    }
 }
 
 /// Whether any matrix is scored with statistics.

@@ -31,6 +31,14 @@ impl Side {
             Self::Pruned => "pruned",
         }
     }
+
+    /// The phase its time is booked under.
+    fn phase(self) -> &'static str {
+        match self {
+            Self::Dense => "evaluate dense",
+            Self::Pruned => "evaluate pruned",
+        }
+    }
 }
 
 /// One stream of windows on its way through the model.
@@ -76,21 +84,18 @@ impl<'a> Perplexity<'a> {
     }
 
     fn advance(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()> {
-        let (phase, name) = match self.side {
-            Side::Dense => ("evaluate dense", "dense"),
-            Side::Pruned => ("evaluate pruned", "pruned"),
-        };
         self.events.emit(Event::PhaseStarted {
             phase: format!(
-                "layer {}/{}: evaluate {name}",
+                "layer {}/{}: {}",
                 layer.index() + 1,
-                self.num_hidden_layers
+                self.num_hidden_layers,
+                self.side.phase()
             ),
             unit: "windows",
             steps: self.hidden.samples() as u64,
         });
         let (clock, events, hidden) = (self.clock, self.events, &mut self.hidden);
-        clock.measure(phase, || {
+        clock.measure(self.side.phase(), || {
             hidden.advance(|window, state| {
                 let next = layer.forward(state, context)?;
                 events.emit(Event::Progress {

@@ -59,11 +59,17 @@ pub fn exp_minus(values: &mut [f32], offset: f32) -> f64 {
     values
         .iter_mut()
         .for_each(|value| *value = exp(*value - offset));
-    sum(values)
+    sum_of(values, |value| value)
 }
 
 /// Σ e^(values − offset), the values left as they are.
 pub fn sum_exp_minus(values: &[f32], offset: f32) -> f64 {
+    sum_of(values, |value| exp(value - offset))
+}
+
+/// Σ term(value), in an order that depends on the length alone.
+#[inline(always)]
+fn sum_of(values: &[f32], term: impl Fn(f32) -> f32) -> f64 {
     let mut total = 0.0;
     // Sums of f32 stay short: 64 rounds per lane, then f64.
     for block in values.chunks(64 * LANES) {
@@ -71,36 +77,14 @@ pub fn sum_exp_minus(values: &[f32], offset: f32) -> f64 {
         let chunks = block.chunks_exact(LANES);
         let rest = chunks.remainder();
         for chunk in chunks {
-            lanes
-                .iter_mut()
-                .zip(chunk)
-                .for_each(|(lane, &value)| *lane += exp(value - offset));
+            for (lane, &value) in lanes.iter_mut().zip(chunk) {
+                *lane += term(value);
+            }
         }
         total += lanes.iter().map(|&lane| f64::from(lane)).sum::<f64>();
         total += rest
             .iter()
-            .map(|&value| f64::from(exp(value - offset)))
-            .sum::<f64>();
-    }
-    total
-}
-
-fn sum(values: &[f32]) -> f64 {
-    let mut total = 0.0;
-    for block in values.chunks(64 * LANES) {
-        let mut lanes = [0.0f32; LANES];
-        let chunks = block.chunks_exact(LANES);
-        let rest = chunks.remainder();
-        for chunk in chunks {
-            lanes
-                .iter_mut()
-                .zip(chunk)
-                .for_each(|(lane, &value)| *lane += value);
-        }
-        total += lanes
-            .iter()
-            .chain(rest)
-            .map(|&lane| f64::from(lane))
+            .map(|&value| f64::from(term(value)))
             .sum::<f64>();
     }
     total

@@ -5,14 +5,17 @@
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `calibrate` | the calibration stream and its statistics |
 //! | `targets` | which matrices lose how much, resolved before anything runs |
+//! | `layer_ratios` | ratios per layer, from a file |
 //! | `workload` | what a run will need in memory, and whether hidden states spill |
 
 pub mod calibrate;
+pub mod layer_ratios;
 pub mod prune;
 pub mod targets;
 pub mod workload;
 
 pub use calibrate::{CalibrationStream, LayerStatistics, embed};
+pub use layer_ratios::LayerRatios;
 pub use prune::{PrunedMatrix, Pruner, Watcher};
 pub use targets::{Selection, TargetPlan};
 pub use workload::Workload;

@@ -1,11 +1,9 @@
 //! Which matrices lose how much: ratio, pattern, per-layer ratios and globs, resolved into a list before anything runs.
 
-use std::path::Path;
-
-use anyhow::{Context, Result};
+use anyhow::Result;
 use glob::Pattern as Glob;
-use serde_json::Value;
 
+use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
 use crate::model::{LlamaConfig, Projection};
 use crate::pruning::method::check_groups;
@@ -26,55 +24,6 @@ pub struct Selection {
     pub exclude: Vec<String>,
     /// Ratio per layer, where a file gave them.
     pub layer_ratios: Option<LayerRatios>,
-}
-
-/// Per-layer ratios as read: a list for all layers, or some layers by index.
-#[derive(Debug, Clone, PartialEq)]
-pub enum LayerRatios {
-    /// One ratio per layer.
-    All(Vec<f64>),
-    /// Ratios of some layers; the others take `--sparsity-ratio`.
-    Some(Vec<(usize, f64)>),
-}
-
-impl LayerRatios {
-    /// Reads a JSON file: `[0.5, 0.6, …]` with one ratio per layer, or `{"0": 0.3, "31": 0.7}` for some.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be read or holds something else.
-    pub fn load(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("reading layer ratios from `{}`", path.display()))?;
-        let bad = |why: String| {
-            Failure::new(format!("`{}` does not hold layer ratios: {why}", path.display()))
-                .hint("write [0.5, 0.6, ...] with one ratio per layer, or {\"0\": 0.3, \"31\": 0.7} for some of them")
-        };
-        let json: Value = serde_json::from_str(&text)
-            .map_err(|error| bad(format!("it is not JSON ({error})")))?;
-        let ratio = |value: &Value| {
-            value
-                .as_f64()
-                .ok_or_else(|| bad(format!("{value} is not a number")))
-        };
-        match &json {
-            Value::Array(values) => Ok(Self::All(
-                values.iter().map(ratio).collect::<Result<_, _>>()?,
-            )),
-            Value::Object(entries) => {
-                let layer = |key: &str| {
-                    key.parse::<usize>()
-                        .map_err(|_| bad(format!("`{key}` is not a layer's index")))
-                };
-                Ok(Self::Some(
-                    entries
-                        .iter()
-                        .map(|(key, value)| Ok((layer(key)?, ratio(value)?)))
-                        .collect::<Result<_, Failure>>()?,
-                ))
-            }
-            _ => Err(bad("it is neither a list nor an object".into()).into()),
-        }
-    }
 }
 
 /// For every layer and projection, what goes.

@@ -54,16 +54,17 @@ pub fn release_freed() {
 mod tests {
     use super::*;
 
+    // The peak itself is held in tests/it/memory.rs, in a process of its own: other tests reset it here.
     #[test]
-    fn a_large_allocation_shows_in_the_peak() {
+    fn a_large_allocation_shows_in_the_anonymous_pages() {
         let before = resident().unwrap();
-        let touched = vec![1u8; 64 << 20];
+        let touched = vec![1u8; 256 << 20];
         let during = resident().unwrap();
         drop(std::hint::black_box(touched));
         assert!(
-            during.anonymous.0 >= before.anonymous.0 + (48 << 20),
+            during.anonymous.0 >= before.anonymous.0 + (128 << 20),
             "{before:?} {during:?}"
         );
-        assert!(resident().unwrap().peak_anonymous >= during.anonymous);
+        assert!(during.peak_anonymous >= during.anonymous);
     }
 }
