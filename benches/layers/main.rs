@@ -21,7 +21,7 @@ use candle_core::Tensor;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSink, WeightSource};
-use prune::demo::{RandomCheckpoint, StoredDtype as Stored};
+use prune::demo::RandomCheckpoint;
 use prune::linalg::attention::{self, Heads};
 use prune::linalg::matmul::{Threads, View, matmul};
 use prune::linalg::{Linear, StoredDtype, StoredMatrix, tensor};
@@ -142,7 +142,7 @@ fn seven_b() -> RandomCheckpoint {
         num_hidden_layers: 1,
         num_attention_heads: 32,
         num_key_value_heads: 32,
-        dtype: Stored::BF16,
+        dtype: StoredDtype::Bf16,
         max_shard: ByteSize(256 << 20),
         ..RandomCheckpoint::default()
     }

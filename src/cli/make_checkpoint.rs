@@ -7,7 +7,8 @@ use clap::{Args, ValueEnum};
 
 use super::console::Console;
 use crate::bytes::ByteSize;
-use crate::demo::{RandomCheckpoint, StoredDtype};
+use crate::demo::RandomCheckpoint;
+use crate::linalg::StoredDtype;
 
 /// Flags of `prune make-checkpoint`.
 #[derive(Debug, Clone, Args)]
@@ -104,7 +105,7 @@ pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
         dtype: match args.dtype {
             Dtype::F32 => StoredDtype::F32,
             Dtype::F16 => StoredDtype::F16,
-            Dtype::Bf16 => StoredDtype::BF16,
+            Dtype::Bf16 => StoredDtype::Bf16,
         },
         max_shard: args.max_shard,
         seed: args.seed,

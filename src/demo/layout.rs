@@ -54,7 +54,7 @@ impl TensorList {
 pub(super) fn tensors(model: &RandomCheckpoint) -> Result<Vec<RandomTensor>, Failure> {
     let mut list = TensorList {
         tensors: Vec::new(),
-        each: model.dtype.element_bytes() as u64,
+        each: model.dtype.bytes() as u64,
         total: Some(0),
     };
     let (hidden, mlp, head_dim) = (model.hidden_size, model.intermediate_size, model.head_dim());

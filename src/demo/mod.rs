@@ -9,4 +9,4 @@ mod tokenizer;
 #[cfg(test)]
 mod random_checkpoint_tests;
 
-pub use random_checkpoint::{RandomCheckpoint, StoredDtype};
+pub use random_checkpoint::RandomCheckpoint;

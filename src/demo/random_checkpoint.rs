@@ -25,6 +25,7 @@ use crate::checkpoint::{
     write_atomic,
 };
 use crate::failure::Failure;
+use crate::linalg::StoredDtype;
 use crate::run::Events;
 
 /// The version whose config.json this one imitates.
@@ -33,38 +34,21 @@ const TRANSFORMERS_VERSION: &str = "4.46.3";
 /// One thread's share of a chunk, in bytes: a multiple of every element's size.
 const SHARE_BYTES: usize = 128 << 10;
 
-/// The dtype weights are stored in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum StoredDtype {
-    /// 32-bit float.
-    F32,
-    /// IEEE half.
-    F16,
-    /// bfloat16.
-    BF16,
+/// As safetensors names a dtype.
+fn stored(dtype: StoredDtype) -> Dtype {
+    match dtype {
+        StoredDtype::F32 => Dtype::F32,
+        StoredDtype::F16 => Dtype::F16,
+        StoredDtype::Bf16 => Dtype::BF16,
+    }
 }
 
-impl StoredDtype {
-    fn stored(self) -> Dtype {
-        match self {
-            Self::F32 => Dtype::F32,
-            Self::F16 => Dtype::F16,
-            Self::BF16 => Dtype::BF16,
-        }
-    }
-
-    /// Bytes per element.
-    pub(super) fn element_bytes(self) -> usize {
-        self.stored().bitsize() / 8
-    }
-
-    /// As config.json spells it.
-    fn torch_name(self) -> &'static str {
-        match self {
-            Self::F32 => "float32",
-            Self::F16 => "float16",
-            Self::BF16 => "bfloat16",
-        }
+/// As config.json spells a dtype.
+fn torch_name(dtype: StoredDtype) -> &'static str {
+    match dtype {
+        StoredDtype::F32 => "float32",
+        StoredDtype::F16 => "float16",
+        StoredDtype::Bf16 => "bfloat16",
     }
 }
 
@@ -253,7 +237,7 @@ impl RandomCheckpoint {
             .map(|tensor| {
                 let end = start + tensor.bytes as usize;
                 let info = TensorInfo {
-                    dtype: self.dtype.stored(),
+                    dtype: stored(self.dtype),
                     shape: tensor.shape.clone(),
                     data_offsets: (start, end),
                 };
@@ -295,8 +279,7 @@ impl RandomCheckpoint {
             .par_chunks_mut(SHARE_BYTES)
             .enumerate()
             .for_each(|(share, bytes)| {
-                let first =
-                    (start + (share * SHARE_BYTES) as u64) / self.dtype.element_bytes() as u64;
+                let first = (start + (share * SHARE_BYTES) as u64) / self.dtype.bytes() as u64;
                 self.fill_share(tensor, noise, first, bytes);
             });
     }
@@ -304,7 +287,7 @@ impl RandomCheckpoint {
     fn fill_share(&self, tensor: &RandomTensor, noise: Noise, first: u64, bytes: &mut [u8]) {
         // Converted in blocks: the conversions have vector forms.
         const BLOCK: usize = 256;
-        let each = self.dtype.element_bytes();
+        let each = self.dtype.bytes();
         let (mut values, mut halves) = ([0f32; BLOCK], [f16::ZERO; BLOCK]);
         let mut index = first;
         for block in bytes.chunks_mut(BLOCK * each) {
@@ -325,7 +308,7 @@ impl RandomCheckpoint {
                         out.copy_from_slice(&half.to_le_bytes());
                     }
                 }
-                StoredDtype::BF16 => {
+                StoredDtype::Bf16 => {
                     for (out, value) in block.chunks_exact_mut(2).zip(&values) {
                         out.copy_from_slice(&bf16::from_f32(*value).to_le_bytes());
                     }
@@ -358,7 +341,7 @@ impl RandomCheckpoint {
             "rope_scaling": self.rope_scaling,
             "rope_theta": self.rope_theta,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "torch_dtype": self.dtype.torch_name(),
+            "torch_dtype": torch_name(self.dtype),
             "transformers_version": TRANSFORMERS_VERSION,
             "use_cache": true,
             "vocab_size": self.vocab_size

@@ -6,9 +6,10 @@ use std::path::Path;
 use half::f16;
 use serde_json::Value;
 
-use super::{RandomCheckpoint, StoredDtype};
+use super::RandomCheckpoint;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, INDEX_FILE, SINGLE_FILE, WeightSource};
+use crate::linalg::StoredDtype;
 use crate::run::Silent;
 
 fn read(checkpoint: &Checkpoint, name: &str) -> anyhow::Result<Vec<u8>> {
@@ -33,7 +34,7 @@ fn random_checkpoint_opens_with_transformers_names_and_shapes() -> anyhow::Resul
     let shape = RandomCheckpoint {
         attention_bias: true,
         mlp_bias: true,
-        dtype: StoredDtype::BF16,
+        dtype: StoredDtype::Bf16,
         head_dim: Some(32),
         ..Default::default()
     };

@@ -14,7 +14,8 @@ use flate2::write::GzEncoder;
 use half::{bf16, f16};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
-use prune::demo::{RandomCheckpoint, StoredDtype};
+use prune::demo::RandomCheckpoint;
+use prune::linalg::StoredDtype;
 use prune::model::Projection;
 use prune::run::{Manifest, Silent};
 use safetensors::Dtype;
@@ -462,7 +463,7 @@ fn sha256(bytes: &[u8]) -> String {
 
 #[test]
 fn kept_weights_and_untouched_tensors_are_the_sources_in_every_dtype() {
-    for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::BF16] {
+    for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
         let place = Place::with(&RandomCheckpoint {
             dtype,
             attention_bias: true,
@@ -545,7 +546,7 @@ fn a_sharded_checkpoint_keeps_its_files_and_its_index() {
 fn a_tied_head_is_the_embedding_and_stays_away() {
     let place = Place::with(&RandomCheckpoint {
         tie_word_embeddings: true,
-        dtype: StoredDtype::BF16,
+        dtype: StoredDtype::Bf16,
         ..RandomCheckpoint::default()
     });
     place.prune(&["--model", "m", "--sparsity-ratio", "0.5", "--save", "out"]);
@@ -610,7 +611,7 @@ fn n_of_m_patterns_need_no_ratio_and_hold_in_every_group() {
         ("3:16", "magnitude", 3, 16),
     ] {
         let place = Place::with(&RandomCheckpoint {
-            dtype: StoredDtype::BF16,
+            dtype: StoredDtype::Bf16,
             ..RandomCheckpoint::default()
         });
         place.prune(&[
@@ -796,7 +797,7 @@ fn scripts_written_for_the_python_original_run() {
 
 #[test]
 fn eval_of_the_output_gives_the_perplexity_of_the_run_to_the_bit() {
-    for dtype in [StoredDtype::F32, StoredDtype::BF16] {
+    for dtype in [StoredDtype::F32, StoredDtype::Bf16] {
         let place = Place::with(&RandomCheckpoint {
             dtype,
             ..RandomCheckpoint::default()
@@ -1144,7 +1145,7 @@ fn wikitext2_is_found_in_its_folder() {
 fn widened_halves_are_pruned_by_value_not_by_bits() {
     // The smallest magnitudes of an f16 and a bf16 model go, whatever their sign: with magnitude no kept weight of a matrix
     // is smaller than a pruned one.
-    for dtype in [StoredDtype::F16, StoredDtype::BF16] {
+    for dtype in [StoredDtype::F16, StoredDtype::Bf16] {
         let place = Place::with(&RandomCheckpoint {
             dtype,
             ..RandomCheckpoint::default()

@@ -5,7 +5,8 @@
 
 use std::fs;
 
-use prune::demo::{RandomCheckpoint, StoredDtype};
+use prune::demo::RandomCheckpoint;
+use prune::linalg::StoredDtype;
 
 use crate::cli::Place;
 
@@ -101,12 +102,12 @@ fn assert_alike(place: &Place, one: &[&str], other: &[&str]) {
 
 #[test]
 fn the_same_command_gives_the_same_bits() {
-    assert_alike(&place(StoredDtype::BF16), &[], &[]);
+    assert_alike(&place(StoredDtype::Bf16), &[], &[]);
 }
 
 #[test]
 fn threads_do_not_change_a_bit() {
-    for dtype in [StoredDtype::F32, StoredDtype::BF16] {
+    for dtype in [StoredDtype::F32, StoredDtype::Bf16] {
         let place = place(dtype);
         let (one, files) = bits(&place, "one", &["--threads", "1"]);
         // Five is more than there are samples, and than most machines of these tests have.
@@ -146,7 +147,7 @@ fn where_hidden_states_rest_does_not_change_a_bit() {
 
 #[test]
 fn the_seed_decides_the_samples_and_nothing_else_does() {
-    let place = place(StoredDtype::BF16);
+    let place = place(StoredDtype::Bf16);
     let (zero, _) = bits(&place, "zero", &["--seed", "0"]);
     let (one, _) = bits(&place, "one", &["--seed", "1"]);
     assert_ne!(zero.samples, one.samples);

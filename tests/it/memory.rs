@@ -12,8 +12,8 @@ use std::fs;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use prune::demo::{RandomCheckpoint, StoredDtype};
-use prune::linalg;
+use prune::demo::RandomCheckpoint;
+use prune::linalg::StoredDtype;
 use prune::model::LlamaConfig;
 use prune::pipeline::Workload;
 
@@ -193,7 +193,7 @@ fn flat_in_depth(dtype: StoredDtype, hidden_states: &str) -> (Place, Taken) {
     (place, eight)
 }
 
-fn workload(place: &Place, dtype: linalg::StoredDtype) -> Workload {
+fn workload(place: &Place, dtype: StoredDtype) -> Workload {
     let config = LlamaConfig::load(&place.path("m")).expect("just written");
     Workload::new(
         &config,
@@ -208,15 +208,15 @@ fn workload(place: &Place, dtype: linalg::StoredDtype) -> Workload {
 #[test]
 fn the_peak_does_not_grow_with_depth_and_is_what_was_planned() {
     let (place, taken) = flat_in_depth(StoredDtype::F32, "ram");
-    let workload = workload(&place, linalg::StoredDtype::F32);
+    let workload = workload(&place, StoredDtype::F32);
     let planned = (workload.without_hidden_states() + workload.hidden_states).0;
     within(taken, planned);
 }
 
 #[test]
 fn the_peak_with_hidden_states_on_disk_is_smaller_by_them() {
-    let (place, taken) = flat_in_depth(StoredDtype::BF16, "disk");
-    let workload = workload(&place, linalg::StoredDtype::Bf16);
+    let (place, taken) = flat_in_depth(StoredDtype::Bf16, "disk");
+    let workload = workload(&place, StoredDtype::Bf16);
     // One sample's state per stream waits to be written.
     let buffers = 3 * workload.hidden_states.0 / (SAMPLES + 2 * WINDOWS) as u64;
     within(taken, workload.without_hidden_states().0 + buffers);

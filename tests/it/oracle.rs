@@ -16,7 +16,8 @@ use candle_nn::VarBuilder;
 use candle_transformers::models::llama;
 use prune::bytes::ByteSize;
 use prune::checkpoint::Checkpoint;
-use prune::demo::{RandomCheckpoint, StoredDtype};
+use prune::demo::RandomCheckpoint;
+use prune::linalg::StoredDtype;
 use prune::model::{DecoderLayer, Embedding, Head, LayerContext, LlamaConfig};
 use prune::run::Silent;
 use serde_json::{Value, json};
@@ -212,7 +213,7 @@ fn logits_of_random_checkpoints_of_every_shape_and_dtype_are_candles() {
         (
             "bf16, tied",
             RandomCheckpoint {
-                dtype: StoredDtype::BF16,
+                dtype: StoredDtype::Bf16,
                 tie_word_embeddings: true,
                 ..plain()
             },
@@ -220,7 +221,7 @@ fn logits_of_random_checkpoints_of_every_shape_and_dtype_are_candles() {
         (
             "bf16, shards",
             RandomCheckpoint {
-                dtype: StoredDtype::BF16,
+                dtype: StoredDtype::Bf16,
                 max_shard: ByteSize(50_000),
                 ..plain()
             },

@@ -6,7 +6,8 @@ use std::path::Path;
 use anyhow::Result;
 use candle_core::DType;
 use prune::checkpoint::Checkpoint;
-use prune::demo::{RandomCheckpoint, StoredDtype};
+use prune::demo::RandomCheckpoint;
+use prune::linalg::StoredDtype;
 use prune::model::observe::Need;
 use prune::model::{
     DecoderLayer, Embedding, LayerContext, LlamaConfig, Observation, Observer, Projection,
@@ -126,7 +127,7 @@ fn a_layer_with_biases_and_any_head_dim_and_scaling_computes_the_formulas() {
         (
             "bf16",
             RandomCheckpoint {
-                dtype: StoredDtype::BF16,
+                dtype: StoredDtype::Bf16,
                 ..biased()
             },
             70,

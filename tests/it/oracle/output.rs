@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use prune::demo::{RandomCheckpoint, StoredDtype};
+use prune::demo::RandomCheckpoint;
+use prune::linalg::StoredDtype;
 use safetensors::SafeTensors;
 
 use super::{LOGITS, compare, distance, ours, prompt, sharp};
@@ -32,7 +33,7 @@ fn a_pruned_folder_loads_in_candle_and_differs_from_its_source_only_by_zeros() {
         .map(|i| char::from(b'a' + (i * i % 25) as u8))
         .collect();
     let runs = [
-        ("wanda", "unstructured", StoredDtype::BF16, 2),
+        ("wanda", "unstructured", StoredDtype::Bf16, 2),
         ("wanda", "2:4", StoredDtype::F16, 2),
         ("magnitude", "unstructured", StoredDtype::F32, 4),
     ];
