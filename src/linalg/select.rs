@@ -41,6 +41,37 @@ pub fn lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, mut pick: im
     }
 }
 
+/// [`lowest`] for a handful of scores, an N:M group: picks one minimum after the other instead of calling a selection.
+/// Calls `pick` in ascending order of score, not of index.
+pub fn lowest_of_group(
+    scores: &[f32],
+    count: usize,
+    scratch: &mut Vec<u32>,
+    mut pick: impl FnMut(usize),
+) {
+    // Above this the quadratic work costs more than a selection.
+    const FEW: usize = 16;
+    if scores.len() > FEW {
+        return lowest(scores, count, scratch, pick);
+    }
+    let mut keys = [u32::MAX; FEW];
+    for (key_of, &score) in keys.iter_mut().zip(scores) {
+        *key_of = key(score);
+    }
+    let keys = &mut keys[..scores.len()];
+    for _ in 0..count.min(scores.len()) {
+        let mut least = 0;
+        for index in 1..keys.len() {
+            if keys[index] < keys[least] {
+                least = index;
+            }
+        }
+        // Finite scores have keys below this, so a picked one is never picked again.
+        keys[least] = u32::MAX;
+        pick(least);
+    }
+}
+
 /// Finds the value at a position of the ascending order of very many scores, fed twice, in 512 KiB of memory.
 ///
 /// A radix selection: the first pass counts the upper 16 bits of every score, the second the lower 16 bits of those that
@@ -147,6 +178,16 @@ mod tests {
             let count = (scores.len() as f64 * share) as usize;
             let mut picked = Vec::new();
             lowest(&scores, count, &mut Vec::new(), |index| picked.push(index));
+            prop_assert_eq!(picked, by_stable_sort(&scores, count));
+        }
+
+        #[test]
+        fn a_group_loses_what_selection_would_take(values in prop::collection::vec(0u8..6, 1..40), share in 0.0f64..=1.0) {
+            let scores: Vec<f32> = values.iter().map(|&value| f32::from(value)).collect();
+            let count = (scores.len() as f64 * share) as usize;
+            let mut picked = Vec::new();
+            lowest_of_group(&scores, count, &mut Vec::new(), |index| picked.push(index));
+            picked.sort_unstable();
             prop_assert_eq!(picked, by_stable_sort(&scores, count));
         }
 

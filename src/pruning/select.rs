@@ -61,7 +61,9 @@ pub fn mask_by_score(
             Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, set| {
                 scorer.score(row, &mut scratch.scores)?;
                 for (group, scores) in scratch.scores.chunks_exact(m).enumerate() {
-                    lowest::lowest(scores, n, &mut scratch.keys, |place| set(group * m + place));
+                    lowest::lowest_of_group(scores, n, &mut scratch.keys, |place| {
+                        set(group * m + place)
+                    });
                 }
                 Ok(())
             })

@@ -60,6 +60,14 @@ pub fn text(manifest: &Manifest) -> String {
             row(&format!("{side} perplexity"), perplexity(&report, protocol));
         }
     }
+    for (what, text) in [
+        ("calibration text", &manifest.calibration),
+        ("evaluation text", &manifest.evaluation),
+    ] {
+        if let Some(text) = text {
+            row(what, protocol_of(text));
+        }
+    }
     let arithmetic = &manifest.arithmetic;
     row(
         "arithmetic",
@@ -103,6 +111,27 @@ pub fn text(manifest: &Manifest) -> String {
         let _ = writeln!(text, "{name:<width$}  {value}");
         text
     })
+}
+
+/// What a number was measured over, as hashes short enough to compare by eye; the whole ones are in run.json.
+fn protocol_of(text: &serde_json::Value) -> String {
+    let field = |name: &str| {
+        text.get(name)
+            .and_then(serde_json::Value::as_str)
+            .unwrap_or("?")
+    };
+    let short = |name: &str| field(name).chars().take(12).collect::<String>();
+    let tokens = text
+        .get("tokens_used")
+        .and_then(serde_json::Value::as_u64)
+        .unwrap_or(0);
+    format!(
+        "{}, sha256 {}; {tokens} tokens, sha256 {}; tokenizer {}",
+        field("dataset"),
+        short("text_sha256"),
+        short("tokens_sha256"),
+        short("tokenizer_sha256")
+    )
 }
 
 fn perplexity(report: &PerplexityReport, dataset: &str) -> String {
