@@ -293,6 +293,7 @@ impl Session {
             },
             peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
             phases,
+            memory: Vec::new(),
             output: None,
             warnings: Vec::new(),
         })

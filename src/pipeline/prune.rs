@@ -175,6 +175,7 @@ impl Pruner<'_> {
                 zeros: zeros_before,
                 pruned: None,
                 mask_sha256: None,
+                relative_output_error: None,
             });
         };
         let statistics = statistics.map_or(&[][..], |statistics| statistics.of(projection));
@@ -213,6 +214,7 @@ impl Pruner<'_> {
             zeros,
             pruned: Some(mask.count()),
             mask_sha256: Some(mask.sha256()),
+            relative_output_error: None,
         })
     }
 

@@ -45,6 +45,9 @@ pub struct Manifest {
     pub phases: Vec<PhaseReport>,
     /// The largest of the phases' peaks; absent where the system does not tell.
     pub peak_anonymous: Option<ByteSize>,
+    /// The process's memory at the checkpoints of the run and after each layer, in order of time.
+    #[serde(default)]
+    pub memory: Vec<MemorySample>,
     /// What was written and how it was verified; absent where nothing was.
     pub output: Option<OutputReport>,
     /// Everything the user was warned of.
@@ -147,6 +150,9 @@ pub struct MatrixReport {
     pub pruned: Option<u64>,
     /// SHA-256 of the packed mask; absent where the matrix was left alone.
     pub mask_sha256: Option<String>,
+    /// ‖Wx − W'x‖ / ‖Wx‖ (Frobenius) over some calibration tokens; absent where the matrix was left alone or no calibration ran.
+    #[serde(default)]
+    pub relative_output_error: Option<f64>,
 }
 
 /// Dense and pruned, where measured.
@@ -185,6 +191,19 @@ pub struct PhaseReport {
     pub seconds: f64,
     /// Peak anonymous memory of the process while it ran; absent where the system does not tell.
     pub peak_anonymous: Option<ByteSize>,
+}
+
+/// The process's memory at one moment.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MemorySample {
+    /// Seconds since the run began.
+    pub seconds: f64,
+    /// What had just been reached: `01_start`, `layer 3`, ...
+    pub checkpoint: String,
+    /// Resident anonymous memory now.
+    pub anonymous: ByteSize,
+    /// The most there was since the sample before.
+    pub peak_anonymous: ByteSize,
 }
 
 /// What was written.
