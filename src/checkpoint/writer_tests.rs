@@ -19,7 +19,7 @@ struct Notes(Mutex<Vec<String>>);
 
 impl Events for Notes {
     fn emit(&self, event: Event) {
-        if let (Event::Note(text), Ok(mut notes)) = (event, self.0.lock()) {
+        if let (Event::Note { text }, Ok(mut notes)) = (event, self.0.lock()) {
             notes.push(text);
         }
     }

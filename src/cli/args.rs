@@ -1,6 +1,7 @@
 //! Groups of flags that several commands share.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use anyhow::Result;
 use clap::builder::PossibleValuesParser;
@@ -9,6 +10,7 @@ use clap::{Args, ValueEnum};
 use crate::checkpoint::VerifyLevel;
 use crate::data::DatasetSpec;
 use crate::eval::Side;
+use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Selection};
 use crate::pruning::{METHODS, Pattern};
 
@@ -45,9 +47,13 @@ pub enum ComputeDtype {
 pub struct DeviceArgs {
     /// Compute on the CPU
     ///
-    /// The only device of this build; accepted so that scripts can say it.
+    /// This build has no other device and uses the CPU anyway; the flag says that this is meant.
     #[arg(long)]
     pub use_cpu: bool,
+
+    /// Where to compute: `auto` or `cpu`; this build has no CUDA
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceArg,
 
     /// Worker threads [default: SLURM_CPUS_PER_TASK, else the processors this process may use]
     ///
@@ -65,6 +71,57 @@ pub struct DeviceArgs {
     /// Folder for hidden states on disk [default: the run folder, else the system's temporary folder]
     #[arg(long, value_name = "DIR")]
     pub offload_folder: Option<PathBuf>,
+}
+
+/// A device by name, as given; [`DeviceArgs::check`] says what this build makes of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DeviceArg {
+    /// The best there is: the CPU
+    Auto,
+    /// The CPU
+    Cpu,
+    /// `cuda` or `cuda:N`, which this build does not have
+    Cuda(String),
+}
+
+impl FromStr for DeviceArg {
+    type Err = String;
+
+    fn from_str(name: &str) -> std::result::Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            _ if name == "cuda" || name.starts_with("cuda:") => Ok(Self::Cuda(name.to_string())),
+            _ => Err("devices are auto and cpu".to_string()),
+        }
+    }
+}
+
+impl DeviceArgs {
+    /// Refuses devices this build does not have, and flags that contradict each other.
+    ///
+    /// # Errors
+    /// A usage error that names the flags.
+    pub fn check(&self) -> Result<()> {
+        match &self.device {
+            DeviceArg::Cuda(name) if self.use_cpu => Err(Failure::usage(format!(
+                "--use-cpu and --device {name} contradict each other"
+            ))
+            .hint("leave one of them out; this build computes on the CPU only")
+            .into()),
+            DeviceArg::Cuda(name) => Err(Failure::usage(format!(
+                "--device {name}: this build has no CUDA"
+            ))
+            .hint("use --use-cpu, or leave --device out")
+            .into()),
+            DeviceArg::Auto | DeviceArg::Cpu => Ok(()),
+        }
+    }
+
+    /// Whether the CPU was asked for, and not only taken because there is nothing else.
+    pub fn names_the_cpu(&self) -> bool {
+        self.use_cpu || self.device == DeviceArg::Cpu
+    }
 }
 
 /// Where hidden states rest.
@@ -93,9 +150,61 @@ pub struct EvaluationArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub eval_windows: Option<u64>,
 
+    /// Gate: exit with code 4 where the perplexity is above X, or not a number
+    ///
+    /// Of the pruned model where one is made. Everything is written and printed all the same.
+    #[arg(long, value_name = "X", value_parser = perplexity_limit)]
+    pub max_perplexity: Option<f64>,
+
     /// Folder of token ids and unpacked corpora [default: PRUNE_CACHE, else XDG_CACHE_HOME/prune, else ~/.cache/prune]
     #[arg(long, value_name = "DIR")]
     pub text_cache: Option<PathBuf>,
+}
+
+/// What is told while it works.
+#[derive(Debug, Clone, Copy, Default, Args)]
+#[command(next_help_heading = "Messages")]
+pub struct MessageArgs {
+    /// Print the result as one JSON object, that of run.json, in place of the table
+    #[arg(long)]
+    pub json: bool,
+
+    /// How progress is shown, on standard error
+    ///
+    /// `auto` draws bars on a terminal and writes a plain line now and then elsewhere. `json` writes one JSON object per line for
+    /// every event, warnings and errors included.
+    #[arg(long, value_name = "HOW", default_value = "auto")]
+    pub progress: ProgressArg,
+
+    /// Only warnings, errors and the result
+    #[arg(short, long, conflicts_with = "verbose")]
+    pub quiet: bool,
+
+    /// Also every matrix, and memory after every layer
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+/// How progress is shown.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum ProgressArg {
+    /// Bars on a terminal, else plain lines
+    #[default]
+    Auto,
+    /// Bars
+    Bar,
+    /// A line every ten seconds
+    Plain,
+    /// JSON lines
+    Json,
+}
+
+/// A perplexity is at least 1.
+fn perplexity_limit(text: &str) -> std::result::Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(limit) if limit.is_finite() && limit >= 1.0 => Ok(limit),
+        _ => Err("a limit is a number of at least 1".to_string()),
+    }
 }
 
 /// What goes.
@@ -183,6 +292,15 @@ pub(super) struct OutputArgs {
     /// Replace a finished run and its model files
     #[arg(long)]
     pub(super) force: bool,
+
+    /// Tell memory at the original's checkpoints and after each layer, and write SAVE/memory_log.csv
+    ///
+    /// Of this process, in GiB, although the columns say GB as the original's. 01_start, 02_model_loaded (headers read, texts
+    /// tokenised), 03_before_pruning, layer_0 and so on, 04_after_pruning, 05_before_eval and 06_after_eval (the head; the rest
+    /// of the evaluation happened layer by layer), 07_before_save_model and 08_after_save_model (finishing and reading back the
+    /// files), 09_end.
+    #[arg(long)]
+    pub(super) log_memory: bool,
 
     /// What is compared after saving: hashes, zeros and N:M groups, or also every kept weight with the source
     #[arg(long, value_name = "LEVEL", default_value = "quick")]

@@ -1,46 +1,81 @@
-//! Draws events for a person: a bar on a terminal, one plain line now and then elsewhere. All of it on standard error.
+//! Tells a person or a script what goes on. Results to standard output, everything else to standard error.
 
 use std::io::{IsTerminal, Write};
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use anyhow::Result;
+use serde_json::json;
 
+use super::args::{MessageArgs, ProgressArg};
+use super::memory_log::MemoryLog;
+use super::progress::{Bars, JSON_INTERVAL, PLAIN_INTERVAL, Progress};
+use crate::run::manifest::MatrixReport;
 use crate::run::{Event, Events};
 
-/// How often a plain line is printed.
-const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
+/// How much is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Level {
+    /// Nothing at all; for callers inside the process.
+    Silent,
+    /// Warnings and errors.
+    Quiet,
+    /// What a person wants to see.
+    Normal,
+    /// Every matrix, memory after every layer.
+    Verbose,
+}
+
+/// How it is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Bars,
+    Plain,
+    Json,
+}
 
 /// The console; keeps the warnings it showed, for the manifest.
 pub struct Console {
-    is_terminal: bool,
-    is_quiet: bool,
+    level: Level,
+    form: Form,
+    prints_json: bool,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     warnings: Vec<String>,
-    bar: Option<ProgressBar>,
-    phase: String,
-    unit: &'static str,
-    steps: u64,
-    began: Option<Instant>,
-    last_line: Option<Instant>,
+    progress: Progress,
+    bars: Option<Bars>,
+    memory_log: Option<MemoryLog>,
+    /// What an interruption leaves behind, in words.
+    unfinished: Option<String>,
 }
 
 impl Default for Console {
     fn default() -> Self {
-        Self::new()
+        Self::new(MessageArgs::default())
     }
 }
 
 impl Console {
-    /// A console for this process's standard error.
-    pub fn new() -> Self {
+    /// A console for this process's streams.
+    pub fn new(args: MessageArgs) -> Self {
+        let form = match args.progress {
+            ProgressArg::Auto if std::io::stderr().is_terminal() => Form::Bars,
+            ProgressArg::Bar => Form::Bars,
+            ProgressArg::Auto | ProgressArg::Plain => Form::Plain,
+            ProgressArg::Json => Form::Json,
+        };
+        let level = match (args.quiet, args.verbose) {
+            (true, _) => Level::Quiet,
+            (false, true) => Level::Verbose,
+            (false, false) => Level::Normal,
+        };
         Self {
-            is_terminal: std::io::stderr().is_terminal(),
-            is_quiet: false,
+            level,
+            form,
+            prints_json: args.json,
             state: Mutex::default(),
         }
     }
@@ -48,8 +83,10 @@ impl Console {
     /// A console that keeps warnings and prints nothing; for callers inside the process.
     pub fn quiet() -> Self {
         Self {
-            is_quiet: true,
-            ..Self::new()
+            level: Level::Silent,
+            form: Form::Plain,
+            prints_json: false,
+            state: Mutex::default(),
         }
     }
 
@@ -58,17 +95,22 @@ impl Console {
         self.state().warnings.clone()
     }
 
-    /// Takes the bar away; called before results are printed.
+    /// Whether results are wanted as JSON.
+    pub fn prints_json(&self) -> bool {
+        self.prints_json
+    }
+
+    /// Takes the bars away; called before results are printed.
     pub fn clear(&self) {
-        if let Some(bar) = self.state().bar.take() {
-            bar.finish_and_clear();
+        if let Some(mut bars) = self.state().bars.take() {
+            bars.clear();
         }
     }
 
     /// A line of the plan or of what was found.
     pub fn line(&self, text: &str) {
-        if !self.is_quiet {
-            self.state().print(text);
+        if self.level >= Level::Normal {
+            self.state().print(self.form, "note", text);
         }
     }
 
@@ -77,14 +119,82 @@ impl Console {
         self.clear();
         // A reader who has left (`prune eval | true`) does not turn a finished run into a failed one.
         let _ = std::io::stdout().write_all(text.as_bytes());
+        let _ = std::io::stdout().flush();
+    }
+
+    /// A result that is a record: as one JSON object with `--json`, else as `text`.
+    ///
+    /// # Errors
+    /// Fails only when the record cannot be turned into JSON.
+    pub fn record<T: serde::Serialize>(&self, record: &T, text: &str) -> Result<()> {
+        if self.prints_json {
+            let mut json = serde_json::to_string_pretty(record)?;
+            json.push('\n');
+            self.result(&json);
+        } else {
+            self.result(text);
+        }
+        Ok(())
     }
 
     /// An error, after everything else.
-    pub fn print_error(text: &str) {
-        print_line(text);
+    pub fn error(&self, text: &str) {
+        self.clear();
+        match self.form {
+            Form::Json => print_line(&json!({"event": "error", "text": text}).to_string()),
+            Form::Bars | Form::Plain => print_line(text),
+        }
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+    /// Memory checkpoints are kept from now on, and told.
+    pub(super) fn log_memory(&self, log: MemoryLog) {
+        self.state().memory_log = Some(log);
+    }
+
+    /// Memory checkpoints go to this file, those so far first.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written.
+    pub(super) fn write_memory_log(&self, file: &Path) -> Result<()> {
+        match &mut self.state().memory_log {
+            Some(log) => log.write_to(file),
+            None => Ok(()),
+        }
+    }
+
+    /// The memory log's summary, where one is kept.
+    pub(super) fn memory_summary(&self) -> Option<String> {
+        self.state().memory_log.as_ref().map(MemoryLog::summary)
+    }
+
+    /// What to say when the run is interrupted from now on.
+    pub fn set_unfinished(&self, text: Option<String>) {
+        self.state().unfinished = text;
+    }
+
+    /// The last words of a run that a signal ends: the terminal is left clean.
+    pub fn interrupted(&self, signal: &str) {
+        let mut state = self.state();
+        if let Some(mut bars) = state.bars.take() {
+            bars.clear();
+        }
+        let phase = state.progress.phase();
+        let place = if phase.is_empty() {
+            String::new()
+        } else {
+            format!(" in {phase}")
+        };
+        state.print(
+            self.form,
+            "interrupted",
+            &format!("interrupted ({signal}){place}"),
+        );
+        if let Some(unfinished) = state.unfinished.take() {
+            state.print(self.form, "note", &unfinished);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
         // A panic elsewhere cannot leave more than a stale bar behind.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -96,89 +206,136 @@ fn print_line(text: &str) {
 }
 
 impl State {
-    fn print(&self, text: &str) {
-        match &self.bar {
-            Some(bar) => bar.suspend(|| print_line(text)),
-            None => print_line(text),
+    fn print(&self, form: Form, event: &str, text: &str) {
+        match (&self.bars, form) {
+            (_, Form::Json) => print_line(&json!({"event": event, "text": text}).to_string()),
+            (Some(bars), _) => bars.suspend(|| print_line(text)),
+            (None, _) => print_line(text),
         }
     }
 
-    fn start(&mut self, is_terminal: bool, phase: String, unit: &'static str, steps: u64) {
-        if let Some(bar) = self.bar.take() {
-            bar.finish_and_clear();
-        }
-        if is_terminal {
-            let style = ProgressStyle::with_template(
-                "{prefix} {bar:30} {pos}/{len} {msg} | {per_sec} | ETA {eta}",
-            );
-            let bar = ProgressBar::new(steps)
-                .with_prefix(phase.clone())
-                .with_message(unit);
-            if let Ok(style) = style {
-                bar.set_style(style.progress_chars("=> "));
+    /// Keeps count, and draws bars or writes a line where one is due.
+    fn follow(&mut self, form: Form, is_shown: bool, event: &Event) {
+        match event {
+            Event::SweepStarted { layers, passes } => self.progress.start_sweep(*layers, *passes),
+            Event::SweepDone => {
+                self.progress.end_sweep();
+                if let Some(mut bars) = self.bars.take() {
+                    bars.clear();
+                }
             }
-            bar.tick();
-            self.bar = Some(bar);
+            Event::PhaseStarted { phase, unit, steps } => {
+                self.progress.start_phase(phase.clone(), unit, *steps);
+                if form == Form::Bars && is_shown {
+                    self.bars
+                        .get_or_insert_with(Bars::new)
+                        .start(&self.progress);
+                }
+            }
+            Event::Progress { done } => {
+                self.progress.set_done(*done);
+                if let Some(bars) = &self.bars {
+                    bars.update(&self.progress);
+                } else if form == Form::Plain && is_shown && self.progress.is_due(PLAIN_INTERVAL) {
+                    print_line(&self.progress.line());
+                }
+            }
+            Event::PhaseDone { .. } => {
+                self.progress.end_phase();
+                if let Some(bars) = &mut self.bars {
+                    bars.end_phase();
+                }
+            }
+            Event::LayerPruned { .. } => self.progress.layer_done(),
+            _ => {}
         }
-        (self.phase, self.unit, self.steps) = (phase, unit, steps);
-        (self.began, self.last_line) = (Some(Instant::now()), Some(Instant::now()));
     }
 
-    fn progress(&mut self, done: u64) {
-        if let Some(bar) = &self.bar {
-            bar.set_position(done);
-            return;
+    fn tell(&mut self, level: Level, form: Form, event: &Event) {
+        match event {
+            Event::LayerPruned {
+                layer,
+                sparsity,
+                elapsed,
+            } if level >= Level::Normal => {
+                let seconds = elapsed.as_secs_f64();
+                self.print(
+                    form,
+                    "",
+                    &format!("layer {layer} sparsity {sparsity:.6} ({seconds:.1} s)"),
+                );
+            }
+            Event::MatrixPruned(matrix) if level >= Level::Verbose => {
+                self.print(form, "", &matrix_line(matrix));
+            }
+            Event::Memory(sample) if level >= Level::Verbose && self.memory_log.is_none() => {
+                self.print(
+                    form,
+                    "",
+                    &format!(
+                        "memory at {}: {} anonymous, peak {}",
+                        sample.checkpoint, sample.anonymous, sample.peak_anonymous
+                    ),
+                );
+            }
+            Event::Note { text } if level >= Level::Normal => self.print(form, "", text),
+            Event::Warning { text } if level >= Level::Quiet => {
+                self.print(form, "", &format!("warning: {text}"));
+            }
+            _ => {}
         }
-        let (Some(began), Some(last)) = (self.began, self.last_line) else {
-            return;
-        };
-        if last.elapsed() < PLAIN_INTERVAL {
-            return;
-        }
-        self.last_line = Some(Instant::now());
-        let rate = done as f64 / began.elapsed().as_secs_f64().max(1e-9);
-        let left = self.steps.saturating_sub(done) as f64 / rate.max(1e-9);
-        print_line(&format!(
-            "{}: {done}/{} {} | {rate:.2} {}/s | ETA {left:.0}s",
-            self.phase, self.steps, self.unit, self.unit
-        ));
     }
+
+    fn tell_json(&mut self, level: Level, event: &Event) {
+        let is_told = match event {
+            Event::Warning { .. } => level >= Level::Quiet,
+            Event::MatrixPruned(_) => level >= Level::Verbose,
+            Event::Progress { .. } => level >= Level::Normal && self.progress.is_due(JSON_INTERVAL),
+            _ => level >= Level::Normal,
+        };
+        if let (true, Ok(line)) = (is_told, serde_json::to_string(event)) {
+            print_line(&line);
+        }
+    }
+}
+
+fn matrix_line(matrix: &MatrixReport) -> String {
+    let weights = matrix.shape[0] * matrix.shape[1];
+    let mut text = format!(
+        "  {} sparsity {:.6} ({} of {weights})",
+        matrix.name,
+        matrix.zeros as f64 / weights as f64,
+        matrix.zeros
+    );
+    if let Some(error) = matrix.relative_output_error {
+        text += &format!(", output error {error:.4}");
+    }
+    text
 }
 
 impl Events for Console {
     fn emit(&self, event: Event) {
         let mut state = self.state();
-        if self.is_quiet {
-            if let Event::Warning(text) = event {
-                state.warnings.push(text);
-            }
-            return;
+        state.follow(self.form, self.level >= Level::Normal, &event);
+        match self.form {
+            _ if self.level == Level::Silent => {}
+            Form::Json => state.tell_json(self.level, &event),
+            Form::Bars | Form::Plain => state.tell(self.level, self.form, &event),
         }
         match event {
-            Event::PhaseStarted { phase, unit, steps } => {
-                state.start(self.is_terminal, phase, unit, steps)
-            }
-            Event::Progress { done } => state.progress(done),
-            Event::PhaseDone { .. } => {
-                if let Some(bar) = state.bar.take() {
-                    bar.finish_and_clear();
+            Event::Warning { text } => state.warnings.push(text),
+            Event::Memory(sample) => {
+                let mut line = None;
+                if let Some(log) = &mut state.memory_log {
+                    line = Some(log.add(sample));
+                }
+                if let (Some(line), true, true) =
+                    (line, self.level >= Level::Normal, self.form != Form::Json)
+                {
+                    state.print(self.form, "", &line);
                 }
             }
-            Event::LayerPruned {
-                layer,
-                sparsity,
-                elapsed,
-            } => {
-                state.print(&format!(
-                    "layer {layer} sparsity {sparsity:.6} ({:.1} s)",
-                    elapsed.as_secs_f64()
-                ));
-            }
-            Event::Note(text) => state.print(&text),
-            Event::Warning(text) => {
-                state.print(&format!("warning: {text}"));
-                state.warnings.push(text);
-            }
+            _ => {}
         }
     }
 }

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use anyhow::Result;
 use clap::Args;
 
-use super::args::{DeviceArgs, EvaluationArgs, ModelArgs};
+use super::args::{DeviceArgs, EvaluationArgs, MessageArgs, ModelArgs};
 use super::console::Console;
+use super::outcome::{Outcome, gate};
 use super::run_folder::RunFolder;
 use super::session::Session;
 use crate::checkpoint::WeightSource;
@@ -15,8 +16,14 @@ use crate::data::TextCache;
 use crate::eval::Side;
 use crate::pipeline::Workload;
 use crate::report;
-use crate::run::Manifest;
+use crate::run::{Event, Events, Manifest};
 use crate::runtime::{Passenger, Sweep, memory};
+
+/// Shown below the flags.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  prune eval --model out/llama2-7b/model --eval-dataset wikitext2:wiki/
+  prune eval --model out/model --eval-dataset text.txt --max-perplexity 12 --json";
 
 /// Flags of `prune eval`.
 #[derive(Debug, Clone, Args)]
@@ -36,17 +43,18 @@ pub struct EvalArgs {
     /// Replace a finished run in the --save folder
     #[arg(long, help_heading = "Output")]
     force: bool,
+    #[command(flatten)]
+    pub(super) messages: MessageArgs,
 }
 
 /// Runs the command and prints its table.
 ///
 /// # Errors
 /// See [`execute`].
-pub fn command(args: &EvalArgs, arguments: Vec<String>) -> Result<()> {
-    let console = Console::new();
-    let manifest = execute(args, arguments, &console)?;
-    console.result(&report::table::text(&manifest));
-    Ok(())
+pub fn command(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
+    let manifest = execute(args, arguments, console)?;
+    console.record(&manifest, &report::table::text(&manifest))?;
+    Ok(Outcome::of(&manifest, console))
 }
 
 /// Measures the perplexity of a checkpoint.
@@ -54,7 +62,7 @@ pub fn command(args: &EvalArgs, arguments: Vec<String>) -> Result<()> {
 /// # Errors
 /// Fails for everything [`Session::open`] refuses, and when the evaluation text is missing or too short.
 pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Result<Manifest> {
-    let session = Session::open(&args.model, &args.device, args.seqlen)?;
+    let session = Session::open(&args.model, &args.device, args.seqlen, console)?;
     let folder = RunFolder::check(
         &session.folder,
         args.save.as_deref(),
@@ -69,6 +77,7 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         session.evaluation(&args.evaluation, &tokenizer, &cache, console)?
     };
     memory::release_freed();
+    session.clock.mark("02_model_loaded", console);
     let workload = Workload::new(
         &session.config,
         session.dtype(),
@@ -92,10 +101,18 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         config: Arc::clone(&session.config),
         seqlen: session.seqlen,
         clock: &session.clock,
+        events: console,
     };
+    console.emit(Event::SweepStarted {
+        layers: session.config.num_hidden_layers,
+        passes: session.passes(0, windows.windows, 1),
+    });
     sweep.run(None, &mut [&mut perplexity as &mut dyn Passenger])?;
+    console.emit(Event::SweepDone);
+    session.clock.mark("09_end", console);
     let mut manifest = session.manifest("eval", arguments, &rest)?;
     manifest.perplexity.dense = perplexity.report();
+    manifest.gate = gate(&args.evaluation, manifest.perplexity.dense);
     manifest.evaluation = Some(serde_json::to_value(&windows.protocol)?);
     manifest.warnings = console.warnings();
     folder.prepare()?;

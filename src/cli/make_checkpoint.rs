@@ -81,7 +81,7 @@ enum Dtype {
 /// # Errors
 /// Fails for shapes that are no Llama, a folder that is not empty, and when writing fails.
 pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
-    let console = Console::new();
+    let console = Console::default();
     let rope_scaling = args
         .rope_scaling
         .as_deref()

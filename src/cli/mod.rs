@@ -5,18 +5,27 @@
 pub mod args;
 pub mod console;
 pub mod eval;
+mod interrupt;
 pub mod make_checkpoint;
+mod memory_log;
+pub mod outcome;
+mod progress;
 pub mod prune;
 mod run_folder;
 pub mod session;
+pub mod shell;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::sync::Arc;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::failure::Failure;
+use crate::linalg::kernel;
+use args::MessageArgs;
 use console::Console;
+use outcome::Outcome;
 
 /// Prune Llama-family language models layer by layer, and measure what it cost.
 ///
@@ -38,22 +47,57 @@ Examples:
         --eval none --save out/2of4
   prune eval --model out/llama2-7b/model --eval-dataset wikitext2:wiki/
 
-Exit codes: 0 done, 1 failed, 2 wrong usage.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 4 --max-perplexity missed, 130 interrupted.
 Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Measure the perplexity of a checkpoint, layer by layer
+    #[command(after_help = eval::EXAMPLES)]
     Eval(eval::EvalArgs),
+    /// Print a completion script for a shell, like `prune completions bash > /etc/bash_completion.d/prune`
+    Completions(shell::CompletionsArgs),
+    /// Print the man page, like `prune man | man -l -`
+    Man,
     /// Write a random Llama of any shape, for tests, benches and scale runs
     #[command(hide = true)]
     MakeCheckpoint(make_checkpoint::MakeCheckpointArgs),
 }
 
+impl Cli {
+    fn messages(&self) -> MessageArgs {
+        match &self.command {
+            None => self.prune.messages,
+            Some(Command::Eval(args)) => args.messages,
+            Some(Command::Completions(_) | Command::Man | Command::MakeCheckpoint(_)) => {
+                MessageArgs::default()
+            }
+        }
+    }
+}
+
+/// The whole command line as clap knows it, with what this build and this machine can do behind `--version`.
+pub fn command() -> clap::Command {
+    let version = env!("CARGO_PKG_VERSION");
+    let features = kernel::cpu_features().join(" ");
+    Cli::command().long_version(format!(
+        "{version}\ndevices: cpu (built without CUDA)\nproducts: {}\ncpu: {}",
+        kernel::KERNEL,
+        if features.is_empty() {
+            "no vector features"
+        } else {
+            &features
+        }
+    ))
+}
+
 /// Runs the program with these arguments and returns its exit code.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.into_iter().map(dashes).collect();
-    let cli = match Cli::try_parse_from(&arguments) {
+    let parsed = command()
+        .try_get_matches_from(&arguments)
+        .and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version are printed this way too, with exit code 0.
@@ -65,21 +109,29 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         .iter()
         .map(|argument| argument.to_string_lossy().into_owned())
         .collect();
-    let result = match &cli.command {
-        None => prune::command(&cli.prune, arguments),
-        Some(Command::Eval(args)) => eval::command(args, arguments),
-        Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
+    let console = Arc::new(Console::new(cli.messages()));
+    interrupt::watch(&console);
+    match dispatch(cli, arguments, &console) {
+        Ok(outcome) => outcome.exit_code(),
         Err(error) => {
             let is_usage = error
                 .downcast_ref::<Failure>()
                 .is_some_and(|failure| failure.is_usage);
-            Console::print_error(&describe(&error));
+            console.error(&describe(&error));
             ExitCode::from(if is_usage { 2 } else { 1 })
         }
     }
+}
+
+fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Result<Outcome> {
+    let done = match &cli.command {
+        None => return prune::command(&cli.prune, arguments, console),
+        Some(Command::Eval(args)) => return eval::command(args, arguments, console),
+        Some(Command::Completions(args)) => shell::completions(args, command(), console),
+        Some(Command::Man) => shell::man(command(), console),
+        Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),
+    };
+    done.map(|()| Outcome::Done)
 }
 
 /// `--sparsity_ratio` is `--sparsity-ratio`: scripts of the Python original use underscores.
@@ -120,11 +172,10 @@ pub fn describe(error: &anyhow::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_consistent() {
-        Cli::command().debug_assert();
+        command().debug_assert();
     }
 
     #[test]

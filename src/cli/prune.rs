@@ -6,21 +6,25 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use super::args::{
-    CalibrationArgs, DeviceArgs, EvalSides, EvaluationArgs, ModelArgs, OutputArgs, SparsityArgs,
+    CalibrationArgs, DeviceArgs, EvalSides, EvaluationArgs, MessageArgs, ModelArgs, OutputArgs,
+    SparsityArgs,
 };
 use super::console::Console;
+use super::memory_log::{self, MemoryLog};
+use super::outcome::{Outcome, gate};
 use super::run_folder::RunFolder;
 use super::session::Session;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{CheckpointWriter, WeightSink, WeightSource};
 use crate::data::{self, Calibration, Evaluation, Role, TextCache};
 use crate::eval::{Perplexity, Side};
+use crate::failure::Failure;
 use crate::model::Embedding;
 use crate::pipeline::{CalibrationStream, Pruner, TargetPlan, Watcher, Workload};
 use crate::pruning::{self, Needs, Pattern, PruningMethod};
 use crate::report;
 use crate::run::manifest::{OutputReport, PruningSettings, SparsityReport};
-use crate::run::{Events, Manifest};
+use crate::run::{Event, Events, Manifest};
 use crate::runtime::{Editor, Passenger, Rest, Sweep, memory};
 
 /// Flags of `prune` itself.
@@ -46,18 +50,22 @@ pub struct PruneArgs {
     evaluation: EvaluationArgs,
     #[command(flatten)]
     output: OutputArgs,
+    #[command(flatten)]
+    pub(super) messages: MessageArgs,
 }
 
 /// Runs the command and prints its table.
 ///
 /// # Errors
 /// See [`execute`].
-pub fn command(args: &PruneArgs, arguments: Vec<String>) -> Result<()> {
-    let console = Console::new();
-    let manifest = execute(args, arguments, &console, None)?;
-    console.result(&report::table::text(&manifest));
+pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
+    let manifest = execute(args, arguments, console, None)?;
+    if let Some(summary) = console.memory_summary() {
+        console.line(summary.trim_end());
+    }
+    console.record(&manifest, &report::table::text(&manifest))?;
     console.line("zeros alone change neither the size of the files nor the speed of inference");
-    Ok(())
+    Ok(Outcome::of(&manifest, console))
 }
 
 /// Prunes a checkpoint as the flags say, writes the results, and returns the manifest. `watcher` sees every mask.
@@ -73,7 +81,17 @@ pub fn execute(
 ) -> Result<Manifest> {
     let method =
         pruning::method(&args.sparsity.prune_method).context("the method is in the table")?;
-    let session = Session::open(&args.model, &args.device, args.calibration.seqlen)?;
+    if args.evaluation.max_perplexity.is_some() && args.eval == EvalSides::None {
+        return Err(Failure::usage(
+            "--max-perplexity needs a perplexity, and --eval none measures none",
+        )
+        .hint("use --eval pruned, or leave --max-perplexity out")
+        .into());
+    }
+    if args.output.log_memory {
+        console.log_memory(MemoryLog::default());
+    }
+    let session = Session::open(&args.model, &args.device, args.calibration.seqlen, console)?;
     let folder = RunFolder::check(
         &session.folder,
         args.output.save.as_deref(),
@@ -84,6 +102,7 @@ pub fn execute(
     let targets = TargetPlan::resolve(&args.sparsity.selection()?, method, &session.config)?;
     let texts = Texts::tokenise(args, &session, calibrates(method, &targets), console)?;
     memory::release_freed();
+    session.clock.mark("02_model_loaded", console);
     let streams: Vec<usize> = texts.streams();
     let workload = Workload::new(
         &session.config,
@@ -104,6 +123,10 @@ pub fn execute(
     );
 
     folder.prepare()?;
+    if let Some(run) = &folder.run {
+        console.write_memory_log(&run.join(memory_log::FILE))?;
+    }
+    console.set_unfinished(folder.unfinished());
     let writer = folder.model.as_ref().map(|model| {
         session.clock.measure("allocate", || {
             CheckpointWriter::create(&session.checkpoint, model, console)
@@ -141,27 +164,39 @@ pub fn execute(
         config: Arc::clone(&session.config),
         seqlen: session.seqlen,
         clock: &session.clock,
+        events: console,
     };
     let mut riders: Vec<&mut dyn Passenger> = passengers
         .iter_mut()
         .map(|passenger| passenger as &mut dyn Passenger)
         .collect();
+    session.clock.mark("03_before_pruning", console);
+    console.emit(Event::SweepStarted {
+        layers: session.config.num_hidden_layers,
+        passes: session.passes(streams[0], texts.windows(), texts.sides),
+    });
     let swept = sweep.run(Some(&mut pruner as &mut dyn Editor), &mut riders);
-    if let (Err(_), Some(model)) = (&swept, &folder.model) {
-        let model = model.display();
-        console.line(&format!(
-            "unfinished files stay in `{model}` (*.partial); the same command replaces them"
-        ));
+    console.emit(Event::SweepDone);
+    if let (Err(_), Some(unfinished)) = (&swept, folder.unfinished()) {
+        console.line(&unfinished);
     }
     swept?;
     let (layers, expected) = (pruner.layers, pruner.expected);
 
+    if writer.is_some() {
+        session.clock.mark("07_before_save_model", console);
+    }
     let verification = writer.map(|writer| {
         session.clock.measure("save and verify", || {
             writer.finish(&expected, args.output.verify.level(), console)
         })
     });
     let verification = verification.transpose()?;
+    if verification.is_some() {
+        session.clock.mark("08_after_save_model", console);
+    }
+    console.set_unfinished(None);
+    session.clock.mark("09_end", console);
     let mut manifest = session.manifest("prune", arguments, &rest)?;
     manifest.sparsity = Some(sparsity(&layers));
     manifest.layers = layers;
@@ -188,6 +223,7 @@ pub fn execute(
             verification: serde_json::to_value(verification)?,
         });
     }
+    manifest.gate = gate(&args.evaluation, manifest.perplexity.pruned);
     warn_of_infinite(&manifest, console);
     manifest.warnings = console.warnings();
     folder.record(&manifest)?;
@@ -263,9 +299,14 @@ impl Texts {
         Ok(texts)
     }
 
-    /// Samples per stream of hidden states.
+    /// Evaluation windows.
+    fn windows(&self) -> usize {
+        self.windows.as_ref().map_or(0, |windows| windows.windows)
+    }
+
+    /// Samples per stream of hidden states, calibration first.
     fn streams(&self) -> Vec<usize> {
-        let windows = self.windows.as_ref().map_or(0, |windows| windows.windows);
+        let windows = self.windows();
         let calibration = self
             .calibration
             .as_ref()
@@ -332,6 +373,10 @@ fn print_plan(
         "memory       layers {}, workspace {}, head {}, hidden states {hidden}; {} threads",
         workload.layers, workload.workspace, workload.head, session.threads
     ));
+    if !args.device.names_the_cpu() {
+        console
+            .line("device       cpu; this build has no CUDA (--use-cpu says that this is meant)");
+    }
     match &folder.model {
         Some(model) => console.line(&format!("output       {}", model.display())),
         None if folder.run.is_some() => console.line("output       no model (--no-save-model)"),

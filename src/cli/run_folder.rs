@@ -105,11 +105,22 @@ impl RunFolder {
             std::fs::create_dir_all(run)
                 .with_context(|| format!("creating the run folder `{}`", run.display()))?;
             remove(run.join(MANIFEST))?;
+            remove(run.join(super::memory_log::FILE))?;
             for method in METHODS {
                 remove(run.join(report::log::file_name(method.name())))?;
             }
         }
         Ok(())
+    }
+
+    /// What a run that ends before its time leaves in the model folder, in words.
+    pub(super) fn unfinished(&self) -> Option<String> {
+        self.model.as_ref().map(|model| {
+            format!(
+                "unfinished files stay in `{}` (*.partial); the same command replaces them",
+                model.display()
+            )
+        })
     }
 
     /// Writes manifest and log.

@@ -46,7 +46,15 @@ impl Session {
     ///
     /// # Errors
     /// Fails for anything missing, truncated, of another shape or unsupported, naming file and tensor.
-    pub fn open(model: &ModelArgs, device: &DeviceArgs, seqlen: Option<usize>) -> Result<Self> {
+    pub fn open(
+        model: &ModelArgs,
+        device: &DeviceArgs,
+        seqlen: Option<usize>,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        device.check()?;
+        let clock = Clock::new();
+        clock.mark("01_start", events);
         let unix_seconds = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |elapsed| elapsed.as_secs());
@@ -71,7 +79,7 @@ impl Session {
             folder,
             seqlen,
             threads,
-            clock: Clock::new(),
+            clock,
             started,
         })
     }
@@ -240,6 +248,14 @@ impl Session {
         ))
     }
 
+    /// The passes of a sweep: one sample through one layer, or through the head.
+    pub fn passes(&self, calibration_samples: usize, windows: usize, sides: usize) -> u64 {
+        let layers = self.config.num_hidden_layers;
+        // Calibration samples go through each layer twice, once dense and once pruned, and no further than the last one.
+        (calibration_samples * (2 * layers).saturating_sub(1) + windows * sides * (layers + 1))
+            as u64
+    }
+
     /// The manifest of a run that ends now, with everything the session knows; results are filled in by the command.
     ///
     /// # Errors
@@ -287,13 +303,14 @@ impl Session {
             layers: Vec::new(),
             perplexity: Perplexities::default(),
             evaluation: None,
+            gate: None,
             hidden_states: match rest {
                 Rest::Ram => "ram".to_string(),
                 Rest::Spill(_) => "spill".to_string(),
             },
             peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
             phases,
-            memory: Vec::new(),
+            memory: self.clock.samples(),
             output: None,
             warnings: Vec::new(),
         })

@@ -51,7 +51,7 @@ impl Recorded {
     /// How many notes and warnings contain a text.
     pub(super) fn count(&self, text: &str) -> usize {
         let events = self.0.lock().expect("no test panics while it emits");
-        events.iter().filter(|event| matches!(event, Event::Note(line) | Event::Warning(line) if line.contains(text))).count()
+        events.iter().filter(|event| matches!(event, Event::Note { text: line } | Event::Warning { text: line } if line.contains(text))).count()
     }
 }
 

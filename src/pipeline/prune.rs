@@ -152,7 +152,11 @@ impl Pruner<'_> {
     ) -> Result<Vec<MatrixReport>> {
         Projection::ALL
             .into_iter()
-            .map(|projection| self.mask_one(layer, projection, statistics))
+            .map(|projection| {
+                let matrix = self.mask_one(layer, projection, statistics)?;
+                self.events.emit(Event::MatrixPruned(matrix.clone()));
+                Ok(matrix)
+            })
             .collect()
     }
 

@@ -24,10 +24,17 @@ pub fn available_memory() -> Option<ByteSize> {
     }
 }
 
+/// All memory of the machine, whatever limits there are. `None` where the system does not tell.
+pub fn total_memory() -> Option<ByteSize> {
+    meminfo(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")
+}
+
 fn meminfo_available(text: &str) -> Option<ByteSize> {
-    let line = text
-        .lines()
-        .find(|line| line.starts_with("MemAvailable:"))?;
+    meminfo(text, "MemAvailable:")
+}
+
+fn meminfo(text: &str, field: &str) -> Option<ByteSize> {
+    let line = text.lines().find(|line| line.starts_with(field))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
     Some(ByteSize(kib.saturating_mul(1024)))
 }

@@ -2,9 +2,23 @@
 
 use std::time::Duration;
 
-/// Something worth telling the person who waits.
-#[derive(Debug, Clone, PartialEq)]
+use serde::{Serialize, Serializer};
+
+use super::manifest::{MatrixReport, MemorySample};
+
+/// Something worth telling the person who waits. As JSON: an object whose `event` names the variant.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
+    /// The sweep over the layers begins. A pass is one sample through one layer or the head.
+    SweepStarted {
+        /// Decoder layers.
+        layers: usize,
+        /// Passes of all phases until [`Event::SweepDone`]; 0 where no sample goes through the model.
+        passes: u64,
+    },
+    /// The sweep is over.
+    SweepDone,
     /// A phase of the run begins ("tokenise", "layer 3/32", "verify"); `steps` is how many units it will count, 0 if unknown.
     PhaseStarted {
         /// The phase, as it is shown.
@@ -24,8 +38,11 @@ pub enum Event {
         /// The phase, as it was announced.
         phase: String,
         /// How long it took.
+        #[serde(rename = "seconds", serialize_with = "seconds")]
         elapsed: Duration,
     },
+    /// A matrix is pruned.
+    MatrixPruned(MatrixReport),
     /// A decoder layer is pruned.
     LayerPruned {
         /// Its index, from 0.
@@ -33,12 +50,25 @@ pub enum Event {
         /// Zeros over all weights of its pruned matrices, in [0, 1].
         sparsity: f64,
         /// How long the layer took, all streams together.
+        #[serde(rename = "seconds", serialize_with = "seconds")]
         elapsed: Duration,
     },
     /// A fact worth a line ("tokens from the cache", "hidden states spill to ...").
-    Note(String),
+    Note {
+        /// The fact.
+        text: String,
+    },
     /// Something the user should act on or know before trusting the result.
-    Warning(String),
+    Warning {
+        /// What it is about and what to do.
+        text: String,
+    },
+    /// The process's memory at a checkpoint of the run.
+    Memory(MemorySample),
+}
+
+fn seconds<S: Serializer>(elapsed: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(elapsed.as_secs_f64())
 }
 
 /// Receives events. Implementations must not block for long: the sweep calls them from its loop.
@@ -48,12 +78,12 @@ pub trait Events: Sync {
 
     /// Shorthand for [`Event::Note`].
     fn note(&self, text: String) {
-        self.emit(Event::Note(text));
+        self.emit(Event::Note { text });
     }
 
     /// Shorthand for [`Event::Warning`].
     fn warn(&self, text: String) {
-        self.emit(Event::Warning(text));
+        self.emit(Event::Warning { text });
     }
 }
 

@@ -39,6 +39,9 @@ pub struct Manifest {
     pub perplexity: Perplexities,
     /// The evaluation text and windows; absent without evaluation.
     pub evaluation: Option<Value>,
+    /// What `--max-perplexity` made of it; absent without the flag.
+    #[serde(default)]
+    pub gate: Option<GateReport>,
     /// Where hidden states rested: `ram` or `spill`.
     pub hidden_states: String,
     /// Time and peak anonymous memory per phase.
@@ -182,6 +185,30 @@ pub struct PerplexityReport {
     pub seqlen: usize,
 }
 
+/// `--max-perplexity` and its outcome.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct GateReport {
+    /// The limit.
+    pub max_perplexity: f64,
+    /// What was held against it; `null` in JSON where it is not finite.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub perplexity: f64,
+    /// Whether the perplexity is a number and not above the limit.
+    pub is_met: bool,
+}
+
+impl GateReport {
+    /// Holds a perplexity against a limit.
+    pub fn new(max_perplexity: f64, perplexity: f64) -> Self {
+        Self {
+            max_perplexity,
+            perplexity,
+            // False for NaN, which no limit admits.
+            is_met: perplexity <= max_perplexity,
+        }
+    }
+}
+
 /// What a phase cost.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PhaseReport {
@@ -223,6 +250,13 @@ fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Err
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_gate_admits_the_limit_and_no_nan() {
+        assert!(GateReport::new(10.0, 10.0).is_met);
+        assert!(!GateReport::new(10.0, 10.1).is_met);
+        assert!(!GateReport::new(10.0, f64::NAN).is_met);
+    }
 
     #[test]
     fn a_perplexity_that_is_not_finite_survives_json() {

@@ -1,32 +1,78 @@
-//! Time and peak memory per phase of a run, added up over the layers.
+//! Time and peak memory per phase of a run, added up over the layers, and memory at its checkpoints.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::memory;
-use crate::run::manifest::PhaseReport;
+use crate::bytes::ByteSize;
+use crate::run::manifest::{MemorySample, PhaseReport};
+use crate::run::{Event, Events};
 
 /// Collects what each phase cost. Shared by reference between the sweep, its editor and its passengers.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Clock {
-    phases: Mutex<Vec<PhaseReport>>,
+    began: Instant,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    phases: Vec<PhaseReport>,
+    samples: Vec<MemorySample>,
+    /// The highest peak since the last sample.
+    peak: ByteSize,
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 impl Clock {
-    /// A clock that has seen nothing.
+    /// A clock that starts now and has seen nothing.
     pub fn new() -> Self {
-        Self::default()
+        Self {
+            began: Instant::now(),
+            seen: Mutex::default(),
+        }
+    }
+
+    /// Seconds since the clock started.
+    pub fn seconds(&self) -> f64 {
+        self.began.elapsed().as_secs_f64()
+    }
+
+    /// Takes a memory sample and tells it; does nothing where the system does not say how much there is.
+    pub fn mark(&self, checkpoint: impl Into<String>, events: &dyn Events) {
+        let Some(resident) = memory::resident() else {
+            return;
+        };
+        let mut seen = self.seen();
+        let sample = MemorySample {
+            seconds: self.seconds(),
+            checkpoint: checkpoint.into(),
+            anonymous: resident.anonymous,
+            peak_anonymous: seen.peak.max(resident.peak_anonymous),
+        };
+        seen.peak = ByteSize::ZERO;
+        seen.samples.push(sample.clone());
+        drop(seen);
+        memory::reset_peak();
+        events.emit(Event::Memory(sample));
     }
 
     /// Runs `body` as part of `phase`. Phases must not be nested: time would count twice.
     pub fn measure<R>(&self, phase: &'static str, body: impl FnOnce() -> R) -> R {
+        let before = memory::resident().map(|resident| resident.peak_anonymous);
         memory::reset_peak();
         let start = Instant::now();
         let result = body();
         let seconds = start.elapsed().as_secs_f64();
         let peak = memory::resident().map(|resident| resident.peak_anonymous);
-        // A panic in another thread cannot leave a half-written report behind: each update is one push or two stores.
-        let mut phases = self.phases.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.seen();
+        seen.peak = seen.peak.max(before.max(peak).unwrap_or_default());
+        let phases = &mut seen.phases;
         match phases.iter_mut().find(|report| report.phase == phase) {
             Some(report) => {
                 report.seconds += seconds;
@@ -43,16 +89,24 @@ impl Clock {
 
     /// The phases so far, in the order they first ran.
     pub fn report(&self) -> Vec<PhaseReport> {
-        self.phases
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.seen().phases.clone()
+    }
+
+    /// The memory samples so far, in order of time.
+    pub fn samples(&self) -> Vec<MemorySample> {
+        self.seen().samples.clone()
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        // A panic in another thread cannot leave a half-written report behind: each update is one push or two stores.
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::Silent;
 
     #[test]
     fn phases_add_up_and_keep_their_order() {
@@ -71,5 +125,22 @@ mod tests {
             ["load", "score"]
         );
         assert!(report[0].seconds >= 0.005);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_mark_tells_the_peak_of_the_phases_since_the_last_one() {
+        let clock = Clock::new();
+        clock.mark("01_start", &Silent);
+        clock.measure("load", || {
+            std::hint::black_box(vec![1u8; 64 << 20]);
+        });
+        clock.mark("02_model_loaded", &Silent);
+        let samples = clock.samples();
+        assert_eq!(samples[1].checkpoint, "02_model_loaded");
+        let grown = samples[1].peak_anonymous.0 - samples[1].anonymous.0;
+        // Other tests of this process allocate and free meanwhile: half of it must show.
+        assert!(grown > 32 << 20, "{samples:?}");
+        assert!(samples[0].seconds <= samples[1].seconds);
     }
 }

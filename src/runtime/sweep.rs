@@ -13,6 +13,7 @@ use super::loader::LayerLoader;
 use super::memory;
 use crate::checkpoint::WeightSource;
 use crate::model::{DecoderLayer, Head, LayerContext, LlamaConfig};
+use crate::run::Events;
 
 /// Changes layers: calibrates, prunes, writes.
 pub trait Editor {
@@ -54,6 +55,8 @@ pub struct Sweep<'a> {
     pub seqlen: usize,
     /// Where time goes.
     pub clock: &'a Clock,
+    /// Who is told of memory at each layer.
+    pub events: &'a dyn Events,
 }
 
 impl Sweep<'_> {
@@ -91,9 +94,14 @@ impl Sweep<'_> {
             // layer's worth per arena, and the peak grows with the depth (by 25 MiB over 32 layers of 24.5 MiB).
             drop(layer);
             memory::release_freed();
+            self.clock.mark(format!("layer_{index}"), self.events);
         }
         drop(loader);
+        if editor.is_some() {
+            self.clock.mark("04_after_pruning", self.events);
+        }
         if !passengers.is_empty() {
+            self.clock.mark("05_before_eval", self.events);
             let head = self
                 .clock
                 .measure("read", || Head::load(&*self.source, &self.config))
@@ -103,6 +111,7 @@ impl Sweep<'_> {
                     .finish(&head, &mut context)
                     .context("in the head")?;
             }
+            self.clock.mark("06_after_eval", self.events);
         }
         Ok(())
     }

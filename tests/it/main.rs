@@ -6,10 +6,12 @@
 )]
 
 mod cli;
+mod cli_page;
 mod determinism;
 mod errors;
 mod golden;
 mod layering;
 mod memory;
+mod messages;
 mod oracle;
 mod support;

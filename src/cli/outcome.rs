@@ -1,0 +1,55 @@
+//! How a command ended, as an exit code.
+
+use std::process::ExitCode;
+
+use super::args::EvaluationArgs;
+use super::console::Console;
+use crate::run::Manifest;
+use crate::run::manifest::{GateReport, PerplexityReport};
+
+/// How a command that did its work ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// Done.
+    Done,
+    /// Not what was wanted: everything is there, and the caller is told that something does not hold.
+    Failed,
+    /// Done, and `--max-perplexity` is missed.
+    GateMissed,
+}
+
+impl Outcome {
+    /// The outcome of a run, with a word about a gate that is missed.
+    pub(super) fn of(manifest: &Manifest, console: &Console) -> Self {
+        match manifest.gate {
+            Some(gate) if !gate.is_met => {
+                console.error(&format!(
+                    "gate missed: perplexity {:.4} is above --max-perplexity {}",
+                    gate.perplexity, gate.max_perplexity
+                ));
+                Self::GateMissed
+            }
+            _ => Self::Done,
+        }
+    }
+
+    /// 0, 1 or 4.
+    pub fn exit_code(self) -> ExitCode {
+        match self {
+            Self::Done => ExitCode::SUCCESS,
+            Self::Failed => ExitCode::from(1),
+            Self::GateMissed => ExitCode::from(4),
+        }
+    }
+}
+
+/// The gate, where there is a limit and a perplexity.
+pub(super) fn gate(
+    args: &EvaluationArgs,
+    perplexity: Option<PerplexityReport>,
+) -> Option<GateReport> {
+    Some(GateReport::new(
+        args.max_perplexity?,
+        perplexity?.perplexity,
+    ))
+}

@@ -1,0 +1,307 @@
+//! How far the work is: two bars on a terminal (the current phase and the whole run), a plain line now and then elsewhere.
+//!
+//! Only arithmetic and text here; [`Console`](super::console::Console) decides when to show it.
+
+use std::time::{Duration, Instant};
+
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+
+/// How often a plain line is written.
+pub(super) const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
+/// How often a JSON line is written for progress.
+pub(super) const JSON_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The sweep as a whole.
+#[derive(Debug)]
+struct Sweep {
+    began: Instant,
+    layers: usize,
+    layers_done: usize,
+    passes: u64,
+    /// Passes of the phases that are over.
+    passes_done: u64,
+}
+
+/// The current phase and, inside the sweep, the run.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    phase: String,
+    unit: &'static str,
+    steps: u64,
+    done: u64,
+    began: Option<Instant>,
+    last_told: Option<Instant>,
+    sweep: Option<Sweep>,
+}
+
+impl Progress {
+    /// The sweep begins.
+    pub(super) fn start_sweep(&mut self, layers: usize, passes: u64) {
+        self.sweep = Some(Sweep {
+            began: Instant::now(),
+            layers,
+            layers_done: 0,
+            passes,
+            passes_done: 0,
+        });
+    }
+
+    /// The sweep is over.
+    pub(super) fn end_sweep(&mut self) {
+        self.end_phase();
+        self.sweep = None;
+    }
+
+    /// A layer is through.
+    pub(super) fn layer_done(&mut self) {
+        if let Some(sweep) = &mut self.sweep {
+            sweep.layers_done += 1;
+        }
+    }
+
+    /// A phase begins; what came before it counts as done.
+    pub(super) fn start_phase(&mut self, phase: String, unit: &'static str, steps: u64) {
+        self.end_phase();
+        let now = Instant::now();
+        (self.phase, self.unit, self.steps) = (phase, unit, steps);
+        (self.began, self.last_told) = (Some(now), Some(now));
+    }
+
+    /// The phase is over.
+    pub(super) fn end_phase(&mut self) {
+        if let Some(sweep) = &mut self.sweep {
+            sweep.passes_done += self.done;
+        }
+        self.done = 0;
+        self.began = None;
+    }
+
+    /// Units of the phase that are done.
+    pub(super) fn set_done(&mut self, done: u64) {
+        self.done = done;
+    }
+
+    /// Whether `interval` went by since this last said yes.
+    pub(super) fn is_due(&mut self, interval: Duration) -> bool {
+        let is_due = self
+            .last_told
+            .is_some_and(|last| last.elapsed() >= interval);
+        if is_due {
+            self.last_told = Some(Instant::now());
+        }
+        is_due
+    }
+
+    /// The phase as it was announced.
+    pub(super) fn phase(&self) -> &str {
+        &self.phase
+    }
+
+    /// "7.1 samples/s | ETA 8s".
+    fn pace(&self) -> String {
+        let elapsed = self
+            .began
+            .map_or(0.0, |began| began.elapsed().as_secs_f64());
+        if self.done == 0 || elapsed <= 0.0 {
+            return self.unit.to_string();
+        }
+        let rate = self.done as f64 / elapsed;
+        let mut text = format!("{} {}/s", three_digits(rate), self.unit);
+        if let Some(left) = self.steps.checked_sub(self.done).filter(|&left| left > 0) {
+            text += &format!(" | ETA {}", duration(left as f64 / rate));
+        }
+        text
+    }
+
+    /// Fraction of the run in [0, 1] and the seconds it still takes; `None` outside the sweep.
+    fn run(&self) -> Option<(f64, Option<f64>)> {
+        let sweep = self.sweep.as_ref()?;
+        let (done, all) = if sweep.passes > 0 {
+            ((sweep.passes_done + self.done) as f64, sweep.passes as f64)
+        } else {
+            (sweep.layers_done as f64, sweep.layers.max(1) as f64)
+        };
+        let fraction = (done / all).min(1.0);
+        let elapsed = sweep.began.elapsed().as_secs_f64();
+        let left = (fraction > 0.0).then(|| elapsed / fraction - elapsed);
+        Some((fraction, left))
+    }
+
+    /// "12 % | ETA 22m05s", for the run.
+    fn run_text(&self) -> Option<String> {
+        let (fraction, left) = self.run()?;
+        let percent = format!("{:.0} %", (100.0 * fraction).floor());
+        Some(match left {
+            Some(left) => format!("{percent} | ETA {}", duration(left)),
+            None => percent,
+        })
+    }
+
+    /// "layer 3/32: calibrate: 10/64 samples | 7.1 samples/s | ETA 8s | run 12 % | ETA 22m05s".
+    pub(super) fn line(&self) -> String {
+        let count = match self.steps {
+            0 => self.done.to_string(),
+            steps => format!("{}/{steps}", self.done),
+        };
+        let mut text = format!("{}: {count} {} | {}", self.phase, self.unit, self.pace());
+        if let Some(run) = self.run_text() {
+            text += &format!(" | run {run}");
+        }
+        text
+    }
+}
+
+/// The bars of a terminal.
+#[derive(Debug)]
+pub(super) struct Bars {
+    screen: MultiProgress,
+    phase: Option<ProgressBar>,
+    run: Option<ProgressBar>,
+}
+
+impl Bars {
+    /// None yet.
+    pub(super) fn new() -> Self {
+        Self {
+            screen: MultiProgress::new(),
+            phase: None,
+            run: None,
+        }
+    }
+
+    /// Bars for what `progress` says.
+    pub(super) fn start(&mut self, progress: &Progress) {
+        if let Some(bar) = self.phase.take() {
+            bar.finish_and_clear();
+        }
+        let bar = match &self.run {
+            Some(run) => self
+                .screen
+                .insert_before(run, ProgressBar::new(progress.steps)),
+            None => self.screen.add(ProgressBar::new(progress.steps)),
+        };
+        let template = if progress.steps > 0 {
+            "{prefix:<28} [{wide_bar}] {pos}/{len} | {msg}"
+        } else {
+            "{prefix:<28} {spinner} {pos} | {msg}"
+        };
+        self.phase = Some(styled(bar, template, progress.phase.clone()));
+        if progress.sweep.is_some() && self.run.is_none() {
+            let run = self.screen.add(ProgressBar::new(1000));
+            self.run = Some(styled(
+                run,
+                "{prefix:<28} [{wide_bar}] {msg}",
+                "run".to_string(),
+            ));
+        }
+        self.update(progress);
+    }
+
+    /// Moves them.
+    pub(super) fn update(&self, progress: &Progress) {
+        if let Some(bar) = &self.phase {
+            bar.set_message(progress.pace());
+            bar.set_position(progress.done);
+        }
+        if let (Some(bar), Some((fraction, _))) = (&self.run, progress.run()) {
+            bar.set_message(progress.run_text().unwrap_or_default());
+            bar.set_position((fraction * 1000.0) as u64);
+        }
+    }
+
+    /// Takes the phase's bar away; the run's stays while the sweep goes on.
+    pub(super) fn end_phase(&mut self) {
+        if let Some(bar) = self.phase.take() {
+            bar.finish_and_clear();
+        }
+    }
+
+    /// Takes all of them away.
+    pub(super) fn clear(&mut self) {
+        self.end_phase();
+        if let Some(bar) = self.run.take() {
+            bar.finish_and_clear();
+        }
+    }
+
+    /// Runs `print` with the bars out of the way.
+    pub(super) fn suspend(&self, print: impl FnOnce()) {
+        self.screen.suspend(print);
+    }
+}
+
+fn styled(bar: ProgressBar, template: &str, prefix: String) -> ProgressBar {
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar.with_prefix(prefix)
+}
+
+/// Three significant digits, without an exponent.
+fn three_digits(number: f64) -> String {
+    let digits = match number {
+        _ if number >= 100.0 => 0,
+        _ if number >= 10.0 => 1,
+        _ => 2,
+    };
+    format!("{number:.digits$}")
+}
+
+/// "8s", "3m10s", "2h05m", "4d03h".
+fn duration(seconds: f64) -> String {
+    let seconds = seconds.round().clamp(0.0, 1e9) as u64;
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),
+        3600..86_400 => format!("{}h{:02}m", seconds / 3600, seconds % 3600 / 60),
+        _ => format!("{}d{:02}h", seconds / 86_400, seconds % 86_400 / 3600),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_read_like_a_clock() {
+        let texts: Vec<String> = [0.4, 59.6, 190.0, 7500.0, 100_000.0]
+            .into_iter()
+            .map(duration)
+            .collect();
+        assert_eq!(texts, ["0s", "1m00s", "3m10s", "2h05m", "1d03h"]);
+    }
+
+    #[test]
+    fn the_run_counts_the_passes_of_all_phases() {
+        let mut progress = Progress::default();
+        progress.start_sweep(2, 40);
+        progress.start_phase("layer 1/2: calibrate".to_string(), "samples", 10);
+        progress.set_done(10);
+        progress.start_phase("layer 1/2: propagate".to_string(), "samples", 10);
+        progress.set_done(4);
+        let (fraction, _) = progress.run().expect("inside the sweep");
+        assert_eq!(fraction, 14.0 / 40.0);
+        assert!(
+            progress
+                .line()
+                .starts_with("layer 1/2: propagate: 4/10 samples | "),
+            "{}",
+            progress.line()
+        );
+        assert!(
+            progress.line().contains(" | run 35 % | ETA "),
+            "{}",
+            progress.line()
+        );
+        progress.end_sweep();
+        assert!(progress.run().is_none());
+    }
+
+    #[test]
+    fn without_passes_the_run_counts_layers() {
+        let mut progress = Progress::default();
+        progress.start_sweep(4, 0);
+        progress.layer_done();
+        assert_eq!(progress.run().map(|(fraction, _)| fraction), Some(0.25));
+    }
+}

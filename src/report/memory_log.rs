@@ -1,0 +1,137 @@
+//! The memory log as the original has it: `memory_log.csv` with its columns, a line per checkpoint, a summary at the end.
+//!
+//! The columns are called GB as the original's; the numbers are GiB, as there. GPU columns are 0 on the CPU. `CPU_Used_GB` is
+//! this process's resident anonymous memory; `CPU_Percent` is its share of the machine's; `CPU_Peak_GB`, the most since the row
+//! before, is ours and stands last, so that readers of the original's columns find them where they were.
+
+use std::fmt::Write as _;
+
+use crate::bytes::ByteSize;
+use crate::run::manifest::MemorySample;
+
+/// The first line of the file.
+pub const CSV_HEADER: &str = "Timestamp,Checkpoint,GPU_Allocated_GB,GPU_Reserved_GB,GPU_Peak_GB,CPU_Used_GB,CPU_Percent,CPU_Peak_GB\n";
+
+/// One line of the file. The time is UTC.
+pub fn csv_row(
+    sample: &MemorySample,
+    started_unix_seconds: u64,
+    total: Option<ByteSize>,
+) -> String {
+    format!(
+        "{},{},0.000,0.000,0.000,{:.3},{:.2},{:.3}\n",
+        timestamp(started_unix_seconds + sample.seconds as u64),
+        sample.checkpoint,
+        gib(sample.anonymous),
+        percent(sample.anonymous, total),
+        gib(sample.peak_anonymous)
+    )
+}
+
+/// What is told when a checkpoint is reached.
+pub fn line(sample: &MemorySample, total: Option<ByteSize>) -> String {
+    format!(
+        "memory {:<20} {:.3} GiB used ({:.2} %), peak {:.3} GiB",
+        sample.checkpoint,
+        gib(sample.anonymous),
+        percent(sample.anonymous, total),
+        gib(sample.peak_anonymous)
+    )
+}
+
+/// The table at the end, ending in a newline.
+pub fn summary(samples: &[MemorySample], total: Option<ByteSize>) -> String {
+    let rule = "=".repeat(80);
+    let mut text = format!(
+        "{rule}\nMEMORY USAGE SUMMARY (GiB)\n{rule}\n{:<30} {:>12} {:>12} {:>12}\n{}\n",
+        "Checkpoint",
+        "CPU Used",
+        "CPU Peak",
+        "CPU %",
+        "-".repeat(80)
+    );
+    for sample in samples {
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            text,
+            "{:<30} {:>12.3} {:>12.3} {:>12.2}",
+            sample.checkpoint,
+            gib(sample.anonymous),
+            gib(sample.peak_anonymous),
+            percent(sample.anonymous, total)
+        );
+    }
+    let peak = samples.iter().map(|sample| sample.peak_anonymous).max();
+    let _ = writeln!(
+        text,
+        "{rule}\nPeak CPU Memory: {:.3} GiB\n{rule}",
+        gib(peak.unwrap_or_default())
+    );
+    text
+}
+
+fn gib(bytes: ByteSize) -> f64 {
+    bytes.0 as f64 / f64::from(1u32 << 30)
+}
+
+fn percent(bytes: ByteSize, total: Option<ByteSize>) -> f64 {
+    total.map_or(f64::NAN, |total| 100.0 * bytes.0 as f64 / total.0 as f64)
+}
+
+/// `2025-12-28T00:15:30`, UTC. Days are turned into a date by Howard Hinnant's `civil_from_days`
+/// (<https://howardhinnant.github.io/date_algorithms.html>): years begin in March, so that the leap day comes last.
+fn timestamp(unix_seconds: u64) -> String {
+    let (days, seconds) = (unix_seconds / 86_400, unix_seconds % 86_400);
+    // Days since 1 March of the year 0; an era has 400 years.
+    let shifted = days + 719_468;
+    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let march_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
+    let month = if march_month < 10 {
+        march_month + 3
+    } else {
+        march_month - 9
+    };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    format!(
+        "{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}",
+        seconds / 3600,
+        seconds % 3600 / 60,
+        seconds % 60
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timestamps_are_dates() {
+        // date -u -d @951782400 and so on.
+        assert_eq!(timestamp(0), "1970-01-01T00:00:00");
+        assert_eq!(timestamp(951_782_400), "2000-02-29T00:00:00");
+        assert_eq!(timestamp(1_766_880_930), "2025-12-28T00:15:30");
+        assert_eq!(timestamp(4_107_542_399), "2100-02-28T23:59:59");
+        assert_eq!(timestamp(4_107_542_400), "2100-03-01T00:00:00");
+    }
+
+    #[test]
+    fn a_row_has_the_columns_of_the_original_and_the_peak_last() {
+        let sample = MemorySample {
+            seconds: 30.7,
+            checkpoint: "02_model_loaded".to_string(),
+            anonymous: ByteSize(1 << 29),
+            peak_anonymous: ByteSize(3 << 29),
+        };
+        let row = csv_row(&sample, 1_766_880_900, Some(ByteSize(1 << 34)));
+        assert_eq!(
+            row,
+            "2025-12-28T00:15:30,02_model_loaded,0.000,0.000,0.000,0.500,3.12,1.500\n"
+        );
+        assert_eq!(row.split(',').count(), CSV_HEADER.split(',').count());
+        assert!(summary(&[sample], None).contains("Peak CPU Memory: 1.500 GiB"));
+    }
+}

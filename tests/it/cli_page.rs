@@ -1,0 +1,112 @@
+//! docs/cli.md is what clap says: made from the program's own description, and held to it here.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use crate::cli::Place;
+
+/// Environment variables and exit codes stand in the help of `prune` itself.
+const HEAD: &str = "\
+# Command line
+
+What `prune --help` and the `--help` of each command print. This page is made from the program by
+`UPDATE_SNAPSHOTS=1 cargo test --test it cli_page`, and a test holds it to the program.
+";
+
+/// The page, from the binary.
+fn page(place: &Place) -> String {
+    let mut page = HEAD.to_string();
+    let mut section = |arguments: &[&str]| {
+        let ran = place.run(&[arguments, &["--help"]].concat());
+        assert_eq!(ran.code, 0, "{arguments:?}: {}", ran.stderr);
+        let name = [&["prune"], arguments].concat().join(" ");
+        let help: String = ran
+            .stdout
+            .lines()
+            .map(|line| format!("{}\n", line.trim_end()))
+            .collect();
+        // Writing to a String cannot fail.
+        let _ = write!(page, "\n## {name}\n\n```text\n{help}```\n");
+    };
+    section(&[]);
+    let command = prune::cli::command();
+    for command in command
+        .get_subcommands()
+        .filter(|command| !command.is_hide_set())
+    {
+        section(&[command.get_name()]);
+    }
+    page
+}
+
+#[test]
+fn cli_page_shows_the_help_of_every_command() {
+    let place = Place::empty();
+    let page = page(&place);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/cli.md");
+    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
+        fs::write(&path, &page).expect("docs/ can be written");
+    }
+    let found = fs::read_to_string(&path).expect("docs/cli.md is there");
+    assert!(
+        found == page,
+        "docs/cli.md differs from the program; UPDATE_SNAPSHOTS=1 cargo test --test it cli_page"
+    );
+}
+
+#[test]
+fn every_command_has_an_example_and_every_flag_a_word_of_help() {
+    let command = prune::cli::command();
+    for command in std::iter::once(&command).chain(command.get_subcommands()) {
+        if command.is_hide_set() || command.get_name() == "help" {
+            continue;
+        }
+        let texts = [
+            command.get_after_help(),
+            command.get_about(),
+            command.get_long_about(),
+        ];
+        let has_example = texts
+            .into_iter()
+            .flatten()
+            .any(|text| text.to_string().contains("prune "));
+        assert!(has_example, "no example in `{}`", command.get_name());
+        for argument in command.get_arguments() {
+            assert!(
+                argument.get_help().is_some(),
+                "`{}` of `{}` has no help",
+                argument.get_id(),
+                command.get_name()
+            );
+        }
+    }
+}
+
+#[test]
+fn completions_and_the_man_page_know_the_flags() {
+    let place = Place::empty();
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let ran = place.run(&["completions", shell]);
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        assert!(ran.stdout.contains("sparsity-ratio"), "{shell}");
+    }
+    let man = place.run(&["man"]).stdout;
+    assert!(man.contains(".TH prune 1"), "{man}");
+    assert!(
+        man.contains(r"\-\-sparsity\-ratio") && man.contains("prune eval"),
+        "{man}"
+    );
+    assert!(!man.contains("make\\-checkpoint"), "{man}");
+}
+
+#[test]
+fn version_tells_what_this_build_can_do() {
+    let place = Place::empty();
+    let short = place.run(&["-V"]).stdout;
+    assert_eq!(short, format!("prune {}\n", env!("CARGO_PKG_VERSION")));
+    let long = place.run(&["--version"]).stdout;
+    for line in ["devices: cpu", "products: ", "cpu: "] {
+        assert!(long.contains(line), "{long}");
+    }
+}
