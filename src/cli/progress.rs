@@ -180,17 +180,18 @@ impl Bars {
                 .insert_before(run, ProgressBar::new(progress.steps)),
             None => self.screen.add(ProgressBar::new(progress.steps)),
         };
+        let width = bar_width();
         let template = if progress.steps > 0 {
-            "{prefix:<28} [{wide_bar}] {pos}/{len} | {msg}"
+            format!("{{prefix:<28}} [{{bar:{width}}}] {{pos}}/{{len}} | {{msg}}")
         } else {
-            "{prefix:<28} {spinner} {pos} | {msg}"
+            "{prefix:<28} {spinner} {pos} | {msg}".to_string()
         };
-        self.phase = Some(styled(bar, template, progress.phase.clone()));
+        self.phase = Some(styled(bar, &template, progress.phase.clone()));
         if progress.sweep.is_some() && self.run.is_none() {
             let run = self.screen.add(ProgressBar::new(1000));
             self.run = Some(styled(
                 run,
-                "{prefix:<28} [{wide_bar}] {msg}",
+                &format!("{{prefix:<28}} [{{bar:{width}}}] {{msg}}"),
                 "run".to_string(),
             ));
         }
@@ -228,6 +229,15 @@ impl Bars {
     pub(super) fn suspend(&self, print: impl FnOnce()) {
         self.screen.suspend(print);
     }
+}
+
+/// Columns of a bar. The last columns of the terminal stay free: a `^C` behind a full line would go to the next one, and the
+/// bars could not be taken away cleanly.
+fn bar_width() -> u16 {
+    let columns =
+        terminal_size::terminal_size_of(std::io::stderr()).map_or(80, |(width, _)| width.0);
+    // Beside it: 28 of the phase, 5 of brackets and spaces, and up to 41 like "1100/1100 | 11.3 windows/s | ETA 12m05s".
+    columns.saturating_sub(74).clamp(6, 40)
 }
 
 fn styled(bar: ProgressBar, template: &str, prefix: String) -> ProgressBar {
