@@ -5,6 +5,7 @@
 pub mod args;
 pub mod console;
 pub mod eval;
+pub mod inspect;
 pub mod make_checkpoint;
 pub mod prune;
 mod run_folder;
@@ -37,6 +38,7 @@ Examples:
   prune --model llama-2-7b --prune-method magnitude --sparsity-type 2:4 \\
         --eval none --save out/2of4
   prune eval --model out/llama2-7b/model --eval-dataset wikitext2:wiki/
+  prune inspect out/llama2-7b/model --against llama-2-7b
 
 Exit codes: 0 done, 1 failed, 2 wrong usage.
 Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK.";
@@ -45,6 +47,8 @@ Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK.";
 enum Command {
     /// Measure the perplexity of a checkpoint, layer by layer
     Eval(eval::EvalArgs),
+    /// Show the sparsity of a checkpoint, and whether it is a pruned copy of a dense one
+    Inspect(inspect::InspectArgs),
     /// Write a random Llama of any shape, for tests, benches and scale runs
     #[command(hide = true)]
     MakeCheckpoint(make_checkpoint::MakeCheckpointArgs),
@@ -68,6 +72,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let result = match &cli.command {
         None => prune::command(&cli.prune, arguments),
         Some(Command::Eval(args)) => eval::command(args, arguments),
+        Some(Command::Inspect(args)) => inspect::command(args),
         Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),
     };
     match result {

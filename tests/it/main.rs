@@ -9,6 +9,7 @@ mod cli;
 mod determinism;
 mod errors;
 mod golden;
+mod inspect;
 mod layering;
 mod memory;
 mod oracle;
