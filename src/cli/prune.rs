@@ -103,6 +103,9 @@ pub fn execute(
     print_plan(
         args, &session, &targets, &texts, &workload, &rest, &folder, console,
     );
+    if let Some(path) = &masks {
+        console.line(&format!("masks        {}", path.display()));
+    }
 
     folder.prepare()?;
     let writer = folder.model.as_ref().map(|model| {

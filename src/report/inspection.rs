@@ -162,7 +162,7 @@ fn summary(inspection: &Inspection) -> String {
             "not finite",
             match inspection.non_finite {
                 0 => "none".to_string(),
-                count => format!("{count} infinities or NaNs"),
+                count => format!("{count} values"),
             },
         ),
     ];
@@ -170,8 +170,8 @@ fn summary(inspection: &Inspection) -> String {
         rows.push((
             if index == 0 { "others" } else { "" },
             format!(
-                "{}: {} weights, {} zero",
-                kind.kind, kind.parameters, kind.zeros
+                "{}: {} of {} values are zero",
+                kind.kind, kind.zeros, kind.parameters
             ),
         ));
     }
@@ -284,7 +284,7 @@ fn comparison_lines(inspection: &Inspection, comparison: &Comparison) -> Vec<Str
     }
     if comparison.zeros_before > 0 {
         lines.push(format!(
-            "{} weights were zero there already",
+            "weights that were zero there already: {}",
             comparison.zeros_before
         ));
     }

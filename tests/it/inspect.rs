@@ -210,11 +210,11 @@ fn one_changed_byte_is_named_with_row_and_column_and_the_exit_code_is_1() {
     assert_eq!(ran.code, 1);
     let (row, column) = place_of_change;
     let named = format!("{name}, row {row}, column {column}");
+    let sparsity = place.manifest("out").sparsity.unwrap();
+    let kept = sparsity.weights - sparsity.zeros;
     for text in [&ran.stdout, &ran.stderr] {
-        assert!(
-            text.contains("1 of 46080 kept weights differ from m"),
-            "{text}"
-        );
+        let count = format!("1 of {kept} kept weights differ from m");
+        assert!(text.contains(&count), "{text}");
         assert!(text.contains(&named), "{text}");
     }
     assert!(
@@ -335,7 +335,7 @@ fn a_model_that_lost_a_matrix_fails_without_a_dense_one_too() {
     let shape = "model.layers.1.mlp.gate_proj.weight: shape [64, 176], [176, 64] expected";
     assert!(ran.stderr.contains(shape), "{}", ran.stderr);
     assert!(
-        ran.stdout.contains("not finite  1 infinities or NaNs"),
+        ran.stdout.contains("not finite  1 values"),
         "{}",
         ran.stdout
     );
