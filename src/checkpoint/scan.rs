@@ -190,28 +190,57 @@ fn word<const BYTES: usize>(element: &[u8; BYTES]) -> u32 {
     u32::from_le_bytes(bytes)
 }
 
+/// Eight bytes of 0 or 1, times this: the eight bits in the upper byte, the first lowest.
+const GATHER: u64 = 0x0102_0408_1020_4080;
+
 /// Zeros, groups, infinities and NaNs. A piece begins at a block, and where rows are whole groups, flat groups are those
 /// of the rows.
 fn scan_elements<const BYTES: usize>(scan: &mut Scan, bits: FloatBits, now: &[u8]) {
     let (elements, _) = now.as_chunks::<BYTES>();
+    let mut seen = [u32::MAX; GROUP_SIZES.len()];
     for block in elements.chunks(BLOCK) {
-        let mut zeros = 0u32;
-        for (index, element) in block.iter().enumerate() {
+        // Bytes first, bits after: so the loop over elements becomes vector instructions.
+        let (mut flags, mut non_finite) = ([0u8; BLOCK], 0u32);
+        for (flag, element) in flags.iter_mut().zip(block) {
             let word = word(element);
-            zeros |= u32::from(word & bits.magnitude == 0) << index;
-            scan.non_finite += u64::from(word & bits.exponent == bits.exponent);
+            *flag = u8::from(word & bits.magnitude == 0);
+            non_finite += u32::from(word & bits.exponent == bits.exponent);
         }
-        scan.zeros += u64::from(zeros.count_ones());
-        for (fewest, m) in scan.fewest_zeros.iter_mut().zip(GROUP_SIZES) {
-            let Some(fewest) = fewest.as_mut().filter(|fewest| **fewest > 0) else {
+        let mut zeros = 0u32;
+        for (index, eight) in flags.as_chunks::<8>().0.iter().enumerate() {
+            let gathered = u64::from_le_bytes(*eight).wrapping_mul(GATHER) >> 56;
+            zeros |= (gathered as u32) << (8 * index);
+        }
+        scan.non_finite += u64::from(non_finite);
+        let counts = zeros_in_groups(zeros);
+        scan.zeros += u64::from(counts[GROUP_SIZES.len() - 1]);
+        for (at, m) in GROUP_SIZES.into_iter().enumerate() {
+            // Where the minimum is 0, or all groups are as in the block before (patterns are), there is nothing to learn.
+            let Some(fewest) = scan.fewest_zeros[at].as_mut().filter(|fewest| **fewest > 0) else {
                 continue;
             };
+            if counts[at] == seen[at] {
+                continue;
+            }
             let group = u32::MAX >> (BLOCK - m);
             for first in (0..block.len()).step_by(m) {
-                *fewest = (*fewest).min((zeros >> first & group).count_ones());
+                *fewest = (*fewest).min(counts[at] >> first & group);
+            }
+            if block.len() == BLOCK {
+                seen[at] = counts[at];
             }
         }
     }
+}
+
+/// The bits that are set in each group of a word, for groups of 2, 4, 8, 16 and 32; each count stands in its group's bits.
+fn zeros_in_groups(word: u32) -> [u32; GROUP_SIZES.len()] {
+    let two = word - (word >> 1 & 0x5555_5555);
+    let four = (two & 0x3333_3333) + (two >> 2 & 0x3333_3333);
+    let eight = (four & 0x0f0f_0f0f) + (four >> 4 & 0x0f0f_0f0f);
+    let sixteen = (eight & 0x00ff_00ff) + (eight >> 8 & 0x00ff_00ff);
+    let all = (sixteen & 0xffff) + (sixteen >> 16);
+    [two, four, eight, sixteen, all]
 }
 
 /// Compares element by element; returns the index of the first that changed.
@@ -223,12 +252,23 @@ fn compare_elements<const BYTES: usize>(
 ) -> Option<usize> {
     let ((now, _), (before, _)) = (now.as_chunks::<BYTES>(), before.as_chunks::<BYTES>());
     let mut first = None;
-    for (index, (now, before)) in now.iter().zip(before).enumerate() {
-        let is_zero = |element| word::<BYTES>(element) & bits.magnitude == 0;
-        compared.zeros_before += u64::from(is_zero(now) && is_zero(before));
-        if is_changed(now, before) {
-            compared.changed += 1;
-            first = first.or(Some(index));
+    // Few enough for counts of 32 bits, which become vector instructions.
+    const AT_ONCE: usize = 8 * BLOCK;
+    let chunks = now.chunks(AT_ONCE).zip(before.chunks(AT_ONCE));
+    for (index, (now, before)) in chunks.enumerate() {
+        let (mut zeros_before, mut changed) = (0u32, 0u32);
+        for (now, before) in now.iter().zip(before) {
+            let (now, before) = (word(now), word(before));
+            zeros_before += u32::from((now | before) & bits.magnitude == 0);
+            // `is_changed`, on words.
+            changed += u32::from((now != before) & (now != 0));
+        }
+        compared.zeros_before += u64::from(zeros_before);
+        compared.changed += u64::from(changed);
+        if changed > 0 && first.is_none() {
+            let mut pairs = now.iter().zip(before);
+            let found = pairs.position(|(now, before)| is_changed(now, before));
+            first = found.map(|at| index * AT_ONCE + at);
         }
     }
     first
@@ -276,6 +316,23 @@ mod tests {
             assert_eq!((scan.zeros, scan.non_finite), (14, 0), "{dtype}");
             assert_eq!(scan.fewest_zeros, [Some(1), Some(2), None, None, None]);
             assert_eq!(scan.compared, None);
+        }
+    }
+
+    #[test]
+    fn zeros_in_groups_are_those_counted_one_by_one() {
+        for word in [0, 1, u32::MAX, 0x8000_0001, 0x6a5c_9013, 0xf0f0_0ff1] {
+            for (counts, m) in zeros_in_groups(word).into_iter().zip(GROUP_SIZES) {
+                let group = u32::MAX >> (BLOCK - m);
+                for first in (0..BLOCK).step_by(m) {
+                    let plain = (first..first + m).filter(|bit| word >> bit & 1 == 1);
+                    assert_eq!(
+                        (counts >> first & group) as usize,
+                        plain.count(),
+                        "{word:x} {first} of {m}"
+                    );
+                }
+            }
         }
     }
 

@@ -191,10 +191,15 @@ fn patterns(counts: &[PatternCount]) -> String {
         [] => "no decoder linears".to_string(),
         [all] => format!("{} in all {} matrices", name(all), all.matrices),
         several => {
-            let parts: Vec<String> = several
+            let mut parts: Vec<String> = several
                 .iter()
+                .take(NAMES_SHOWN)
                 .map(|count| format!("{} in {}", name(count), count.matrices))
                 .collect();
+            let rest: usize = several.iter().skip(NAMES_SHOWN).map(|c| c.matrices).sum();
+            if rest > 0 {
+                parts.push(format!("others in {rest}"));
+            }
             format!("{} matrices", parts.join(", "))
         }
     }
