@@ -9,6 +9,9 @@
 //! | `writer` | [`CheckpointWriter`], the [`WeightSink`] into `*.partial` files |
 //! | `target` | the output folder: refused, or its files allocated |
 //! | `verify`, `verify_tensor` | reading the written files back before they get their names |
+//! | `elements` | stored elements as bits: zeros, changes, places |
+//! | `scan` | one pass over a tensor: zeros, N:M groups, what differs from another checkpoint |
+//! | `masks` | [`MaskWriter`], packed masks in one file |
 //! | `sidecars` | config, tokenizer and licence files that travel along |
 //! | `atomic` | small files that appear whole or not at all |
 //! | `meter` | progress of long copies, as events |
@@ -17,10 +20,13 @@
 //! Nothing is memory mapped: resident memory is what was asked for, and a truncated file is an error, not a signal.
 
 mod atomic;
+mod elements;
 mod folder;
 mod header;
+mod masks;
 mod meter;
 pub(crate) mod positioned;
+mod scan;
 mod sidecars;
 mod source;
 mod target;
@@ -40,7 +46,9 @@ mod writer_tests;
 
 pub use atomic::{sync_folder, write_atomic};
 pub use header::{TensorEntry, encode_header};
+pub use masks::{MASKS_FILE, MaskWriter};
 pub(crate) use meter::Meter;
+pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sidecars::{is_model_file, sidecars_in};
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::refuse_source_folder;

@@ -81,7 +81,7 @@ pub(super) fn allocate(
 
 /// Zeros are written because a length alone takes no room: the disk would fill up in the middle of the run. (Compressing
 /// file systems keep no room for zeros either; there only the later writes can tell.)
-fn allocate_file(
+pub(super) fn allocate_file(
     path: &Path,
     header: &[u8],
     file_bytes: u64,

@@ -1,12 +1,12 @@
 //! The look at one written tensor, chunk by chunk.
 //!
 //! Per chunk, three things run at once: the file's SHA-256, the tensor's SHA-256, and the look at the elements (zeros, N:M
-//! groups, comparison with the source). Zero means the value 0 of either sign; a *pruned* weight is +0, all bits zero.
+//! groups, comparison with the source).
 
-use safetensors::Dtype;
 use sha2::{Digest, Sha256};
 
 use super::CHUNK_BYTES;
+use super::elements::{count_zeros, element_bytes, is_changed, row_and_column};
 use super::header::TensorEntry;
 use super::meter::Meter;
 use super::positioned::read_exact_at;
@@ -120,11 +120,6 @@ fn chunk_bytes(entry: &TensorEntry, matrix: Option<&ExpectedMatrix>) -> u64 {
     (CHUNK_BYTES as u64 / unit * unit).max(unit)
 }
 
-/// Bytes per element; 1 for the types below a byte, which are only compared.
-fn element_bytes(dtype: Dtype) -> usize {
-    (dtype.bitsize() / 8).max(1)
-}
-
 /// Counts zeros, checks groups and compares with the source; `chunk` begins at byte `start` of the tensor.
 fn look_at_chunk(
     look: &Look<'_>,
@@ -140,9 +135,9 @@ fn look_at_chunk(
         let changed = chunk
             .chunks_exact(each)
             .zip(original.chunks_exact(each))
-            .position(|(now, before)| now != before && now.iter().any(|&byte| byte != 0));
+            .position(|(now, before)| is_changed(now, before));
         if let Some(at) = changed {
-            let (row, column) = row_and_column(entry, start, at);
+            let (row, column) = place_in(entry, start, at);
             let offset = look.tensor.offset + start + (at * each) as u64;
             return Err(wrong(look.shard, format!("tensor `{}` has a changed weight", entry.name))
                 .detail(format!("row {row}, column {column} (file offset {offset}) is neither +0 nor the source's bits"))
@@ -163,7 +158,7 @@ fn look_at_chunk(
     for (index, group) in chunk.chunks_exact(m * each).enumerate() {
         let zeros = count_zeros(entry.dtype, group);
         if zeros < n as u64 {
-            let (row, column) = row_and_column(entry, start, index * m);
+            let (row, column) = place_in(entry, start, index * m);
             let offset = look.tensor.offset + start + (index * m * each) as u64;
             return Err(wrong(look.shard, format!("tensor `{}` is not {n}:{m} sparse", entry.name))
                 .detail(format!(
@@ -179,51 +174,6 @@ fn look_at_chunk(
 }
 
 /// Where element `at` of the chunk that begins at byte `start` stands in a matrix.
-fn row_and_column(entry: &TensorEntry, start: u64, at: usize) -> (usize, usize) {
-    let flat = start as usize / element_bytes(entry.dtype) + at;
-    let columns = entry.shape.last().copied().unwrap_or(1).max(1);
-    (flat / columns, flat % columns)
-}
-
-/// Elements equal to 0, of either sign: all bits but the sign are zero.
-fn count_zeros(dtype: Dtype, bytes: &[u8]) -> u64 {
-    match dtype {
-        Dtype::F32 => {
-            let (words, _) = bytes.as_chunks::<4>();
-            words
-                .iter()
-                .filter(|word| u32::from_le_bytes(**word) & 0x7fff_ffff == 0)
-                .count() as u64
-        }
-        Dtype::F16 | Dtype::BF16 => {
-            let (words, _) = bytes.as_chunks::<2>();
-            words
-                .iter()
-                .filter(|word| u16::from_le_bytes(**word) & 0x7fff == 0)
-                .count() as u64
-        }
-        // `check_expectation` lets no other type through.
-        _ => 0,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn zeros_of_either_sign_count_and_denormals_do_not() {
-        let f32s: Vec<u8> = [0.0f32, -0.0, f32::from_bits(1), f32::NAN]
-            .iter()
-            .flat_map(|x| x.to_le_bytes())
-            .collect();
-        assert_eq!(count_zeros(Dtype::F32, &f32s), 2);
-        // +0, -0, the smallest denormal, infinity: the same bits in f16 and (but for infinity) bf16.
-        let halves: Vec<u8> = [0u16, 0x8000, 0x0001, 0x7c00]
-            .iter()
-            .flat_map(|x| x.to_le_bytes())
-            .collect();
-        assert_eq!(count_zeros(Dtype::F16, &halves), 2);
-        assert_eq!(count_zeros(Dtype::BF16, &halves), 2);
-    }
+fn place_in(entry: &TensorEntry, start: u64, at: usize) -> (usize, usize) {
+    row_and_column(entry, start as usize / element_bytes(entry.dtype) + at)
 }

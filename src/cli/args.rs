@@ -289,6 +289,13 @@ pub(super) struct OutputArgs {
     #[arg(long)]
     pub(super) no_save_model: bool,
 
+    /// Also write which weights were pruned: SAVE/masks.safetensors
+    ///
+    /// One uint8 tensor of packed bits per pruned matrix, 1 = pruned; docs/inspect.md shows how to unpack them. A 16th of the
+    /// size of a 16-bit model.
+    #[arg(long)]
+    pub(super) save_masks: bool,
+
     /// Replace a finished run and its model files
     #[arg(long)]
     pub(super) force: bool,

@@ -5,6 +5,7 @@
 pub mod args;
 pub mod console;
 pub mod eval;
+pub mod inspect;
 mod interrupt;
 pub mod make_checkpoint;
 mod memory_log;
@@ -46,6 +47,7 @@ Examples:
   prune --model llama-2-7b --prune-method magnitude --sparsity-type 2:4 \\
         --eval none --save out/2of4
   prune eval --model out/llama2-7b/model --eval-dataset wikitext2:wiki/
+  prune inspect out/llama2-7b/model --against llama-2-7b
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 4 --max-perplexity missed, 130 interrupted.
 Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK.";
@@ -55,6 +57,8 @@ enum Command {
     /// Measure the perplexity of a checkpoint, layer by layer
     #[command(after_help = eval::EXAMPLES)]
     Eval(eval::EvalArgs),
+    /// Show the sparsity of a checkpoint, and whether it is a pruned copy of a dense one
+    Inspect(inspect::InspectArgs),
     /// Print a completion script for a shell, like `prune completions bash > /etc/bash_completion.d/prune`
     Completions(shell::CompletionsArgs),
     /// Print the man page, like `prune man | man -l -`
@@ -69,6 +73,7 @@ impl Cli {
         match &self.command {
             None => self.prune.messages,
             Some(Command::Eval(args)) => args.messages,
+            Some(Command::Inspect(args)) => args.messages,
             Some(Command::Completions(_) | Command::Man | Command::MakeCheckpoint(_)) => {
                 MessageArgs::default()
             }
@@ -127,6 +132,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
     let done = match &cli.command {
         None => return prune::command(&cli.prune, arguments, console),
         Some(Command::Eval(args)) => return eval::command(args, arguments, console),
+        Some(Command::Inspect(args)) => inspect::command(args, console),
         Some(Command::Completions(args)) => shell::completions(args, command(), console),
         Some(Command::Man) => shell::man(command(), console),
         Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),

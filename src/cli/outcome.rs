@@ -12,8 +12,6 @@ use crate::run::manifest::{GateReport, PerplexityReport};
 pub enum Outcome {
     /// Done.
     Done,
-    /// Not what was wanted: everything is there, and the caller is told that something does not hold.
-    Failed,
     /// Done, and `--max-perplexity` is missed.
     GateMissed,
 }
@@ -33,11 +31,10 @@ impl Outcome {
         }
     }
 
-    /// 0, 1 or 4.
+    /// 0 or 4.
     pub fn exit_code(self) -> ExitCode {
         match self {
             Self::Done => ExitCode::SUCCESS,
-            Self::Failed => ExitCode::from(1),
             Self::GateMissed => ExitCode::from(4),
         }
     }

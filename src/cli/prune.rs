@@ -20,7 +20,7 @@ use crate::data::{self, Calibration, Evaluation, Role, TextCache};
 use crate::eval::{Perplexity, Side};
 use crate::failure::Failure;
 use crate::model::Embedding;
-use crate::pipeline::{CalibrationStream, Pruner, TargetPlan, Watcher, Workload};
+use crate::pipeline::{CalibrationStream, Pruner, SaveMasks, TargetPlan, Watcher, Workload};
 use crate::pruning::{self, Needs, Pattern, PruningMethod};
 use crate::report;
 use crate::run::manifest::{OutputReport, PruningSettings, SparsityReport};
@@ -99,6 +99,7 @@ pub fn execute(
         !args.output.no_save_model,
         args.output.force,
     )?;
+    let masks = args.output.save_masks.then(|| folder.masks()).transpose()?;
     let targets = TargetPlan::resolve(&args.sparsity.selection()?, method, &session.config)?;
     let texts = Texts::tokenise(args, &session, calibrates(method, &targets), console)?;
     memory::release_freed();
@@ -121,6 +122,9 @@ pub fn execute(
     print_plan(
         args, &session, &targets, &texts, &workload, &rest, &folder, console,
     );
+    if let Some(path) = &masks {
+        console.line(&format!("masks        {}", path.display()));
+    }
 
     folder.prepare()?;
     if let Some(run) = &folder.run {
@@ -133,6 +137,19 @@ pub fn execute(
         })
     });
     let mut writer = writer.transpose()?;
+    let masks = masks.as_ref().map(|path| {
+        session.clock.measure("allocate", || {
+            SaveMasks::create(path, method, &targets, &session.config, console)
+        })
+    });
+    let mut masks = masks.transpose()?;
+    let mut watchers: Vec<&mut dyn Watcher> = Vec::new();
+    if let Some(watcher) = watcher {
+        watchers.push(watcher);
+    }
+    if let Some(masks) = &mut masks {
+        watchers.push(masks);
+    }
     let calibration = texts
         .calibration
         .as_ref()
@@ -150,8 +167,7 @@ pub fn execute(
         targets: &targets,
         calibration,
         sink: writer.as_mut().map(|writer| writer as &mut dyn WeightSink),
-        // The cast shortens the life of the trait object to that of this run.
-        watcher: watcher.map(|watcher| watcher as &mut dyn Watcher),
+        watchers,
         clock: &session.clock,
         events: console,
         num_hidden_layers: session.config.num_hidden_layers,
@@ -192,6 +208,11 @@ pub fn execute(
         })
     });
     let verification = verification.transpose()?;
+    if let Some(masks) = masks {
+        session
+            .clock
+            .measure("save and verify", || masks.finish())?;
+    }
     if verification.is_some() {
         session.clock.mark("08_after_save_model", console);
     }

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::checkpoint::{PARTIAL_SUFFIX, is_model_file, refuse_source_folder, write_atomic};
+use crate::checkpoint::{
+    MASKS_FILE, PARTIAL_SUFFIX, is_model_file, refuse_source_folder, write_atomic,
+};
 use crate::failure::Failure;
 use crate::pruning::METHODS;
 use crate::report;
@@ -106,6 +108,8 @@ impl RunFolder {
                 .with_context(|| format!("creating the run folder `{}`", run.display()))?;
             remove(run.join(MANIFEST))?;
             remove(run.join(super::memory_log::FILE))?;
+            remove(run.join(MASKS_FILE))?;
+            remove(run.join(format!("{MASKS_FILE}{PARTIAL_SUFFIX}")))?;
             for method in METHODS {
                 remove(run.join(report::log::file_name(method.name())))?;
             }
@@ -121,6 +125,31 @@ impl RunFolder {
                 model.display()
             )
         })
+    }
+
+    /// Where `--save-masks` puts the masks.
+    ///
+    /// # Errors
+    /// Fails with exit code 2 without a run folder, and when that is the model's folder.
+    pub(super) fn masks(&self) -> Result<PathBuf> {
+        let Some(run) = &self.run else {
+            return Err(Failure::usage("--save-masks needs a run folder")
+                .hint(format!("add --save DIR; the masks become DIR/{MASKS_FILE}"))
+                .into());
+        };
+        let absolute = |path: &Path| {
+            std::path::absolute(path).map(|path| path.components().as_path().to_path_buf())
+        };
+        if let Some(model) = &self.model
+            && absolute(model).ok() == absolute(run).ok()
+        {
+            return Err(Failure::usage(format!(
+                "--save-masks would put {MASKS_FILE} beside the model's weights"
+            ))
+            .hint("some programs load every .safetensors file of a folder; choose another --save-model folder")
+            .into());
+        }
+        Ok(run.join(MASKS_FILE))
     }
 
     /// Writes manifest and log.

@@ -6,16 +6,19 @@
 //! | `calibrate` | the calibration stream and its statistics |
 //! | `targets` | which matrices lose how much, resolved before anything runs |
 //! | `layer_ratios` | ratios per layer, from a file |
+//! | `save_masks` | masks into a file, as they come |
 //! | `workload` | what a run will need in memory, and whether hidden states spill |
 
 pub mod calibrate;
 pub mod layer_ratios;
 pub mod prune;
+pub mod save_masks;
 pub mod targets;
 pub mod workload;
 
 pub use calibrate::{CalibrationStream, LayerStatistics, embed};
 pub use layer_ratios::LayerRatios;
 pub use prune::{PrunedMatrix, Pruner, Watcher};
+pub use save_masks::SaveMasks;
 pub use targets::{Selection, TargetPlan};
 pub use workload::Workload;

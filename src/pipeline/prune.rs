@@ -54,8 +54,8 @@ pub struct Pruner<'a> {
     pub calibration: Option<CalibrationStream>,
     /// Where pruned matrices are written; `None` when nothing is saved.
     pub sink: Option<&'a mut dyn WeightSink>,
-    /// Who else looks at every matrix.
-    pub watcher: Option<&'a mut dyn Watcher>,
+    /// Who else looks at every matrix, in this order.
+    pub watchers: Vec<&'a mut dyn Watcher>,
     /// Where time goes.
     pub clock: &'a Clock,
     /// Who is told.
@@ -190,7 +190,7 @@ impl Pruner<'_> {
             use_variant: self.targets.use_variant,
         };
         let mask = self.method.prune(weight, &request)?;
-        if let Some(watcher) = self.watcher.as_deref_mut() {
+        for watcher in &mut self.watchers {
             watcher.matrix(&PrunedMatrix {
                 layer: index,
                 projection,

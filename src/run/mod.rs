@@ -3,7 +3,9 @@
 //! Nothing here computes or prints; every other room may speak in these terms.
 
 pub mod events;
+pub mod inspection;
 pub mod manifest;
 
 pub use events::{Event, Events, Silent};
+pub use inspection::Inspection;
 pub use manifest::Manifest;

@@ -1,0 +1,272 @@
+//! [`MaskWriter`]: masks as packed bits in one safetensors file, written one by one, in any order.
+//!
+//! All sizes are known before the first mask, so the header and the whole length are on the disk before the work begins,
+//! under a partial name; no mask is kept in memory. The file is read back before it gets its name.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+use sha2::{Digest, Sha256};
+
+use super::atomic::{cannot_write, sync_folder};
+use super::header::encode_header;
+use super::meter::Meter;
+use super::positioned::{read_exact_at, write_all_at};
+use super::target::allocate_file;
+use super::{CHUNK_BYTES, PARTIAL_SUFFIX};
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+use crate::run::Events;
+
+/// What a run folder calls its masks.
+pub const MASKS_FILE: &str = "masks.safetensors";
+
+/// The layout in words, for the metadata of the file.
+const LAYOUT: &str = "one uint8 tensor per pruned matrix [out_features, in_features]: one bit per weight, 1 = pruned, \
+    row-major without padding between rows, least significant bit first";
+
+/// The version of that layout; raised when it changes.
+const LAYOUT_VERSION: &str = "1";
+
+/// Writes the masks of one run; see the module's first lines.
+#[derive(Debug)]
+pub struct MaskWriter {
+    path: PathBuf,
+    partial: PathBuf,
+    file: File,
+    /// By name, the order of the file.
+    masks: BTreeMap<String, Slot>,
+}
+
+/// The place of one mask.
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    offset: u64,
+    bytes: usize,
+    /// SHA-256 of what was handed to the disk.
+    digest: Option<[u8; 32]>,
+}
+
+impl MaskWriter {
+    /// Allocates the file for masks of these matrices, `(name, [out_features, in_features])`, as `<path>.partial`.
+    ///
+    /// The metadata of the file is `metadata` (how the masks came about) and, added here, the version and the layout in
+    /// words and every matrix's shape as JSON. Tensors lie in the order of their names, as safetensors' own writer puts
+    /// them.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the disk refuses or has no room; then no partial file stays.
+    pub fn create(
+        path: &Path,
+        matrices: &BTreeMap<String, [usize; 2]>,
+        mut metadata: BTreeMap<String, String>,
+        events: &dyn Events,
+    ) -> anyhow::Result<Self> {
+        let shapes =
+            serde_json::to_string(matrices).expect("strings and integers always have a JSON form");
+        for (key, text) in [
+            ("format", "pt"),
+            ("prune_masks", LAYOUT_VERSION),
+            ("layout", LAYOUT),
+            ("shapes", &shapes),
+        ] {
+            metadata.insert(key.into(), text.into());
+        }
+        let mut end = 0;
+        let tensors: Vec<(String, TensorInfo)> = matrices
+            .iter()
+            .map(|(name, [rows, columns])| {
+                let start = end;
+                let bytes = (rows * columns).div_ceil(8);
+                end += bytes;
+                let info = TensorInfo {
+                    dtype: Dtype::U8,
+                    shape: vec![bytes],
+                    data_offsets: (start, end),
+                };
+                (name.clone(), info)
+            })
+            .collect();
+        let header = encode_header(&metadata, &tensors);
+        let file_bytes = (header.len() + end) as u64;
+        let mut partial = path.as_os_str().to_owned();
+        partial.push(PARTIAL_SUFFIX);
+        let partial = PathBuf::from(partial);
+        let mut meter = Meter::start(events, "allocate masks", file_bytes);
+        let file = allocate_file(&partial, &header, file_bytes, &mut meter).map_err(|error| {
+            // The error is the one to tell.
+            let _ = fs::remove_file(&partial);
+            cannot_write(&partial, &error)
+                .detail(format!("the masks need {}", ByteSize(file_bytes)))
+        })?;
+        meter.finish();
+        let masks = tensors
+            .into_iter()
+            .map(|(name, info)| {
+                let (start, end) = info.data_offsets;
+                let slot = Slot {
+                    offset: (header.len() + start) as u64,
+                    bytes: end - start,
+                    digest: None,
+                };
+                (name, slot)
+            })
+            .collect();
+        Ok(Self {
+            path: path.to_path_buf(),
+            partial,
+            file,
+            masks,
+        })
+    }
+
+    /// Writes the packed `bits` of the matrix `name`.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the matrix is unknown, has another number of bits, was written before, or the disk refuses.
+    pub fn write(&mut self, name: &str, bits: &[u8]) -> anyhow::Result<()> {
+        let Some(slot) = self.masks.get_mut(name) else {
+            anyhow::bail!("no mask of `{name}` was announced");
+        };
+        if slot.digest.is_some() {
+            anyhow::bail!("the mask of `{name}` was written twice");
+        }
+        if bits.len() != slot.bytes {
+            anyhow::bail!(
+                "the mask of `{name}` has {} bytes, {} were handed over",
+                slot.bytes,
+                bits.len()
+            );
+        }
+        write_all_at(&self.file, bits, slot.offset).map_err(|error| {
+            cannot_write(&self.partial, &error)
+                .detail(format!("while writing the mask of `{name}`"))
+        })?;
+        slot.digest = Some(Sha256::digest(bits).into());
+        Ok(())
+    }
+
+    /// Reads every mask back, then gives the file its name.
+    ///
+    /// # Errors
+    ///
+    /// Fails when a mask was not written, is not what was written, or the disk refuses; then the file keeps its partial
+    /// name.
+    pub fn finish(self) -> anyhow::Result<()> {
+        let Self {
+            path,
+            partial,
+            file,
+            masks,
+        } = self;
+        file.sync_all()
+            .map_err(|error| cannot_write(&partial, &error))?;
+        let mut buffer = Vec::new();
+        for (name, slot) in &masks {
+            let Some(written) = slot.digest else {
+                anyhow::bail!("the mask of `{name}` was not written");
+            };
+            let wrong = |why: String| {
+                Failure::new(format!(
+                    "verification failed in `{}`: {why}",
+                    partial.display()
+                ))
+                .hint("check the disk and memory, then run again")
+            };
+            let mut hasher = Sha256::new();
+            for start in (0..slot.bytes).step_by(CHUNK_BYTES) {
+                buffer.resize(CHUNK_BYTES.min(slot.bytes - start), 0);
+                read_exact_at(&file, &mut buffer, slot.offset + start as u64)
+                    .map_err(|error| wrong(format!("the mask of `{name}`: {error}")))?;
+                hasher.update(&buffer);
+            }
+            if hasher.finalize().as_slice() != written {
+                return Err(wrong(format!("the mask of `{name}` is not what was written")).into());
+            }
+        }
+        // Windows renames no open file.
+        drop(file);
+        fs::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
+        match path
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty())
+        {
+            Some(folder) => sync_folder(folder),
+            None => sync_folder(Path::new(".")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use safetensors::SafeTensors;
+
+    use super::super::test_files::folder;
+    use super::*;
+    use crate::run::Silent;
+
+    fn matrices() -> BTreeMap<String, [usize; 2]> {
+        // 15 bits and 8: two bytes and one.
+        [("b".to_owned(), [2, 4]), ("a".to_owned(), [3, 5])].into()
+    }
+
+    #[test]
+    fn masks_in_any_order_become_one_file_that_the_library_reads() {
+        let place = folder();
+        let path = place.path().join(MASKS_FILE);
+        let method = [("method".to_owned(), "wanda".to_owned())].into();
+        let mut writer = MaskWriter::create(&path, &matrices(), method, &Silent).unwrap();
+        writer.write("b", &[7]).unwrap();
+        assert!(!path.exists(), "it has its name only when it is finished");
+        writer.write("a", &[1, 2]).unwrap();
+        writer.finish().unwrap();
+
+        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
+        let bytes = fs::read(&path).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(file.tensor("a").unwrap().data(), [1, 2]);
+        assert_eq!(file.tensor("b").unwrap().data(), [7]);
+        assert_eq!(file.tensor("a").unwrap().dtype(), Dtype::U8);
+        assert_eq!(bytes[bytes.len() - 3..], [1, 2, 7], "in the order of names");
+        let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+        let metadata = header.metadata().as_ref().unwrap();
+        assert_eq!(metadata["method"], "wanda");
+        assert_eq!(metadata["prune_masks"], "1");
+        assert_eq!(metadata["shapes"], r#"{"a":[3,5],"b":[2,4]}"#);
+    }
+
+    #[test]
+    fn what_was_not_announced_or_not_written_is_refused() {
+        let place = folder();
+        let path = place.path().join(MASKS_FILE);
+        let mut writer = MaskWriter::create(&path, &matrices(), BTreeMap::new(), &Silent).unwrap();
+        let says = |result: anyhow::Result<()>| result.unwrap_err().to_string();
+        assert!(says(writer.write("c", &[0])).contains("no mask of `c`"));
+        assert!(says(writer.write("b", &[0, 0])).contains("has 1 bytes, 2 were handed over"));
+        writer.write("b", &[0]).unwrap();
+        assert!(says(writer.write("b", &[0])).contains("written twice"));
+        assert!(says(writer.finish()).contains("`a` was not written"));
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn bytes_that_changed_on_the_disk_keep_the_file_from_its_name() {
+        let place = folder();
+        let path = place.path().join(MASKS_FILE);
+        let mut writer = MaskWriter::create(&path, &matrices(), BTreeMap::new(), &Silent).unwrap();
+        writer.write("a", &[1, 2]).unwrap();
+        writer.write("b", &[7]).unwrap();
+        let partial = place.path().join("masks.safetensors.partial");
+        let mut bytes = fs::read(&partial).unwrap();
+        *bytes.last_mut().unwrap() = 6;
+        fs::write(&partial, bytes).unwrap();
+        let error = writer.finish().unwrap_err().to_string();
+        assert!(error.contains("`b` is not what was written"), "{error}");
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,343 @@
+//! What `prune inspect` shows a person: a summary, the sparsity of every layer, and the comparison in plain words. No line
+//! but the names a user gave is wider than 80 columns.
+
+use std::fmt::Write as _;
+
+use crate::bytes::ByteSize;
+use crate::run::inspection::{Comparison, InspectedLayer, Inspection, PatternCount, Zeros};
+
+/// The seven linears as columns: heading, and the end of the module's name.
+const COLUMNS: [(&str, &str); 7] = [
+    ("q", ".q_proj"),
+    ("k", ".k_proj"),
+    ("v", ".v_proj"),
+    ("o", ".o_proj"),
+    ("gate", ".gate_proj"),
+    ("up", ".up_proj"),
+    ("down", ".down_proj"),
+];
+
+/// Names in a list before it is cut short.
+const NAMES_SHOWN: usize = 3;
+
+/// The whole report, ending in a newline.
+pub fn text(inspection: &Inspection) -> String {
+    let mut text = summary(inspection);
+    text.push('\n');
+    text += &layers(inspection);
+    if !inspection.problems.is_empty() {
+        text += "\nproblems\n";
+        for line in problems(inspection) {
+            text += &format!("  {line}\n");
+        }
+    }
+    if let Some(comparison) = &inspection.against {
+        let _ = writeln!(text, "\nagainst {}", comparison.dense);
+        for line in comparison_lines(inspection, comparison) {
+            text += &format!("  {line}\n");
+        }
+    }
+    text
+}
+
+/// Decoder linears that are not as config.json has them, one line each.
+pub fn problems(inspection: &Inspection) -> Vec<String> {
+    let lines = inspection
+        .problems
+        .iter()
+        .map(|problem| format!("{}: {}", problem.tensor, problem.problem));
+    shortened(lines.collect(), 2 * NAMES_SHOWN)
+}
+
+/// In what a model is not a pruned copy of the dense one; empty where it is.
+pub fn differences(comparison: &Comparison) -> Vec<String> {
+    let dense = &comparison.dense;
+    let mut lines = Vec::new();
+    if !comparison.kept_identical {
+        lines.push(format!(
+            "{} of {} kept weights differ from {dense}; the first:",
+            comparison.changed, comparison.kept
+        ));
+        if let Some(first) = &comparison.first_changed {
+            let value = |value: Option<f32>| value.map_or("not finite".into(), |v| v.to_string());
+            lines.push(format!(
+                "  {}, row {}, column {}",
+                first.tensor, first.row, first.column
+            ));
+            lines.push(format!(
+                "  {} there, {} here",
+                value(first.dense),
+                value(first.found)
+            ));
+        }
+    }
+    let mut list = |what: String, names: &[String]| {
+        if !names.is_empty() {
+            lines.push(what);
+            lines.extend(
+                shortened(names.to_vec(), NAMES_SHOWN)
+                    .into_iter()
+                    .map(|name| format!("  {name}")),
+            );
+        }
+    };
+    let differing = &comparison.untouched_differing;
+    list(
+        format!(
+            "tensors beside the decoder linears that differ: {} of {}",
+            differing.len(),
+            comparison.untouched
+        ),
+        differing,
+    );
+    list(
+        format!("tensors missing here: {}", comparison.missing.len()),
+        &comparison.missing,
+    );
+    list(
+        format!("tensors not in {dense}: {}", comparison.added.len()),
+        &comparison.added,
+    );
+    let unlike: Vec<String> = comparison
+        .unlike
+        .iter()
+        .map(|tensor| {
+            format!(
+                "{}\n      {} {:?} there, {} {:?} here",
+                tensor.tensor,
+                tensor.dense.dtype,
+                tensor.dense.shape,
+                tensor.found.dtype,
+                tensor.found.shape
+            )
+        })
+        .collect();
+    list(
+        format!(
+            "tensors of another dtype or shape, not compared: {}",
+            unlike.len()
+        ),
+        &unlike,
+    );
+    lines
+}
+
+fn summary(inspection: &Inspection) -> String {
+    let dtypes: Vec<String> = match &inspection.dtypes[..] {
+        [one] => vec![one.dtype.clone()],
+        several => several
+            .iter()
+            .map(|share| format!("{} ({})", share.dtype, share.bytes))
+            .collect(),
+    };
+    let files: ByteSize = inspection.shards.iter().map(|shard| shard.bytes).sum();
+    let count = match inspection.shards.len() {
+        1 => "1 file".to_string(),
+        several => format!("{several} files"),
+    };
+    let mut rows = vec![
+        ("model", inspection.model.clone()),
+        (
+            "shape",
+            format!(
+                "{} layers of {}, {:.1} M parameters",
+                inspection.num_hidden_layers,
+                inspection.hidden_size,
+                inspection.parameters as f64 / 1e6
+            ),
+        ),
+        (
+            "stored as",
+            format!("{}, {files} in {count}", dtypes.join(", ")),
+        ),
+        (
+            "sparsity",
+            format!(
+                "{:.6} ({} of {} weights of the decoder linears)",
+                inspection.sparsity.ratio, inspection.sparsity.zeros, inspection.sparsity.weights
+            ),
+        ),
+        ("pattern", patterns(&inspection.patterns)),
+        (
+            "not finite",
+            match inspection.non_finite {
+                0 => "none".to_string(),
+                count => format!("{count} values"),
+            },
+        ),
+    ];
+    for (index, kind) in inspection.other.iter().enumerate() {
+        rows.push((
+            if index == 0 { "others" } else { "" },
+            format!(
+                "{}: {} of {} values are zero",
+                kind.kind, kind.zeros, kind.parameters
+            ),
+        ));
+    }
+    rows.into_iter()
+        .map(|(name, value)| format!("{name:<12}{value}\n"))
+        .collect()
+}
+
+fn patterns(counts: &[PatternCount]) -> String {
+    let name = |count: &PatternCount| {
+        count
+            .pattern
+            .clone()
+            .unwrap_or_else(|| "no pattern".to_string())
+    };
+    match counts {
+        [] => "no decoder linears".to_string(),
+        [all] => format!("{} in all {} matrices", name(all), all.matrices),
+        several => {
+            let mut parts: Vec<String> = several
+                .iter()
+                .take(NAMES_SHOWN)
+                .map(|count| format!("{} in {}", name(count), count.matrices))
+                .collect();
+            let rest: usize = several.iter().skip(NAMES_SHOWN).map(|c| c.matrices).sum();
+            if rest > 0 {
+                parts.push(format!("others in {rest}"));
+            }
+            format!("{} matrices", parts.join(", "))
+        }
+    }
+}
+
+fn layers(inspection: &Inspection) -> String {
+    let headings = COLUMNS.iter().map(|(heading, _)| format!("{heading:>7}"));
+    let mut text = format!(
+        "{:<10}{}{:>7}  pattern\n",
+        "zeros %",
+        headings.collect::<String>(),
+        "all"
+    );
+    for layer in &inspection.layers {
+        let cells = COLUMNS.map(|(_, end)| {
+            let matrix = layer
+                .matrices
+                .iter()
+                .find(|matrix| matrix.name.ends_with(end));
+            matrix.map(|matrix| matrix.sparsity)
+        });
+        let name = format!("layer {}", layer.layer);
+        text += &row(&name, &cells, layer.sparsity, &pattern_of(layer));
+    }
+    let columns = COLUMNS.map(|(_, end)| {
+        let matrices = inspection.layers.iter().flat_map(|layer| &layer.matrices);
+        let column: Vec<Zeros> = matrices
+            .filter(|matrix| matrix.name.ends_with(end))
+            .map(|matrix| matrix.sparsity)
+            .collect();
+        (!column.is_empty()).then(|| Zeros::sum(&column))
+    });
+    text += &row("all", &columns, inspection.sparsity, "");
+    text
+}
+
+fn row(name: &str, cells: &[Option<Zeros>; 7], all: Zeros, pattern: &str) -> String {
+    let cells: String = cells
+        .iter()
+        .map(|cell| format!("{:>7}", cell.map_or("-".to_string(), percent)))
+        .collect();
+    let line = format!("{name:<10}{cells}{:>7}  {pattern}", percent(all));
+    format!("{}\n", line.trim_end())
+}
+
+/// Two digits; what is neither none nor all never looks like it.
+fn percent(zeros: Zeros) -> String {
+    let percent = format!("{:.2}", 100.0 * zeros.ratio);
+    match percent.as_str() {
+        "0.00" if zeros.zeros > 0 => "<0.01".to_string(),
+        "100.00" if zeros.zeros < zeros.weights => ">99.99".to_string(),
+        _ => percent,
+    }
+}
+
+/// The pattern that all matrices of a layer share.
+fn pattern_of(layer: &InspectedLayer) -> String {
+    let mut patterns = layer.matrices.iter().map(|matrix| &matrix.pattern);
+    match patterns.next() {
+        None => String::new(),
+        Some(first) if patterns.all(|pattern| pattern == first) => {
+            first.clone().unwrap_or_else(|| "none".to_string())
+        }
+        Some(_) => "mixed".to_string(),
+    }
+}
+
+fn comparison_lines(inspection: &Inspection, comparison: &Comparison) -> Vec<String> {
+    let dense = &comparison.dense;
+    let every = if comparison.unlike.is_empty() && comparison.missing.is_empty() {
+        "every"
+    } else {
+        "where compared, every"
+    };
+    let mut lines = Vec::new();
+    if comparison.kept_identical && comparison.kept > 0 {
+        lines.push(format!(
+            "{every} kept weight equals {dense}, bit for bit ({} weights)",
+            comparison.kept
+        ));
+    }
+    if comparison.untouched_differing.is_empty() && comparison.untouched > 0 {
+        lines.push(format!(
+            "{every} other tensor equals {dense}, byte for byte ({} tensors)",
+            comparison.untouched
+        ));
+    }
+    if comparison.zeros_before > 0 {
+        lines.push(format!(
+            "weights that were zero there already: {}",
+            comparison.zeros_before
+        ));
+    }
+    lines.extend(differences(comparison));
+    let has_new_zeros = inspection.sparsity.zeros > comparison.zeros_before;
+    lines.push(match (comparison.is_pruned_copy, has_new_zeros) {
+        (true, true) => format!("verdict: a pruned copy of {dense}"),
+        (true, false) => format!("verdict: the weights of {dense}; nothing was pruned"),
+        (false, _) => format!("verdict: not a pruned copy of {dense}"),
+    });
+    lines
+}
+
+/// The first of `lines`, and how many more there are.
+fn shortened(mut lines: Vec<String>, shown: usize) -> Vec<String> {
+    if lines.len() > shown {
+        let more = lines.len() - shown;
+        lines.truncate(shown);
+        lines.push(format!("and {more} more"));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_neither_none_nor_all_never_looks_like_it() {
+        let shown = |zeros, weights| percent(Zeros::of(zeros, weights));
+        assert_eq!(shown(0, 1_000_000), "0.00");
+        assert_eq!(shown(1, 1_000_000), "<0.01");
+        assert_eq!(shown(999_999, 1_000_000), ">99.99");
+        assert_eq!(shown(5, 5), "100.00");
+        assert_eq!(shown(0, 0), "0.00");
+    }
+
+    #[test]
+    fn a_row_fits_eighty_columns_in_the_deepest_model() {
+        let cell = Zeros::of(5, 5);
+        let line = row("layer 125", &[Some(cell); 7], cell, "31:32");
+        assert!(line.trim_end().len() <= 80, "{}", line.len());
+    }
+
+    #[test]
+    fn long_lists_are_cut_short() {
+        let names: Vec<String> = (0..5).map(|name| name.to_string()).collect();
+        assert_eq!(shortened(names.clone(), 3), ["0", "1", "2", "and 2 more"]);
+        assert_eq!(shortened(names.clone(), 5), names);
+    }
+}
