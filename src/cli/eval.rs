@@ -54,7 +54,7 @@ pub fn command(args: &EvalArgs, arguments: Vec<String>) -> Result<()> {
 /// # Errors
 /// Fails for everything [`Session::open`] refuses, and when the evaluation text is missing or too short.
 pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Result<Manifest> {
-    let session = Session::open(&args.model, &args.device, args.seqlen)?;
+    let session = Session::open(&args.model, &args.device, args.seqlen, console)?;
     let folder = RunFolder::check(
         &session.folder,
         args.save.as_deref(),
@@ -62,11 +62,11 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         false,
         args.force,
     )?;
-    session.check_evaluation(&args.evaluation)?;
+    let dataset = session.check_evaluation(&args.evaluation, console)?;
     let cache = TextCache::open(args.evaluation.text_cache.clone());
     let windows = {
         let tokenizer = session.tokenizer()?;
-        session.evaluation(&args.evaluation, &tokenizer, &cache, console)?
+        session.evaluation(&args.evaluation, &dataset, &tokenizer, &cache, console)?
     };
     memory::release_freed();
     let workload = Workload::new(

@@ -5,6 +5,7 @@
 pub mod args;
 pub mod console;
 pub mod eval;
+mod located;
 pub mod make_checkpoint;
 pub mod prune;
 mod run_folder;
@@ -39,7 +40,8 @@ Examples:
   prune eval --model out/llama2-7b/model --eval-dataset wikitext2:wiki/
 
 Exit codes: 0 done, 1 failed, 2 wrong usage.
-Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK.";
+Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK; for the hub HF_TOKEN, HF_TOKEN_PATH, HF_HOME,
+  HF_HUB_CACHE, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.";
 
 #[derive(Debug, Subcommand)]
 enum Command {

@@ -73,7 +73,7 @@ pub fn execute(
 ) -> Result<Manifest> {
     let method =
         pruning::method(&args.sparsity.prune_method).context("the method is in the table")?;
-    let session = Session::open(&args.model, &args.device, args.calibration.seqlen)?;
+    let session = Session::open(&args.model, &args.device, args.calibration.seqlen, console)?;
     let folder = RunFolder::check(
         &session.folder,
         args.output.save.as_deref(),
@@ -218,13 +218,15 @@ impl Texts {
         console: &Console,
     ) -> Result<Self> {
         let evaluates = args.eval != EvalSides::None;
-        if calibrates {
-            Embedding::open(&*session.checkpoint, &session.config)?;
-            data::check(&args.calibration.dataset, Role::Calibration)?;
-        }
-        if evaluates {
-            session.check_evaluation(&args.evaluation)?;
-        }
+        let calibration_text = calibrates
+            .then(|| {
+                Embedding::open(&*session.checkpoint, &session.config)?;
+                session.check_text(&args.calibration.dataset, Role::Calibration, console)
+            })
+            .transpose()?;
+        let evaluation_text = evaluates
+            .then(|| session.check_evaluation(&args.evaluation, console))
+            .transpose()?;
         let mut texts = Self {
             calibration: None,
             windows: None,
@@ -235,13 +237,8 @@ impl Texts {
         }
         let cache = TextCache::open(args.evaluation.text_cache.clone());
         let tokenizer = session.tokenizer()?;
-        if calibrates {
-            let CalibrationArgs {
-                dataset,
-                nsamples,
-                seed,
-                ..
-            } = &args.calibration;
+        if let Some(dataset) = &calibration_text {
+            let CalibrationArgs { nsamples, seed, .. } = &args.calibration;
             let samples = session.clock.measure("tokenise", || {
                 data::calibration(
                     dataset,
@@ -256,9 +253,9 @@ impl Texts {
             session.check_ids(&samples.tokens, &tokenizer, "calibration")?;
             texts.calibration = Some(samples);
         }
-        if evaluates {
+        if let Some(dataset) = &evaluation_text {
             texts.windows =
-                Some(session.evaluation(&args.evaluation, &tokenizer, &cache, console)?);
+                Some(session.evaluation(&args.evaluation, dataset, &tokenizer, &cache, console)?);
         }
         Ok(texts)
     }

@@ -18,6 +18,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("bytes", &[]),
     ("run", &[]),
     ("linalg", &[]),
+    ("hub", &["run"]),
     ("checkpoint", &["run"]),
     ("data", &["run"]),
     ("placement", &["run"]),
@@ -69,6 +70,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "cli",
         &[
             "run",
+            "hub",
             "linalg",
             "checkpoint",
             "data",
