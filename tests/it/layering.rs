@@ -427,8 +427,8 @@ fn a_forbidden_import_is_refused_and_an_allowed_one_is_not() {
         ["src/eval/mod.rs: `eval` may not import `pruning`"]
     );
     assert_eq!(
-        forbidden(&source("hub/mod.rs", "")),
-        ["src/hub/mod.rs: the room `hub` is not in the table"]
+        forbidden(&source("cellar/mod.rs", "")),
+        ["src/cellar/mod.rs: the room `cellar` is not in the table"]
     );
     assert_eq!(
         forbidden(&source("failure.rs", "use crate::bytes::ByteSize;")),

@@ -9,6 +9,7 @@ mod cli;
 mod determinism;
 mod errors;
 mod golden;
+mod hub;
 mod layering;
 mod memory;
 mod oracle;
