@@ -24,6 +24,7 @@ use crate::run::Events;
 const CONFIG: &str = "config.json";
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
+const TOKENIZER: &str = "tokenizer.json";
 
 /// The part of the index that names the shards.
 #[derive(Deserialize)]
@@ -66,6 +67,13 @@ impl Hub {
             let remote = transfer.ask(&list.commit, name)?;
             transfer.fetch(&list.commit, name, &remote, meter)
         };
+        if !list.files.contains_key(TOKENIZER) {
+            // Said before gigabytes are fetched; without texts it is no error.
+            events.note(format!(
+                "the model `{}` has no {TOKENIZER}: it cannot be calibrated or evaluated with its own",
+                repo.id()
+            ));
+        }
         let folder = cache.snapshot(&list.commit);
         fetch(CONFIG, None)?;
         files.check_config(&folder)?;

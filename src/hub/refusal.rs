@@ -190,11 +190,17 @@ pub(super) fn unanswered(settings: &Settings, origin: &Origin, error: &ureq::Err
                 | io::ErrorKind::BrokenPipe
         )
     };
+    // What goes wrong inside a secure connection comes as invalid data of the connection below it.
+    let is_tls = match error {
+        E::Rustls(_) | E::Tls(_) | E::Pem(_) | E::TlsRequired => true,
+        E::Io(error) => origin.is_https && error.kind() == io::ErrorKind::InvalidData,
+        _ => false,
+    };
     match error {
-        E::Rustls(_) | E::Tls(_) | E::Pem(_) | E::TlsRequired => {
+        _ if is_tls => {
             Failure::new(format!("no secure connection to `{origin}`"))
                 .detail(error.to_string())
-                .hint("check the clock and HF_ENDPOINT; a proxy that opens https is not trusted")
+                .hint("check the clock and HF_ENDPOINT; a proxy that opens https with its own certificate is not trusted")
                 .into()
         }
         E::InvalidProxyUrl | E::BadUri(_) | E::Http(_) => {

@@ -640,6 +640,18 @@ fn odd_redirects_end_in_an_error() {
 }
 
 #[test]
+fn a_connection_that_is_not_secure_is_refused_at_once() {
+    let (server, place) = with_model();
+    let ran = refuses(
+        command(&place, &server, &QUICK).env("HF_ENDPOINT", format!("https://{}", server.host())),
+        1,
+        &format!("error: no secure connection to `{}`", server.host()),
+        "hint: check the clock and HF_ENDPOINT; a proxy that opens https with its own certificate is not trusted",
+    );
+    assert!(!ran.stderr.contains("trying again"), "{}", ran.stderr);
+}
+
+#[test]
 fn the_token_does_not_come_back_from_another_host() {
     let (server, place) = with_model();
     let away = format!(
