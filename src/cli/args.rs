@@ -18,12 +18,22 @@ use crate::pruning::{METHODS, Pattern};
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
-    /// Checkpoint folder in Hugging Face layout
+    /// Checkpoint folder in Hugging Face layout, or an id on the hub
     ///
     /// A folder with config.json, model.safetensors (or model.safetensors.index.json and its shards) and tokenizer.json.
-    /// Weights may be f32, f16 or bf16.
-    #[arg(long, value_name = "DIR")]
+    /// Weights may be f32, f16 or bf16. Where there is no such folder, `owner/name` is downloaded from the hub.
+    #[arg(long, value_name = "DIR|ID")]
     pub model: Option<PathBuf>,
+
+    /// Branch, tag or commit of a model on the hub [default: main]
+    #[arg(long, value_name = "REV")]
+    pub revision: Option<String>,
+
+    /// Folder of the hub's files [default: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub]
+    ///
+    /// Shared with the Python client: what either has downloaded the other finds.
+    #[arg(long, value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
 
     /// Arithmetic of the forward pass
     ///
@@ -139,10 +149,11 @@ pub enum HiddenStatesArg {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Evaluation")]
 pub struct EvaluationArgs {
-    /// Evaluation text: NAME:PATH or a path
+    /// Evaluation text: NAME, NAME:PATH or a path
     ///
     /// `wikitext2:PATH` (raw text, parquet, or a folder holding the test split; rows joined with two newlines), `c4:SHARD.json.gz`
-    /// (the first 1100 documents), or a path: plain text as it stands, .jsonl, .gz or .parquet of documents.
+    /// (the first 1100 documents), or a path: plain text as it stands, .jsonl, .gz or .parquet of documents. `wikitext2` and
+    /// `c4` alone are downloaded from the hub.
     #[arg(long, value_name = "NAME[:PATH]", default_value = "wikitext2")]
     pub eval_dataset: DatasetSpec,
 
@@ -253,10 +264,11 @@ pub(super) struct SparsityArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Calibration")]
 pub(super) struct CalibrationArgs {
-    /// Calibration text: NAME:PATH or a path
+    /// Calibration text: NAME, NAME:PATH or a path
     ///
     /// `wikitext2:PATH` (raw text, parquet, or a folder holding the train split; rows joined with a space), `c4:SHARD.json.gz`
-    /// (documents longer than a sample), or a path: plain text as it stands, .jsonl, .gz or .parquet of documents.
+    /// (documents longer than a sample), or a path: plain text as it stands, .jsonl, .gz or .parquet of documents. `wikitext2`
+    /// and `c4` alone are downloaded from the hub.
     #[arg(long, value_name = "NAME[:PATH]", default_value = "wikitext2")]
     pub(super) dataset: DatasetSpec,
 

@@ -70,11 +70,11 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         false,
         args.force,
     )?;
-    session.check_evaluation(&args.evaluation)?;
+    let dataset = session.check_evaluation(&args.evaluation, console)?;
     let cache = TextCache::open(args.evaluation.text_cache.clone());
     let windows = {
         let tokenizer = session.tokenizer()?;
-        session.evaluation(&args.evaluation, &tokenizer, &cache, console)?
+        session.evaluation(&args.evaluation, &dataset, &tokenizer, &cache, console)?
     };
     memory::release_freed();
     session.clock.mark("02_model_loaded", console);

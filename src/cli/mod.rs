@@ -7,6 +7,7 @@ pub mod console;
 pub mod eval;
 pub mod inspect;
 mod interrupt;
+mod located;
 pub mod make_checkpoint;
 mod memory_log;
 pub mod outcome;
@@ -50,7 +51,8 @@ Examples:
   prune inspect out/llama2-7b/model --against llama-2-7b
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 4 --max-perplexity missed, 130 interrupted.
-Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK.";
+Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK; for the hub HF_TOKEN, HF_TOKEN_PATH, HF_HOME,
+  HF_HUB_CACHE, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.";
 
 #[derive(Debug, Subcommand)]
 enum Command {

@@ -275,13 +275,15 @@ impl Texts {
         console: &Console,
     ) -> Result<Self> {
         let evaluates = args.eval != EvalSides::None;
-        if calibrates {
-            Embedding::open(&*session.checkpoint, &session.config)?;
-            data::check(&args.calibration.dataset, Role::Calibration)?;
-        }
-        if evaluates {
-            session.check_evaluation(&args.evaluation)?;
-        }
+        let calibration_text = calibrates
+            .then(|| {
+                Embedding::open(&*session.checkpoint, &session.config)?;
+                session.check_text(&args.calibration.dataset, Role::Calibration, console)
+            })
+            .transpose()?;
+        let evaluation_text = evaluates
+            .then(|| session.check_evaluation(&args.evaluation, console))
+            .transpose()?;
         let mut texts = Self {
             calibration: None,
             windows: None,
@@ -292,13 +294,8 @@ impl Texts {
         }
         let cache = TextCache::open(args.evaluation.text_cache.clone());
         let tokenizer = session.tokenizer()?;
-        if calibrates {
-            let CalibrationArgs {
-                dataset,
-                nsamples,
-                seed,
-                ..
-            } = &args.calibration;
+        if let Some(dataset) = &calibration_text {
+            let CalibrationArgs { nsamples, seed, .. } = &args.calibration;
             let samples = session.clock.measure("tokenise", || {
                 data::calibration(
                     dataset,
@@ -313,9 +310,9 @@ impl Texts {
             session.check_ids(&samples.tokens, &tokenizer, "calibration")?;
             texts.calibration = Some(samples);
         }
-        if evaluates {
+        if let Some(dataset) = &evaluation_text {
             texts.windows =
-                Some(session.evaluation(&args.evaluation, &tokenizer, &cache, console)?);
+                Some(session.evaluation(&args.evaluation, dataset, &tokenizer, &cache, console)?);
         }
         Ok(texts)
     }

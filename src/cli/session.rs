@@ -8,9 +8,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 
 use super::args::{DeviceArgs, EvaluationArgs, HiddenStatesArg, ModelArgs};
+use super::located::{self, HubModel};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, WeightSource};
-use crate::data::{self, Evaluation, Role, TextCache, Tokenizer};
+use crate::data::{self, DatasetSpec, Evaluation, Role, TextCache, Tokenizer};
 use crate::eval::{Perplexity, Side};
 use crate::failure::Failure;
 use crate::linalg::{StoredDtype, kernel};
@@ -30,8 +31,11 @@ pub struct Session {
     pub checkpoint: Arc<Checkpoint>,
     /// The shape.
     pub config: Arc<LlamaConfig>,
-    /// The folder as given.
+    /// The folder as given, or a model's snapshot in the hub's cache.
     pub folder: PathBuf,
+    /// Whose snapshot that is.
+    hub_model: Option<HubModel>,
+    cache_dir: Option<PathBuf>,
     /// Tokens per sample and window.
     pub seqlen: usize,
     /// Worker threads.
@@ -45,7 +49,8 @@ impl Session {
     /// Opens the checkpoint, checks every tensor a sweep will read, and starts the worker threads.
     ///
     /// # Errors
-    /// Fails for anything missing, truncated, of another shape or unsupported, naming file and tensor.
+    /// Fails for anything missing, truncated, of another shape or unsupported, naming file and tensor; for an id of the hub
+    /// also when it cannot be downloaded.
     pub fn open(
         model: &ModelArgs,
         device: &DeviceArgs,
@@ -59,13 +64,7 @@ impl Session {
             .duration_since(UNIX_EPOCH)
             .map_or(0, |elapsed| elapsed.as_secs());
         let started = (Instant::now(), unix_seconds);
-        let folder = model.model.clone().ok_or_else(|| {
-            Failure::usage("--model is missing")
-                .hint("name a checkpoint folder, like --model models/llama-2-7b; see prune --help")
-        })?;
-        if !folder.exists() {
-            return Err(missing_folder(&folder).into());
-        }
+        let (folder, hub_model) = located::model(model, events)?;
         let config = Arc::new(LlamaConfig::load(&folder)?);
         let checkpoint = Arc::new(Checkpoint::open(&folder)?);
         for layer in 0..config.num_hidden_layers {
@@ -77,6 +76,8 @@ impl Session {
             checkpoint,
             config,
             folder,
+            hub_model,
+            cache_dir: model.cache_dir.clone(),
             seqlen,
             threads,
             clock,
@@ -108,6 +109,7 @@ impl Session {
     pub fn evaluation(
         &self,
         args: &EvaluationArgs,
+        dataset: &DatasetSpec,
         tokenizer: &Tokenizer,
         cache: &TextCache,
         events: &dyn Events,
@@ -116,27 +118,40 @@ impl Session {
             .eval_windows
             .map(|windows| usize::try_from(windows).unwrap_or(usize::MAX));
         let evaluation = self.clock.measure("tokenise", || {
-            data::evaluation(
-                &args.eval_dataset,
-                tokenizer,
-                self.seqlen,
-                windows,
-                cache,
-                events,
-            )
+            data::evaluation(dataset, tokenizer, self.seqlen, windows, cache, events)
         })?;
         self.check_ids(&evaluation.tokens, tokenizer, "evaluation")?;
         Ok(evaluation)
     }
 
-    /// Checks that the head and the embedding can be read and the evaluation text is there; cheap.
+    /// Checks that the head and the embedding can be read and the evaluation text is there, and gives back where. Cheap, but
+    /// for a download.
     ///
     /// # Errors
     /// Fails when one is not.
-    pub fn check_evaluation(&self, args: &EvaluationArgs) -> Result<()> {
+    pub fn check_evaluation(
+        &self,
+        args: &EvaluationArgs,
+        events: &dyn Events,
+    ) -> Result<DatasetSpec> {
         Head::check(&*self.checkpoint, &self.config)?;
         Embedding::open(&*self.checkpoint, &self.config)?;
-        data::check(&args.eval_dataset, Role::Evaluation)
+        self.check_text(&args.eval_dataset, Role::Evaluation, events)
+    }
+
+    /// Checks that a text is there, from the hub where it was named without a path, and gives back where.
+    ///
+    /// # Errors
+    /// Fails when it is not.
+    pub fn check_text(
+        &self,
+        dataset: &DatasetSpec,
+        role: Role,
+        events: &dyn Events,
+    ) -> Result<DatasetSpec> {
+        let dataset = located::dataset(dataset, role, self.cache_dir.as_deref(), events)?;
+        data::check(&dataset, role)?;
+        Ok(dataset)
     }
 
     /// Token ids must lie inside the embedding.
@@ -282,6 +297,9 @@ impl Session {
             seconds: self.started.0.elapsed().as_secs_f64(),
             model: ModelReport {
                 path: self.folder.display().to_string(),
+                id: self.hub_model.as_ref().map(|model| model.id.clone()),
+                revision: self.hub_model.as_ref().map(|model| model.revision.clone()),
+                commit: self.hub_model.as_ref().map(|model| model.commit.clone()),
                 identity: self.checkpoint.identity(),
                 config: serde_json::to_value(&*self.config)?,
                 parameters,
@@ -315,26 +333,6 @@ impl Session {
             warnings: Vec::new(),
         })
     }
-}
-
-/// `owner/name` may be meant as an id on the hub: then the fix is a download.
-fn missing_folder(folder: &Path) -> Failure {
-    let failure = Failure::new(format!(
-        "the model folder `{}` does not exist",
-        folder.display()
-    ));
-    let parts = folder.components().count();
-    if folder.is_relative() && parts == 2 && !folder.starts_with("..") {
-        return failure
-            .detail("ids on the hub are not downloaded; models are read from local folders")
-            .hint(format!(
-                "download it first, like `hf download {0} --local-dir {0}`",
-                folder.display()
-            ));
-    }
-    failure.hint(
-        "--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
-    )
 }
 
 fn check_seqlen(seqlen: Option<usize>, config: &LlamaConfig) -> Result<usize> {

@@ -1,8 +1,9 @@
 //! Which text a run reads: the value of `--dataset` and `--eval-dataset`, and the files it stands for.
 //!
 //! Three kinds of text are read. *Rows* (WikiText-2) are joined into one text; *documents* (C4, JSON lines, parquet) are
-//! drawn one by one; a *plain* file is one text as it stands. Nothing is downloaded: where the text is missing, the failure
-//! says what to type. The names looked for are those of the published archives and of the hub's repositories.
+//! drawn one by one; a *plain* file is one text as it stands. Nothing is downloaded here: a name without a path says which file
+//! of the hub it stands for ([`DatasetSpec::on_hub`]), and is told where that lies ([`DatasetSpec::downloaded_to`]). The names
+//! looked for are those of the published archives and of the hub's repositories.
 
 use std::fmt;
 use std::fs;
@@ -22,6 +23,17 @@ use crate::failure::Failure;
 pub struct DatasetSpec {
     name: Option<Name>,
     path: Option<PathBuf>,
+    /// Where the hub's files lie, for a name without a path.
+    downloaded: Option<PathBuf>,
+}
+
+/// A file of a dataset's repository on the hub.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HubFile {
+    /// `owner/name`.
+    pub repo: &'static str,
+    /// The file's path in it.
+    pub file: &'static str,
 }
 
 /// The datasets whose layout and conventions we know.
@@ -39,6 +51,25 @@ impl Name {
             Self::Wikitext2 => "wikitext2",
             Self::C4 => "c4",
         }
+    }
+
+    /// The file that the reference reads for a role.
+    fn on_hub(self, role: Role) -> HubFile {
+        let (repo, file) = match (self, role) {
+            (Self::Wikitext2, Role::Calibration) => (
+                "Salesforce/wikitext",
+                "wikitext-2-raw-v1/train-00000-of-00001.parquet",
+            ),
+            (Self::Wikitext2, Role::Evaluation) => (
+                "Salesforce/wikitext",
+                "wikitext-2-raw-v1/test-00000-of-00001.parquet",
+            ),
+            (Self::C4, Role::Calibration) => ("allenai/c4", "en/c4-train.00000-of-01024.json.gz"),
+            (Self::C4, Role::Evaluation) => {
+                ("allenai/c4", "en/c4-validation.00000-of-00008.json.gz")
+            }
+        };
+        HubFile { repo, file }
     }
 
     /// The split read for a role, by its published name: C4 has no test split.
@@ -72,22 +103,46 @@ impl FromStr for DatasetSpec {
                     return Ok(Self {
                         name: Some(name),
                         path: Some(path.into()),
+                        downloaded: None,
                     });
                 }
                 None if rest.is_empty() => {
                     return Ok(Self {
                         name: Some(name),
                         path: None,
+                        downloaded: None,
                     });
                 }
                 // A file whose name only begins like a dataset's.
                 None => {}
             }
         }
+        if text == PTB && !Path::new(text).exists() {
+            return Err(Failure::usage("the Penn Treebank (`ptb`) is not downloaded: its licence does not allow to pass it on")
+                .hint("name your own copy by its path, like --dataset data/ptb.train.txt"));
+        }
         Ok(Self {
             name: None,
             path: Some(text.into()),
+            downloaded: None,
         })
+    }
+}
+
+impl DatasetSpec {
+    /// The file of the hub that is wanted for a role; `None` where a path was given.
+    pub fn on_hub(&self, role: Role) -> Option<HubFile> {
+        let name = self.name.filter(|_| self.path.is_none())?;
+        Some(name.on_hub(role))
+    }
+
+    /// The same dataset with the repository's files in `folder`. It is printed as before.
+    #[must_use]
+    pub fn downloaded_to(self, folder: PathBuf) -> Self {
+        Self {
+            downloaded: Some(folder),
+            ..self
+        }
     }
 }
 
@@ -101,6 +156,9 @@ impl fmt::Display for DatasetSpec {
         }
     }
 }
+
+/// The name of a dataset that needs a path.
+const PTB: &str = "ptb";
 
 /// Files found for a dataset, and how they are to be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -150,7 +208,7 @@ impl Source {
 ///
 /// Fails when no path was given, nothing is there, several files would do, or the file is of a kind we do not read.
 pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
-    let Some(path) = &spec.path else {
+    let Some(path) = spec.path.as_ref().or(spec.downloaded.as_ref()) else {
         return Err(no_local_text(spec, role).into());
     };
     let path = expand_home(path);
@@ -376,13 +434,11 @@ fn expand_home(path: &Path) -> PathBuf {
 /// The failure for a dataset named without a path.
 fn no_local_text(spec: &DatasetSpec, role: Role) -> Failure {
     let split = spec.name.unwrap_or(Name::Wikitext2).split(role);
-    Failure::new(format!("no local text for `{} {spec}`", role.flag()))
-        .detail("texts are read from disk; nothing is downloaded")
-        .hint(format!(
-            "use {} {spec}:PATH (a file, or a folder with its {split} split){}",
-            role.flag(),
-            role.or_not_at_all()
-        ))
+    Failure::new(format!("no local text for `{} {spec}`", role.flag())).hint(format!(
+        "use {} {spec}:PATH (a file, or a folder with its {split} split){}",
+        role.flag(),
+        role.or_not_at_all()
+    ))
 }
 
 /// The failure for a path that does not exist.

@@ -2,7 +2,7 @@
 //!
 //! The room's promise is sameness: the same text, tokenizer and seed give the ids that the Python reference (locuslab/wanda
 //! over Hugging Face `datasets`) gives, and a [`TextProtocol`] records enough to prove it. Texts are read from local files
-//! only. [`check`] is called before any work starts, [`calibration()`] and [`evaluation()`] when the ids are needed.
+//! only; `cli` has them downloaded before. [`check`] is called before any work starts, [`calibration()`] and [`evaluation()`] when the ids are needed.
 
 mod cache;
 mod calibration;
@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 
 pub use cache::TextCache;
 pub use calibration::{Calibration, calibration};
-pub use dataset::DatasetSpec;
+pub use dataset::{DatasetSpec, HubFile};
 pub use evaluation::{Evaluation, evaluation};
 pub use python_random::PythonRandom;
 pub use tokenizer::Tokenizer;

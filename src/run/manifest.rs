@@ -60,8 +60,17 @@ pub struct Manifest {
 /// The checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ModelReport {
-    /// The folder, as given.
+    /// The folder, as given; for a model of the hub its snapshot in the cache.
     pub path: String,
+    /// `owner/name` on the hub; absent for a local folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// `--revision`; absent for a local folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revision: Option<String>,
+    /// The commit the revision stood at; absent for a local folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
     /// Hash over the headers of all shards: the same names, shapes, dtypes and layout.
     pub identity: String,
     /// `config.json` as understood.

@@ -47,6 +47,22 @@ pub(crate) const TEXTS: [&str; 10] = [
     "5",
 ];
 
+/// What would lead the program to somebody's hub, token or proxy.
+const NOT_INHERITED: [&str; 12] = [
+    "HF_ENDPOINT",
+    "HF_TOKEN",
+    "HF_TOKEN_PATH",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "HF_HUB_DOWNLOAD_TIMEOUT",
+    "http_proxy",
+    "HTTP_PROXY",
+    "https_proxy",
+    "HTTPS_PROXY",
+    "all_proxy",
+    "ALL_PROXY",
+];
+
 impl Place {
     /// An empty folder with the two texts.
     pub(crate) fn empty() -> Self {
@@ -89,7 +105,13 @@ impl Place {
             .env("PRUNE_CACHE", self.path(".cache"))
             .env("NO_COLOR", "1")
             .env("COLUMNS", "100")
-            .env_remove("SLURM_CPUS_PER_TASK");
+            .env_remove("SLURM_CPUS_PER_TASK")
+            // No test asks the real hub; those of `hub` serve their own.
+            .env("HF_HUB_OFFLINE", "1")
+            .env("HF_HOME", self.path(".hf"));
+        for name in NOT_INHERITED {
+            command.env_remove(name);
+        }
         command
     }
 

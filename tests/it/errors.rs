@@ -264,8 +264,15 @@ fn a_model_folder_that_does_not_exist_is_refused() {
         &Place::new(),
         &["--model", "models/llama"],
         1,
-        "error: the model folder `models/llama` does not exist",
-        "hint: download it first, like `hf download models/llama --local-dir models/llama`",
+        "error: the model `models/llama` (revision `main`) is not in the cache, and HF_HUB_OFFLINE forbids to download it",
+        "hint: run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give a local folder to --model",
+    );
+    refuses_at_once(
+        &Place::new(),
+        &["--model", "./models/llama"],
+        1,
+        "error: the model folder `./models/llama` does not exist",
+        "hint: --model wants a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json), or an id on the hub like meta-llama/Llama-2-7b-hf",
     );
 }
 
@@ -497,8 +504,8 @@ fn a_calibration_text_that_is_missing_is_asked_for() {
         &place,
         &["--dataset", "-"],
         1,
-        "error: no local text for `--dataset wikitext2`",
-        "hint: use --dataset wikitext2:PATH (a file, or a folder with its train split)",
+        "error: `wikitext-2-raw-v1/train-00000-of-00001.parquet` of the dataset `Salesforce/wikitext` (revision `main`) is not in the cache, and HF_HUB_OFFLINE forbids to download it",
+        "hint: run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give the text's path; or use --dataset wikitext2:PATH for a text on disk",
     );
     refuses_at_once(
         &place,
@@ -523,8 +530,8 @@ fn an_evaluation_text_that_is_missing_can_be_left_out() {
         &place,
         &["--eval-dataset", "-"],
         1,
-        "error: no local text for `--eval-dataset wikitext2`",
-        "hint: use --eval-dataset wikitext2:PATH (a file, or a folder with its test split), or --eval none",
+        "error: `wikitext-2-raw-v1/test-00000-of-00001.parquet` of the dataset `Salesforce/wikitext` (revision `main`) is not in the cache, and HF_HUB_OFFLINE forbids to download it",
+        "hint: run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give the text's path; or use --eval-dataset wikitext2:PATH for a text on disk, or --eval none",
     );
     refuses_at_once(
         &place,

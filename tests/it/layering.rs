@@ -18,6 +18,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("bytes", &[]),
     ("run", &[]),
     ("linalg", &[]),
+    ("hub", &["run"]),
     ("checkpoint", &["run"]),
     ("data", &["run"]),
     ("placement", &["run"]),
@@ -69,6 +70,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "cli",
         &[
             "run",
+            "hub",
             "linalg",
             "checkpoint",
             "data",
@@ -425,8 +427,8 @@ fn a_forbidden_import_is_refused_and_an_allowed_one_is_not() {
         ["src/eval/mod.rs: `eval` may not import `pruning`"]
     );
     assert_eq!(
-        forbidden(&source("hub/mod.rs", "")),
-        ["src/hub/mod.rs: the room `hub` is not in the table"]
+        forbidden(&source("cellar/mod.rs", "")),
+        ["src/cellar/mod.rs: the room `cellar` is not in the table"]
     );
     assert_eq!(
         forbidden(&source("failure.rs", "use crate::bytes::ByteSize;")),

@@ -10,6 +10,7 @@ mod cli_page;
 mod determinism;
 mod errors;
 mod golden;
+mod hub;
 mod inspect;
 mod layering;
 mod memory;

@@ -1,0 +1,124 @@
+//! Where a model and a text lie: the folder or path that was given, else the hub's cache.
+//!
+//! A local folder always comes first; `owner/name` is asked of the hub only where no such folder exists.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+
+use super::args::ModelArgs;
+use crate::checkpoint::is_model_file;
+use crate::data::{DatasetSpec, Role};
+use crate::failure::Failure;
+use crate::hub::{Hub, HubRepo, ModelFiles, Settings};
+use crate::model::LlamaConfig;
+use crate::run::Events;
+
+/// A model that came from the hub, for the manifest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct HubModel {
+    pub(super) id: String,
+    pub(super) revision: String,
+    pub(super) commit: String,
+}
+
+/// The files of a checkpoint as we copy them; a config we cannot read ends the download.
+struct Checkpoint;
+
+impl ModelFiles for Checkpoint {
+    fn wants(&self, name: &str) -> bool {
+        is_model_file(name)
+    }
+
+    fn check_config(&self, folder: &Path) -> Result<()> {
+        LlamaConfig::load(folder).map(drop)
+    }
+}
+
+/// The folder to read a model from.
+///
+/// # Errors
+/// Fails when `--model` is missing, is neither a folder nor an id, or cannot be downloaded.
+pub(super) fn model(args: &ModelArgs, events: &dyn Events) -> Result<(PathBuf, Option<HubModel>)> {
+    let given = args.model.as_deref().ok_or_else(|| {
+        Failure::usage("--model is missing")
+            .hint("name a checkpoint folder or an id on the hub, like --model models/llama-2-7b; see prune --help")
+    })?;
+    if given.exists() {
+        if let Some(revision) = &args.revision {
+            return Err(Failure::usage(format!(
+                "--revision {revision} is for a model on the hub, and `{}` is a local folder",
+                given.display()
+            ))
+            .hint("leave --revision out, or start where no such folder is")
+            .into());
+        }
+        return Ok((given.to_path_buf(), None));
+    }
+    let repo = given.to_str().and_then(HubRepo::model);
+    let repo = repo.ok_or_else(|| missing_folder(given))?;
+    let repo = repo.at(args.revision.as_deref().unwrap_or("main"))?;
+    let hub = hub(args.cache_dir.as_deref())?;
+    let snapshot = hub.model(&repo, &Checkpoint, events)?;
+    let model = HubModel {
+        id: repo.id().to_string(),
+        revision: repo.revision().to_string(),
+        commit: snapshot.commit,
+    };
+    Ok((snapshot.folder, Some(model)))
+}
+
+/// The dataset with the hub's file at hand, where it was named without a path.
+///
+/// # Errors
+/// Fails when it cannot be downloaded.
+pub(super) fn dataset(
+    dataset: &DatasetSpec,
+    role: Role,
+    cache_dir: Option<&Path>,
+    events: &dyn Events,
+) -> Result<DatasetSpec> {
+    let Some(wanted) = dataset.on_hub(role) else {
+        return Ok(dataset.clone());
+    };
+    let found = hub(cache_dir).and_then(|hub| hub.dataset_file(wanted.repo, wanted.file, events));
+    match found {
+        Ok(folder) => Ok(dataset.clone().downloaded_to(folder)),
+        Err(error) => Err(with_path(error, dataset, role)),
+    }
+}
+
+/// Adds to a failed download that a text on disk would do, and the flag that says so.
+fn with_path(error: anyhow::Error, dataset: &DatasetSpec, role: Role) -> anyhow::Error {
+    match error.downcast::<Failure>() {
+        Ok(failure) => {
+            let own = format!("{} {dataset}:PATH for a text on disk", role.flag());
+            let or_none = match role {
+                Role::Calibration => "",
+                Role::Evaluation => ", or --eval none",
+            };
+            let hint = match &failure.hint {
+                Some(hint) => format!("{hint}; or use {own}{or_none}"),
+                None => format!("use {own}{or_none}"),
+            };
+            failure.hint(hint).into()
+        }
+        Err(error) => error,
+    }
+}
+
+fn hub(cache_dir: Option<&Path>) -> Result<Hub> {
+    let settings = Settings::resolve(cache_dir, &|name| std::env::var_os(name))?;
+    Ok(Hub::new(settings))
+}
+
+fn missing_folder(folder: &Path) -> Failure {
+    Failure::new(format!(
+        "the model folder `{}` does not exist",
+        folder.display()
+    ))
+    .hint(
+        "--model wants a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json), or an id on the hub like \
+         meta-llama/Llama-2-7b-hf",
+    )
+}

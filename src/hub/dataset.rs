@@ -1,0 +1,60 @@
+//! One file of a dataset's repository. No list is asked for: C4's has tens of thousands of files.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use super::Hub;
+use super::cache::{RepoCache, is_plain_commit};
+use super::id::HubRepo;
+use super::meter::Meter;
+use super::transfer::Transfer;
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+use crate::run::Events;
+
+impl Hub {
+    /// Brings one file of a dataset into the cache, unless it is there; the folder its path begins in.
+    ///
+    /// # Errors
+    /// As [`Hub::model`].
+    pub fn dataset_file(&self, id: &str, file: &str, events: &dyn Events) -> Result<PathBuf> {
+        let repo = HubRepo::dataset(id);
+        let cache = RepoCache::new(self.cache(), &repo);
+        if self.client.settings().is_offline {
+            let commit = cache
+                .commit()
+                .filter(|commit| cache.has(commit, file))
+                .ok_or_else(|| self.not_cached(&repo, Some(file)))?;
+            return Ok(cache.snapshot(&commit));
+        }
+        self.warn_of_open_token(events);
+        let transfer = Transfer {
+            client: &self.client,
+            repo: &repo,
+            cache: &cache,
+            events,
+        };
+        let remote = transfer.ask(repo.revision(), file)?;
+        let commit = remote
+            .commit
+            .clone()
+            .filter(|commit| is_plain_commit(commit));
+        let commit = commit.ok_or_else(|| {
+            Failure::new(format!(
+                "`{}` does not answer as a hub does",
+                self.client.settings().origin
+            ))
+            .detail(format!("`{file}` of the dataset `{id}`: no X-Repo-Commit"))
+            .hint("check HF_ENDPOINT, or give the text's path")
+        })?;
+        if !cache.has(&commit, file) {
+            let total = ByteSize(remote.bytes.unwrap_or_default());
+            let mut meter = Meter::start(events, format!("download {id}"), total);
+            transfer.fetch(&commit, file, &remote, Some(&mut meter))?;
+            meter.finish();
+        }
+        cache.write_reference(&commit)?;
+        Ok(cache.snapshot(&commit))
+    }
+}

@@ -1,0 +1,265 @@
+//! A model's repository as a folder: which of its files are needed, and that nothing large is downloaded in vain.
+//!
+//! One request lists the files at a commit, and a repository without safetensors is refused by that list alone. Then
+//! `config.json` comes and is looked at, then the other small files, then the weights: `model.safetensors`, or the shards that
+//! the index names. Offline, the same files are looked for in the cache.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use anyhow::Result;
+use serde::Deserialize;
+
+use super::cache::RepoCache;
+use super::id::HubRepo;
+use super::listing::{Listing, listing};
+use super::meter::Meter;
+use super::transfer::Transfer;
+use super::{Hub, ModelFiles, Snapshot};
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+use crate::run::Events;
+
+const CONFIG: &str = "config.json";
+const INDEX: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
+const TOKENIZER: &str = "tokenizer.json";
+
+/// The part of the index that names the shards.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: std::collections::BTreeMap<String, String>,
+}
+
+impl Hub {
+    /// Brings a model's files into the cache, those that are not there yet.
+    ///
+    /// # Errors
+    /// Fails when the hub cannot be reached or refuses, when the repository holds no model of ours, and offline when a file is
+    /// not in the cache.
+    pub fn model(
+        &self,
+        repo: &HubRepo,
+        files: &dyn ModelFiles,
+        events: &dyn Events,
+    ) -> Result<Snapshot> {
+        let cache = RepoCache::new(self.cache(), repo);
+        if self.client.settings().is_offline {
+            return self.cached_model(repo, &cache);
+        }
+        self.warn_of_open_token(events);
+        let list = self
+            .client
+            .patiently(events, || listing(&self.client, repo))
+            .map_err(|error| self.or_offline(error, repo, &cache))?;
+        refuse_other_repositories(repo, &list)?;
+        let transfer = Transfer {
+            client: &self.client,
+            repo,
+            cache: &cache,
+            events,
+        };
+        let fetch = |name: &str, meter: Option<&mut Meter<'_>>| -> Result<()> {
+            if cache.has(&list.commit, name) {
+                return Ok(());
+            }
+            let remote = transfer.ask(&list.commit, name)?;
+            transfer.fetch(&list.commit, name, &remote, meter)
+        };
+        if !list.files.contains_key(TOKENIZER) {
+            // Said before gigabytes are fetched; without texts it is no error.
+            events.note(format!(
+                "the model `{}` has no {TOKENIZER}: it cannot be calibrated or evaluated with its own",
+                repo.id()
+            ));
+        }
+        let folder = cache.snapshot(&list.commit);
+        fetch(CONFIG, None)?;
+        files.check_config(&folder)?;
+        let is_small = |name: &str| {
+            name != CONFIG
+                && !name.contains(['/', '\\'])
+                && !name.ends_with(".safetensors")
+                && files.wants(name)
+        };
+        for name in list.files.keys().filter(|name| is_small(name)) {
+            fetch(name, None)?;
+        }
+        let weights = if list.files.contains_key(INDEX) {
+            fetch(INDEX, None)?;
+            shards(repo, &folder)?
+        } else {
+            vec![SINGLE.to_string()]
+        };
+        for shard in &weights {
+            if !list.files.contains_key(shard) {
+                return Err(Failure::new(format!(
+                    "the model `{}` is incomplete: `{INDEX}` names `{shard}`, which is not there",
+                    repo.id()
+                ))
+                .hint("use another --revision")
+                .into());
+            }
+        }
+        let missing: Vec<&String> = weights
+            .iter()
+            .filter(|name| !cache.has(&list.commit, name))
+            .collect();
+        if !missing.is_empty() {
+            let sizes = missing
+                .iter()
+                .map(|name| list.files.get(*name).copied().flatten());
+            let total = sizes.collect::<Option<Vec<u64>>>().unwrap_or_default();
+            let total = ByteSize(total.into_iter().sum());
+            let mut meter = Meter::start(events, format!("download {}", repo.id()), total);
+            for name in missing {
+                fetch(name, Some(&mut meter))?;
+            }
+            meter.finish();
+        }
+        cache.write_reference(&list.commit)?;
+        Ok(Snapshot {
+            folder,
+            commit: list.commit,
+        })
+    }
+
+    /// The model as the cache has it.
+    fn cached_model(&self, repo: &HubRepo, cache: &RepoCache) -> Result<Snapshot> {
+        let commit = cache.commit().ok_or_else(|| self.not_cached(repo, None))?;
+        let folder = cache.snapshot(&commit);
+        let missing = |name: &str| !cache.has(&commit, name);
+        if missing(CONFIG) {
+            return Err(self.not_cached(repo, Some(CONFIG)).into());
+        }
+        let weights = if missing(INDEX) {
+            vec![SINGLE.to_string()]
+        } else {
+            shards(repo, &folder)?
+        };
+        if let Some(name) = weights.iter().find(|name| missing(name)) {
+            return Err(self.not_cached(repo, Some(name)).into());
+        }
+        Ok(Snapshot { folder, commit })
+    }
+
+    /// The failure for something that is not in the cache while nothing may be asked for.
+    pub(super) fn not_cached(&self, repo: &HubRepo, file: Option<&str>) -> Failure {
+        let (noun, id, revision) = (repo.noun(), repo.id(), repo.revision());
+        let message = match file {
+            None => format!("the {noun} `{id}` (revision `{revision}`) is not in the cache"),
+            Some(file) => {
+                format!("`{file}` of the {noun} `{id}` (revision `{revision}`) is not in the cache")
+            }
+        };
+        Failure::new(format!("{message}, and HF_HUB_OFFLINE forbids to download it"))
+            .detail(format!("the cache is `{}`", self.cache().display()))
+            .hint(match noun {
+                "model" => "run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or \
+                            give a local folder to --model",
+                _ => "run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give \
+                      the text's path",
+            })
+    }
+
+    /// Adds to an error that the cache could do, where it could.
+    fn or_offline(&self, error: anyhow::Error, repo: &HubRepo, cache: &RepoCache) -> anyhow::Error {
+        match (error.downcast::<Failure>(), self.cached_model(repo, cache)) {
+            (Ok(failure), Ok(snapshot)) => failure
+                .detail(format!(
+                    "the cache holds it at commit {}: HF_HUB_OFFLINE=1 uses that",
+                    snapshot.commit
+                ))
+                .into(),
+            (Ok(failure), Err(_)) => failure.into(),
+            (Err(error), _) => error,
+        }
+    }
+
+    pub(super) fn warn_of_open_token(&self, events: &dyn Events) {
+        if let Some(warning) = self.client.settings().unencrypted_token() {
+            events.warn(warning);
+        }
+    }
+}
+
+/// The shards that the index in `folder` names, in order.
+fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
+    let path = folder.join(INDEX);
+    let unusable = |why: String| {
+        Failure::new(format!(
+            "`{INDEX}` of the model `{}` is not usable",
+            repo.id()
+        ))
+        .detail(format!("`{}`: {why}", path.display()))
+        .hint("remove that file to download it again, or use another --revision")
+    };
+    let text = fs::read(&path).map_err(|error| unusable(error.to_string()))?;
+    let index: Index =
+        serde_json::from_slice(&text).map_err(|error| unusable(error.to_string()))?;
+    let shards: BTreeSet<String> = index.weight_map.into_values().collect();
+    // They become paths.
+    let is_plain = |name: &String| {
+        name.ends_with(".safetensors") && !name.starts_with('.') && !name.contains(['/', '\\', ':'])
+    };
+    match shards.iter().find(|name| !is_plain(name)) {
+        Some(odd) => Err(unusable(format!("it names `{odd}`")).into()),
+        None if shards.is_empty() => Err(unusable("it names no file".to_string()).into()),
+        None => Ok(shards.into_iter().collect()),
+    }
+}
+
+/// Refuses by the list alone what is no model in safetensors.
+fn refuse_other_repositories(repo: &HubRepo, list: &Listing) -> Result<(), Failure> {
+    let id = repo.id();
+    let has = |name: &str| list.files.contains_key(name);
+    let with = |endings: &[&str]| {
+        let mut names = list.files.keys();
+        names.find(|name| endings.iter().any(|ending| name.ends_with(ending)))
+    };
+    if has(CONFIG) && (has(INDEX) || has(SINGLE)) {
+        return Ok(());
+    }
+    if has("adapter_config.json") {
+        return Err(
+            Failure::new(format!("`{id}` is an adapter, not a whole model"))
+                .hint("merge it into its base model first, and prune that"),
+        );
+    }
+    if has(INDEX) || has(SINGLE) {
+        return Err(Failure::new(format!(
+            "`{id}` has no config.json at revision `{}`",
+            repo.revision()
+        ))
+        .hint("use the repository of the transformers format; its name often ends in -hf"));
+    }
+    if let Some(found) = with(&[".bin", ".pth", ".pt", ".ckpt"]) {
+        return Err(Failure::new(format!(
+            "`{id}` holds pickled weights only, and loading a pickle can run code"
+        ))
+        .detail(format!("found `{found}`, no `{SINGLE}`; nothing was downloaded"))
+        .hint(format!(
+            "use a revision or repository with safetensors, or convert it where you trust it: python -c \"from transformers \
+             import AutoModelForCausalLM as M; M.from_pretrained('{id}').save_pretrained('{0}', safe_serialization=True)\" and \
+             --model ./{0}",
+            id.rsplit('/').next().unwrap_or(id)
+        )));
+    }
+    if let Some(found) = with(&[".gguf"]) {
+        return Err(
+            Failure::new(format!("`{id}` holds GGUF weights, not safetensors"))
+                .detail(format!("found `{found}`; nothing was downloaded"))
+                .hint("use the repository it was converted from"),
+        );
+    }
+    Err(Failure::new(format!(
+        "`{id}` holds no model at revision `{}`",
+        repo.revision()
+    ))
+    .detail(format!(
+        "neither `{SINGLE}` nor `{INDEX}` is among its {} files",
+        list.files.len()
+    ))
+    .hint("use the repository of the transformers format, or another --revision"))
+}

@@ -1,0 +1,412 @@
+//! What flags and environment say about the hub: where it is, where its cache lies, who asks, and how patient we are.
+//!
+//! The variables are those of the Python client, so that a cluster's existing set-up works unchanged (docs/hub.md has the
+//! table). They are read through a closure, so that tests need not touch the process's environment.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Result;
+use ureq::http::Uri;
+
+use crate::failure::Failure;
+
+/// Where the hub is unless `HF_ENDPOINT` says otherwise.
+const HUB: &str = "https://huggingface.co";
+
+/// A person's token. Never shown: its `Debug` says only that there is one.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Token(String);
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(hidden)")
+    }
+}
+
+impl Token {
+    /// The value of the header that carries it.
+    pub(super) fn bearer(&self) -> String {
+        format!("Bearer {}", self.0)
+    }
+
+    /// `text` without the token, should somebody have echoed it.
+    pub(super) fn hidden_in(&self, text: &str) -> String {
+        text.replace(&self.0, "(token)")
+    }
+}
+
+/// Scheme, host and port: what a token is bound to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Origin {
+    pub(super) is_https: bool,
+    pub(super) host: String,
+    pub(super) port: u16,
+}
+
+impl Origin {
+    /// The origin of an absolute http or https address.
+    pub(super) fn of(uri: &Uri) -> Option<Self> {
+        let is_https = match uri.scheme_str()? {
+            "https" => true,
+            "http" => false,
+            _ => return None,
+        };
+        let host = uri.host().filter(|host| !host.is_empty())?;
+        Some(Self {
+            is_https,
+            host: host.to_ascii_lowercase(),
+            port: uri.port_u16().unwrap_or(if is_https { 443 } else { 80 }),
+        })
+    }
+
+    fn is_loopback(&self) -> bool {
+        self.host == "localhost" || self.host.starts_with("127.") || self.host == "[::1]"
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let usual = if self.is_https { 443 } else { 80 };
+        f.write_str(&self.host)?;
+        if self.port != usual {
+            write!(f, ":{}", self.port)?;
+        }
+        Ok(())
+    }
+}
+
+/// Everything the hub's client needs to know.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// The address without a slash at the end.
+    pub(super) endpoint: String,
+    pub(super) origin: Origin,
+    /// The folder that holds `models--owner--name`.
+    pub(super) cache: PathBuf,
+    pub(super) token: Option<Token>,
+    pub(super) is_offline: bool,
+    /// Tries after the first.
+    pub(super) retries: u32,
+    /// Before the second try; doubles from there.
+    pub(super) retry_delay: Duration,
+    /// How long a connection may be silent.
+    pub(super) silence: Duration,
+}
+
+type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+impl Settings {
+    /// Settles everything from `--cache-dir` and the environment that `lookup` shows.
+    ///
+    /// # Errors
+    /// Fails when no cache folder can be named, and for an endpoint, token or number that cannot be one.
+    pub fn resolve(cache_dir: Option<&Path>, lookup: Lookup<'_>) -> Result<Self> {
+        let (endpoint, origin) = endpoint(lookup)?;
+        Ok(Self {
+            endpoint,
+            origin,
+            cache: cache(cache_dir, lookup)?,
+            token: token(lookup)?,
+            is_offline: text(lookup, "HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
+            // Checked to be small and not negative; a fraction is cut off.
+            retries: number(lookup, "PRUNE_HUB_RETRIES", 5.0, 100.0)? as u32,
+            retry_delay: seconds(lookup, "PRUNE_HUB_RETRY_SECONDS", 1.0)?,
+            silence: seconds(lookup, "HF_HUB_DOWNLOAD_TIMEOUT", 30.0)?
+                .max(Duration::from_millis(1)),
+        })
+    }
+
+    /// Why a person should change something before a token travels, where there is a reason.
+    pub(super) fn unencrypted_token(&self) -> Option<String> {
+        let is_open = self.token.is_some() && !self.origin.is_https && !self.origin.is_loopback();
+        is_open.then(|| {
+            format!(
+                "the token travels unencrypted to `{}`: use https:// in HF_ENDPOINT",
+                self.origin
+            )
+        })
+    }
+}
+
+/// A variable that is set and not blank.
+fn text(lookup: Lookup<'_>, name: &str) -> Option<String> {
+    let value = lookup(name)?.to_string_lossy().trim().to_string();
+    (!value.is_empty()).then_some(value)
+}
+
+/// The Python client's idea of truth.
+fn is_true(value: &str) -> bool {
+    ["1", "ON", "YES", "TRUE"].contains(&value.to_ascii_uppercase().as_str())
+}
+
+fn number(lookup: Lookup<'_>, name: &str, default: f64, most: f64) -> Result<f64> {
+    let Some(value) = text(lookup, name) else {
+        return Ok(default);
+    };
+    match value.parse::<f64>() {
+        Ok(number) if (0.0..=most).contains(&number) => Ok(number),
+        _ => Err(Failure::usage(format!(
+            "{name} is `{value}`, not a number from 0 to {most}"
+        ))
+        .hint(format!("unset it, or use {name}={default}"))
+        .into()),
+    }
+}
+
+fn seconds(lookup: Lookup<'_>, name: &str, default: f64) -> Result<Duration> {
+    Ok(Duration::from_secs_f64(number(
+        lookup, name, default, 86_400.0,
+    )?))
+}
+
+fn endpoint(lookup: Lookup<'_>) -> Result<(String, Origin)> {
+    let given = text(lookup, "HF_ENDPOINT").unwrap_or_else(|| HUB.to_string());
+    let endpoint = given.trim_end_matches('/').to_string();
+    let wrong = |why: &str| {
+        // Not shown: it may hold a password.
+        Failure::usage(format!("HF_ENDPOINT {why}")).hint(format!(
+            "unset it, or use an address like HF_ENDPOINT={HUB}"
+        ))
+    };
+    let uri: Uri = endpoint.parse().map_err(|_| wrong("is not an address"))?;
+    if endpoint.contains('@') {
+        return Err(wrong("holds a user name or a password; a token goes into HF_TOKEN").into());
+    }
+    if uri.query().is_some() {
+        return Err(wrong("holds a question mark").into());
+    }
+    let origin =
+        Origin::of(&uri).ok_or_else(|| wrong("does not begin with https:// or http://"))?;
+    Ok((endpoint, origin))
+}
+
+/// A path; `~` is the home folder, as the Python client has it.
+fn path(lookup: Lookup<'_>, name: &str) -> Option<PathBuf> {
+    let value = lookup(name).filter(|value| !value.is_empty())?;
+    let path = PathBuf::from(value);
+    match (path.strip_prefix("~"), lookup("HOME")) {
+        (Ok(rest), Some(home)) => Some(Path::new(&home).join(rest)),
+        _ => Some(path),
+    }
+}
+
+/// `HF_HOME`, else where the Python client has it.
+fn home(lookup: Lookup<'_>) -> Option<PathBuf> {
+    path(lookup, "HF_HOME")
+        .or_else(|| Some(path(lookup, "XDG_CACHE_HOME")?.join("huggingface")))
+        .or_else(|| {
+            let home = lookup("HOME").or_else(|| lookup("USERPROFILE"))?;
+            Some(Path::new(&home).join(".cache").join("huggingface"))
+        })
+}
+
+fn cache(cache_dir: Option<&Path>, lookup: Lookup<'_>) -> Result<PathBuf> {
+    let found = cache_dir
+        .map(Path::to_path_buf)
+        .or_else(|| path(lookup, "HF_HUB_CACHE"))
+        .or_else(|| path(lookup, "HUGGINGFACE_HUB_CACHE"))
+        .or_else(|| Some(home(lookup)?.join("hub")));
+    let found = found.ok_or_else(|| {
+        Failure::usage("there is no folder for the hub's files: neither HF_HOME nor HOME is set")
+            .hint("name one with --cache-dir")
+    })?;
+    // Links in the cache are relative to it, and messages should not depend on where one stands.
+    std::path::absolute(&found).map_err(|error| {
+        Failure::new(format!("cannot find the folder `{}`", found.display()))
+            .detail(error.to_string())
+            .into()
+    })
+}
+
+/// `HF_TOKEN`, else the file `HF_TOKEN_PATH`, else `HF_HOME/token`.
+fn token(lookup: Lookup<'_>) -> Result<Option<Token>> {
+    if let Some(token) = text(lookup, "HF_TOKEN") {
+        return checked(token, "HF_TOKEN").map(Some);
+    }
+    let file = path(lookup, "HF_TOKEN_PATH").or_else(|| Some(home(lookup)?.join("token")));
+    let Some(file) = file else { return Ok(None) };
+    let shown = format!("`{}`", file.display());
+    match std::fs::read_to_string(&file) {
+        Ok(content) if content.trim().is_empty() => Ok(None),
+        Ok(content) => checked(content.trim().to_string(), &shown).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Failure::new(format!("cannot read the token file {shown}"))
+            .detail(error.to_string())
+            .hint("set HF_TOKEN, or HF_TOKEN_PATH to a file you may read")
+            .into()),
+    }
+}
+
+/// What cannot stand in a header is no token; the message does not repeat it.
+fn checked(token: String, place: &str) -> Result<Token> {
+    if token.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Ok(Token(token));
+    }
+    Err(Failure::usage(format!(
+        "{place} holds no token: spaces or letters no token has"
+    ))
+    .hint("copy the token again; it is one word that begins with hf_")
+    .into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(cache_dir: Option<&str>, variables: &[(&str, &str)]) -> Result<Settings> {
+        let lookup = |name: &str| {
+            let found = variables.iter().find(|(other, _)| *other == name);
+            found.map(|(_, value)| OsString::from(value))
+        };
+        Settings::resolve(cache_dir.map(Path::new), &lookup)
+    }
+
+    #[test]
+    fn the_cache_is_the_flags_then_the_variables_then_the_homes() {
+        let variables = [
+            ("HF_HUB_CACHE", "/cache"),
+            ("HF_HOME", "/hf"),
+            ("XDG_CACHE_HOME", "/xdg"),
+            ("HOME", "/home/me"),
+        ];
+        let cache = |flag, from: usize| settings(flag, &variables[from..]).expect("valid").cache;
+        assert_eq!(cache(Some("/flag"), 0), Path::new("/flag"));
+        assert_eq!(cache(None, 0), Path::new("/cache"));
+        assert_eq!(cache(None, 1), Path::new("/hf/hub"));
+        assert_eq!(cache(None, 2), Path::new("/xdg/huggingface/hub"));
+        assert_eq!(cache(None, 3), Path::new("/home/me/.cache/huggingface/hub"));
+        let tilde = [("HF_HOME", "~/hf"), ("HOME", "/home/me")];
+        assert_eq!(
+            settings(None, &tilde).expect("valid").cache,
+            Path::new("/home/me/hf/hub")
+        );
+        let error = settings(None, &[]).expect_err("no home").to_string();
+        assert!(error.contains("--cache-dir"), "{error}");
+    }
+
+    #[test]
+    fn the_token_is_the_variable_then_the_named_file_then_the_homes() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let home = folder.path().display().to_string();
+        let named = folder.path().join("named").display().to_string();
+        std::fs::write(folder.path().join("token"), "hf_home\n").expect("write");
+        std::fs::write(&named, "hf_named\n").expect("write");
+        let variables = [
+            ("HF_TOKEN", "hf_variable"),
+            ("HF_TOKEN_PATH", named.as_str()),
+            ("HF_HOME", home.as_str()),
+        ];
+        let token = |from: usize| settings(None, &variables[from..]).expect("valid").token;
+        assert_eq!(token(0), Some(Token("hf_variable".into())));
+        assert_eq!(token(1), Some(Token("hf_named".into())));
+        assert_eq!(token(2), Some(Token("hf_home".into())));
+        assert_eq!(
+            settings(None, &[("HF_HOME", "/none")])
+                .expect("valid")
+                .token,
+            None
+        );
+    }
+
+    #[test]
+    fn a_token_is_never_shown() {
+        let with_token = settings(None, &[("HF_TOKEN", "hf_secret"), ("HF_HOME", "/hf")]);
+        let shown = format!("{:?}", with_token.expect("valid"));
+        assert!(
+            shown.contains("Token(hidden)") && !shown.contains("hf_secret"),
+            "{shown}"
+        );
+        let spaced = settings(None, &[("HF_TOKEN", "hf_secret x"), ("HF_HOME", "/hf")]);
+        let error = spaced.expect_err("two words").to_string();
+        assert!(
+            error.starts_with("HF_TOKEN") && !error.contains("secret"),
+            "{error}"
+        );
+        let inside = settings(
+            None,
+            &[
+                ("HF_ENDPOINT", "https://me:secret@host"),
+                ("HF_HOME", "/hf"),
+            ],
+        );
+        let error = inside.expect_err("a password").to_string();
+        assert!(
+            error.contains("HF_TOKEN") && !error.contains("secret"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn offline_is_said_as_in_python() {
+        let is_offline = |value: &str| {
+            settings(None, &[("HF_HUB_OFFLINE", value), ("HF_HOME", "/hf")])
+                .expect("valid")
+                .is_offline
+        };
+        for value in ["1", "true", "TRUE", "yes", "On"] {
+            assert!(is_offline(value), "{value}");
+        }
+        for value in ["", "0", "false", "no", "off"] {
+            assert!(!is_offline(value), "{value}");
+        }
+    }
+
+    #[test]
+    fn endpoints_are_addresses_and_an_open_one_is_warned_of() {
+        let at = |endpoint: &str| {
+            settings(
+                None,
+                &[
+                    ("HF_ENDPOINT", endpoint),
+                    ("HF_HOME", "/hf"),
+                    ("HF_TOKEN", "hf_x"),
+                ],
+            )
+        };
+        let mirror = at("https://Mirror.example/hub/").expect("valid");
+        assert_eq!(mirror.endpoint, "https://Mirror.example/hub");
+        assert_eq!(mirror.origin.to_string(), "mirror.example");
+        assert!(mirror.unencrypted_token().is_none());
+        assert!(
+            at("http://127.0.0.1:1")
+                .expect("valid")
+                .unencrypted_token()
+                .is_none()
+        );
+        assert!(
+            at("http://mirror.example")
+                .expect("valid")
+                .unencrypted_token()
+                .is_some()
+        );
+        for endpoint in [
+            "mirror.example",
+            "ftp://mirror.example",
+            "https://",
+            "https://a?b",
+            "::",
+        ] {
+            let failure = at(endpoint).expect_err(endpoint);
+            assert!(
+                failure
+                    .downcast_ref::<Failure>()
+                    .is_some_and(|failure| failure.is_usage),
+                "{endpoint}: {failure}"
+            );
+        }
+    }
+
+    #[test]
+    fn numbers_that_are_none_are_refused_by_name() {
+        for value in ["x", "-1", "nan", "1e9"] {
+            let error = settings(None, &[("PRUNE_HUB_RETRIES", value), ("HF_HOME", "/hf")])
+                .expect_err(value)
+                .to_string();
+            assert!(error.starts_with("PRUNE_HUB_RETRIES is"), "{error}");
+        }
+    }
+}
