@@ -25,7 +25,8 @@ use prune::run::{Event, Events};
 use tempfile::TempDir;
 
 use crate::cli::{Place, Ran, TEXTS, ran, words};
-use server::{COMMIT, Fault, Server, sha256};
+pub(crate) use server::Server;
+use server::{COMMIT, Fault, sha256};
 
 const TOKEN: &str = "hf_TheTokenOfAPerson";
 const MODEL: &str = "some-owner/Tiny-Llama";
@@ -59,7 +60,7 @@ fn with_model() -> (Server, Place) {
 }
 
 /// The program with this hub, its cache in `hf`, a token, and no patience.
-fn command(place: &Place, server: &Server, arguments: &[&str]) -> Command {
+pub(crate) fn command(place: &Place, server: &Server, arguments: &[&str]) -> Command {
     let mut command = place.command(arguments);
     command
         .env("HF_ENDPOINT", server.endpoint())
@@ -241,7 +242,7 @@ fn a_revision_and_a_cache_folder_can_be_chosen() {
 }
 
 /// A parquet file of one column `text`.
-fn parquet(rows: &[String]) -> Vec<u8> {
+pub(crate) fn parquet(rows: &[String]) -> Vec<u8> {
     let schema =
         parse_message_type("message rows { optional binary text (UTF8); }").expect("a schema");
     let mut file = Vec::new();

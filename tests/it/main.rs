@@ -16,4 +16,5 @@ mod layering;
 mod memory;
 mod messages;
 mod oracle;
+mod origin;
 mod support;
