@@ -7,6 +7,7 @@ use std::path::Path;
 use prune::checkpoint::{Checkpoint, WeightSource, encode_header};
 use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
+use prune::pipeline::{PrunedMatrix, Watcher};
 use prune::run::Inspection;
 use safetensors::tensor::TensorInfo;
 use safetensors::{Dtype, SafeTensors};
@@ -490,6 +491,42 @@ fn saved_masks_are_the_ones_of_run_json_and_of_the_zeros() {
             assert_eq!(now, expected, "{name} at {at}");
         }
     }
+}
+
+/// Keeps the packed bits it is shown.
+#[derive(Default)]
+struct Seen(BTreeMap<String, Vec<u8>>);
+
+impl Watcher for Seen {
+    fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> anyhow::Result<()> {
+        let name = matrix.projection.full_name(matrix.layer);
+        self.0.insert(name, matrix.mask.bits().to_vec());
+        Ok(())
+    }
+}
+
+#[test]
+fn a_watcher_of_the_caller_and_the_saved_masks_see_the_same() {
+    let place = Place::new();
+    let (model, save) = (place.path("m"), place.path("out"));
+    let mut seen = Seen::default();
+    let arguments = [
+        "--model",
+        &model.display().to_string(),
+        "--prune-method",
+        "magnitude",
+        "--sparsity-ratio",
+        "0.5",
+        "--eval",
+        "none",
+        "--save",
+        &save.display().to_string(),
+        "--no-save-model",
+        "--save-masks",
+    ];
+    support::prune_in_process(&arguments, Some(&mut seen)).unwrap();
+    assert_eq!(seen.0.len(), 14);
+    assert!(seen.0 == masks(&save.join("masks.safetensors")).0);
 }
 
 #[test]
