@@ -92,7 +92,8 @@ pub fn execute(
         &streams,
         texts.windows.is_some(),
         session.threads,
-    );
+    )
+    .with_output_errors(&session.config, texts.calibration_tokens());
     let rest = session.settle_hidden_states(
         &args.device,
         &workload,
@@ -261,6 +262,11 @@ impl Texts {
                 Some(session.evaluation(&args.evaluation, &tokenizer, &cache, console)?);
         }
         Ok(texts)
+    }
+
+    fn calibration_tokens(&self) -> usize {
+        let samples = self.calibration.as_ref();
+        samples.map_or(0, |samples| samples.tokens.len())
     }
 
     /// Samples per stream of hidden states.

@@ -4,12 +4,14 @@
 //! | --- | --- |
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `calibrate` | the calibration stream and its statistics |
+//! | `output_error` | how far a pruned matrix's output is from the dense one's |
 //! | `targets` | which matrices lose how much, resolved before anything runs |
 //! | `layer_ratios` | ratios per layer, from a file |
 //! | `workload` | what a run will need in memory, and whether hidden states spill |
 
 pub mod calibrate;
 pub mod layer_ratios;
+mod output_error;
 pub mod prune;
 pub mod targets;
 pub mod workload;
