@@ -7,6 +7,7 @@ pub mod console;
 pub mod eval;
 pub mod make_checkpoint;
 pub mod prune;
+pub mod report;
 mod run_folder;
 pub mod session;
 
@@ -45,6 +46,8 @@ Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK.";
 enum Command {
     /// Measure the perplexity of a checkpoint, layer by layer
     Eval(eval::EvalArgs),
+    /// Draw finished runs: pictures and one page
+    Report(report::ReportArgs),
     /// Write a random Llama of any shape, for tests, benches and scale runs
     #[command(hide = true)]
     MakeCheckpoint(make_checkpoint::MakeCheckpointArgs),
@@ -68,6 +71,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let result = match &cli.command {
         None => prune::command(&cli.prune, arguments),
         Some(Command::Eval(args)) => eval::command(args, arguments),
+        Some(Command::Report(args)) => report::command(args),
         Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),
     };
     match result {

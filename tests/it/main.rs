@@ -12,4 +12,5 @@ mod golden;
 mod layering;
 mod memory;
 mod oracle;
+mod report;
 mod support;
