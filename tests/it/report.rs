@@ -51,7 +51,8 @@ fn assert_well_formed(text: &str) {
         }
         let is_closed = tag.ends_with('/');
         let tag = tag.trim_end_matches('/');
-        let (name, mut attributes) = tag.split_at(tag.find(char::is_whitespace).unwrap_or(tag.len()));
+        let (name, mut attributes) =
+            tag.split_at(tag.find(char::is_whitespace).unwrap_or(tag.len()));
         assert!(!name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == ':'));
         while let Some((attribute, after)) = attributes.trim_start().split_once("=\"") {
             assert!(!attribute.contains(char::is_whitespace), "{attribute}");
@@ -60,7 +61,10 @@ fn assert_well_formed(text: &str) {
             assert_entities(value);
             attributes = after;
         }
-        assert!(attributes.trim().is_empty(), "not an attribute: {attributes}");
+        assert!(
+            attributes.trim().is_empty(),
+            "not an attribute: {attributes}"
+        );
         if !is_closed {
             open.push(name);
         }
@@ -169,10 +173,20 @@ fn several_runs_are_compared_on_one_page() {
     let page = fs::read_to_string(place.path("report/report.html")).expect("it was written");
     assert_self_contained(&page);
     assert_well_formed_pictures(&page);
-    let dense = place.manifest("runs/wanda").perplexity.dense.expect("both sides");
+    let dense = place
+        .manifest("runs/wanda")
+        .perplexity
+        .dense
+        .expect("both sides");
     let expected = format!("dense: {:.4}", dense.perplexity);
     assert!(page.contains(&expected), "no `{expected}`");
-    let other = place.run(&["report", "--out", "elsewhere", "runs/wanda", "runs/magnitude"]);
+    let other = place.run(&[
+        "report",
+        "--out",
+        "elsewhere",
+        "runs/wanda",
+        "runs/magnitude",
+    ]);
     assert_eq!(other.code, 0, "{}", other.stderr);
     assert!(place.path("elsewhere/report.html").is_file());
 }
@@ -183,11 +197,20 @@ fn names_of_folders_and_models_are_escaped() {
     let record = place.path("runs/wanda/run.json");
     let text = fs::read_to_string(&record).expect("a finished run");
     let evil = r#"\"><script>alert(1)</script><b title='"#;
-    fs::write(&record, text.replace(r#""path": "m""#, &format!(r#""path": "{evil}""#)))
-        .expect("replaced");
+    fs::write(
+        &record,
+        text.replace(r#""path": "m""#, &format!(r#""path": "{evil}""#)),
+    )
+    .expect("replaced");
     assert!(place.manifest("runs/wanda").model.path.contains("<script>"));
     fs::rename(place.path("runs/wanda"), place.path("runs/<i>&amp;")).expect("renamed");
-    let ran = place.run(&["report", "--out", "drawn", "runs/<i>&amp;", "runs/magnitude"]);
+    let ran = place.run(&[
+        "report",
+        "--out",
+        "drawn",
+        "runs/<i>&amp;",
+        "runs/magnitude",
+    ]);
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let page = fs::read_to_string(place.path("drawn/report.html")).expect("it was written");
     assert_self_contained(&page);
@@ -204,7 +227,11 @@ fn what_is_no_finished_run_of_ours_is_refused() {
     let refused = |arguments: &[&str], code: i32, message: &str| {
         let ran = place.run(arguments);
         assert_eq!(ran.code, code, "{arguments:?}: {}", ran.stderr);
-        assert!(ran.stderr.contains(message), "{arguments:?}: {}", ran.stderr);
+        assert!(
+            ran.stderr.contains(message),
+            "{arguments:?}: {}",
+            ran.stderr
+        );
         assert_eq!(ran.stdout, "");
     };
     fs::create_dir_all(place.path("empty")).expect("a new folder");
@@ -218,14 +245,38 @@ fn what_is_no_finished_run_of_ours_is_refused() {
         fs::write(place.path(folder).join("run.json"), text).expect("a new file");
     }
     refused(&["report"], 2, "<RUN>");
-    refused(&["report", "nowhere"], 2, "there is no run folder `nowhere`");
-    refused(&["report", "empty"], 2, "`empty` is not a run folder: it has no run.json");
+    refused(
+        &["report", "nowhere"],
+        2,
+        "there is no run folder `nowhere`",
+    );
+    refused(
+        &["report", "empty"],
+        2,
+        "`empty` is not a run folder: it has no run.json",
+    );
     refused(&["report", "m"], 2, "`m` is a model, not a run folder");
-    refused(&["report", "train.txt"], 2, "`train.txt` is not a run folder");
-    refused(&["report", "begun"], 1, "the run in `begun` is not finished");
-    refused(&["report", "newer"], 1, "its schema is 99, this program reads up to 1");
+    refused(
+        &["report", "train.txt"],
+        2,
+        "`train.txt` is not a run folder",
+    );
+    refused(
+        &["report", "begun"],
+        1,
+        "the run in `begun` is not finished",
+    );
+    refused(
+        &["report", "newer"],
+        1,
+        "its schema is 99, this program reads up to 1",
+    );
     refused(&["report", "newer"], 1, "use prune 7.1.0 or newer");
-    refused(&["report", "broken"], 1, "`broken/run.json` is not the record of a run");
+    refused(
+        &["report", "broken"],
+        1,
+        "`broken/run.json` is not the record of a run",
+    );
     refused(&["report", "other"], 1, "missing field");
 }
 
@@ -234,7 +285,11 @@ fn a_report_does_not_replace_a_file_by_a_folder() {
     let place = two_runs();
     let ran = place.run(&["report", "runs/wanda", "--out", "train.txt"]);
     assert_eq!(ran.code, 2, "{}", ran.stderr);
-    assert!(ran.stderr.contains("`train.txt` is a file"), "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains("`train.txt` is a file"),
+        "{}",
+        ran.stderr
+    );
 }
 
 #[test]
@@ -260,7 +315,9 @@ fn output_errors_are_measured_where_there_is_calibration_and_grow_with_the_ratio
         place.prune(&[&first[..], more].concat());
         let manifest = place.manifest(&save);
         let matrices = manifest.layers.iter().flat_map(|layer| &layer.matrices);
-        matrices.map(|matrix| matrix.relative_output_error).collect()
+        matrices
+            .map(|matrix| matrix.relative_output_error)
+            .collect()
     };
     let (few, many) = (errors("wanda", "0.3", &[]), errors("wanda", "0.7", &[]));
     assert_eq!(few.len(), 14);

@@ -65,7 +65,7 @@ impl Axis {
             .find(|ticks| ticks.len() >= 4)
             .unwrap_or_else(|| {
                 let (from, to) = (10f64.powf(low), 10f64.powf(high));
-                multiples(from, to, step(to - from, 4))
+                multiples(from, to, step(to - from, 6))
                     .into_iter()
                     .map(f64::log10)
                     .collect()
