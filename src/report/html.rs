@@ -61,10 +61,11 @@ pub(super) fn table(columns: &[&str], rows: &[Vec<String>]) -> String {
     html + "</tbody>\n</table></div>\n"
 }
 
-/// `4.1 s`, `12 min 05 s`, `3 h 07 min`.
+/// `35 ms`, `4.1 s`, `12 min 05 s`, `3 h 07 min`.
 pub(super) fn duration(seconds: f64) -> String {
     let whole = seconds as u64;
     match whole {
+        0 if seconds < 0.1 => format!("{:.0} ms", seconds * 1e3),
         0..100 => format!("{seconds:.1} s"),
         100..6000 => format!("{} min {:02} s", whole / 60, whole % 60),
         _ => format!("{} h {:02} min", whole / 3600, whole % 3600 / 60),
@@ -108,6 +109,22 @@ mod tests {
         assert!(html.contains("&lt;i&gt;") && html.contains("&lt;/td&gt;"));
         assert!(!html.contains("left out"));
         assert!(table(&["<u>"], &[vec!["<s>".into()]]).contains("&lt;s&gt;"));
+    }
+
+    #[test]
+    fn durations_are_in_the_unit_a_person_would_choose() {
+        let texts = [0.0, 0.0354, 0.3, 99.0, 725.0, 11_220.0].map(duration);
+        assert_eq!(
+            texts,
+            [
+                "0 ms",
+                "35 ms",
+                "0.3 s",
+                "99.0 s",
+                "12 min 05 s",
+                "3 h 07 min"
+            ]
+        );
     }
 
     #[test]

@@ -36,17 +36,25 @@ impl Report {
             [run] => format!("Pruning report: {}", run.name),
             _ => format!("Pruning report: {} runs", runs.len()),
         };
+        let prefixes = prefixes(runs);
         page.line(&format!("<h1>{}</h1>", escape(&title)));
         if runs.len() > 1 {
+            let links: Vec<String> = runs
+                .iter()
+                .zip(&prefixes)
+                .map(|(run, prefix)| {
+                    format!("<a href=\"#{}\">{}</a>", anchor(prefix), escape(&run.name))
+                })
+                .collect();
+            page.line(&format!("<nav>{}</nav>", links.join(" · ")));
             page.comparison(runs)?;
         }
-        let mut prefixes = BTreeSet::new();
-        for run in runs {
-            let prefix = match runs {
-                [_] => String::new(),
-                _ => unused(format!("{}-", file_name(&run.name)), &mut prefixes),
-            };
-            page.run(run, runs.len() > 1, &prefix)?;
+        for (run, prefix) in runs.iter().zip(prefixes) {
+            if runs.len() > 1 {
+                let anchor = anchor(&prefix);
+                page.line(&format!("<h2 id=\"{anchor}\">{}</h2>", escape(&run.name)));
+            }
+            page.run(run, &prefix)?;
         }
         let versions: BTreeSet<&str> = runs
             .iter()
@@ -126,11 +134,8 @@ impl Page {
         Ok(())
     }
 
-    fn run(&mut self, run: &NamedRun, is_one_of_several: bool, prefix: &str) -> Result<()> {
+    fn run(&mut self, run: &NamedRun, prefix: &str) -> Result<()> {
         let manifest = &run.manifest;
-        if is_one_of_several {
-            self.line(&format!("<h2>{}</h2>", escape(&run.name)));
-        }
         self.line(&format!("<p>{}</p>", escape(&summary(manifest))));
         for warning in &manifest.warnings {
             self.line(&format!(
@@ -221,6 +226,23 @@ fn summary(manifest: &Manifest) -> String {
         let _ = write!(text, " Perplexity: {}.", measured.join(", "));
     }
     text
+}
+
+/// What the names of each run's pictures begin with: nothing where there is one run.
+fn prefixes(runs: &[NamedRun]) -> Vec<String> {
+    let mut used = BTreeSet::new();
+    match runs {
+        [_] => vec![String::new()],
+        _ => runs
+            .iter()
+            .map(|run| unused(format!("{}-", file_name(&run.name)), &mut used))
+            .collect(),
+    }
+}
+
+/// Where a run begins on the page, for links.
+fn anchor(prefix: &str) -> String {
+    format!("run-{}", prefix.trim_end_matches('-'))
 }
 
 /// A run's name as the beginning of a file name: letters, digits, dots and dashes.

@@ -12,6 +12,8 @@ use crate::run::manifest::{MatrixReport, PerplexityReport};
 pub(super) fn settings(manifest: &Manifest) -> String {
     let pruning = manifest.pruning.as_ref();
     let list = |globs: &[String]| (!globs.is_empty()).then(|| globs.join(", "));
+    let (calibration, evaluation) = (manifest.calibration.as_ref(), manifest.evaluation.as_ref());
+    let hash = |text: Option<&Value>, name: &str| text.map(|text| text_field(text, name));
     let arithmetic = &manifest.arithmetic;
     let features = if arithmetic.cpu_features.is_empty() {
         "none".to_string()
@@ -58,8 +60,19 @@ pub(super) fn settings(manifest: &Manifest) -> String {
             "pruned perplexity",
             manifest.perplexity.pruned.map(perplexity),
         ),
-        ("calibration", manifest.calibration.as_ref().map(protocol)),
-        ("evaluation", manifest.evaluation.as_ref().map(protocol)),
+        ("calibration", calibration.map(protocol)),
+        ("– SHA-256 of the text", hash(calibration, "text_sha256")),
+        (
+            "– SHA-256 of the tokens",
+            hash(calibration, "tokens_sha256"),
+        ),
+        ("evaluation", evaluation.map(protocol)),
+        ("– SHA-256 of the text", hash(evaluation, "text_sha256")),
+        ("– SHA-256 of the tokens", hash(evaluation, "tokens_sha256")),
+        (
+            "SHA-256 of the tokenizer",
+            hash(evaluation.or(calibration), "tokenizer_sha256"),
+        ),
         (
             "arithmetic",
             Some(format!(
@@ -88,7 +101,7 @@ pub(super) fn settings(manifest: &Manifest) -> String {
     ])
 }
 
-/// A text and what of it was used, with all hashes a comparison needs.
+/// A text and what of it was used.
 fn protocol(text: &Value) -> String {
     let number = |name: &str| {
         text.get(name)
@@ -109,13 +122,6 @@ fn protocol(text: &Value) -> String {
     ];
     if let Some(seed) = number("seed") {
         parts.push(format!("seed {seed}"));
-    }
-    for (name, field) in [
-        ("text", "text_sha256"),
-        ("tokens", "tokens_sha256"),
-        ("tokenizer", "tokenizer_sha256"),
-    ] {
-        parts.push(format!("SHA-256 of the {name} {}", text_field(text, field)));
     }
     parts.join("; ")
 }
