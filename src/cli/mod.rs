@@ -13,6 +13,7 @@ mod memory_log;
 pub mod outcome;
 mod progress;
 pub mod prune;
+pub mod report;
 mod run_folder;
 pub mod session;
 pub mod shell;
@@ -61,6 +62,8 @@ enum Command {
     Eval(eval::EvalArgs),
     /// Show the sparsity of a checkpoint, and whether it is a pruned copy of a dense one
     Inspect(inspect::InspectArgs),
+    /// Draw finished runs: pictures and one page
+    Report(report::ReportArgs),
     /// Print a completion script for a shell, like `prune completions bash > /etc/bash_completion.d/prune`
     Completions(shell::CompletionsArgs),
     /// Print the man page, like `prune man | man -l -`
@@ -76,6 +79,7 @@ impl Cli {
             None => self.prune.messages,
             Some(Command::Eval(args)) => args.messages,
             Some(Command::Inspect(args)) => args.messages,
+            Some(Command::Report(args)) => args.messages,
             Some(Command::Completions(_) | Command::Man | Command::MakeCheckpoint(_)) => {
                 MessageArgs::default()
             }
@@ -135,6 +139,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         None => return prune::command(&cli.prune, arguments, console),
         Some(Command::Eval(args)) => return eval::command(args, arguments, console),
         Some(Command::Inspect(args)) => inspect::command(args, console),
+        Some(Command::Report(args)) => report::command(args, console),
         Some(Command::Completions(args)) => shell::completions(args, command(), console),
         Some(Command::Man) => shell::man(command(), console),
         Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),

@@ -112,7 +112,8 @@ pub fn execute(
         &streams,
         texts.windows.is_some(),
         session.threads,
-    );
+    )
+    .with_output_errors(&session.config, texts.calibration_tokens());
     let rest = session.settle_hidden_states(
         &args.device,
         &workload,
@@ -320,6 +321,11 @@ impl Texts {
     /// Evaluation windows.
     fn windows(&self) -> usize {
         self.windows.as_ref().map_or(0, |windows| windows.windows)
+    }
+
+    fn calibration_tokens(&self) -> usize {
+        let samples = self.calibration.as_ref();
+        samples.map_or(0, |samples| samples.tokens.len())
     }
 
     /// Samples per stream of hidden states, calibration first.

@@ -22,7 +22,8 @@ pub(super) struct RunFolder {
     is_forced: bool,
 }
 
-const MANIFEST: &str = "run.json";
+/// The record of a finished run in its folder.
+pub(super) const MANIFEST: &str = "run.json";
 
 impl RunFolder {
     /// Checks that nothing of value would be overwritten. Writes nothing.

@@ -3,6 +3,7 @@
 
 use anyhow::Result;
 
+use super::output_error::{self, InputRows};
 use crate::model::{
     DecoderLayer, Embedding, LayerContext, LlamaConfig, Observation, Observer, Projection,
     observe::Need,
@@ -27,29 +28,38 @@ pub fn embed(
     Ok(())
 }
 
-/// Mean sums of squares at the four observation points of one layer.
+/// What is observed at the four observation points of one layer: mean sums of squares, and some rows as they are, for the output
+/// error.
 #[derive(Debug, Clone)]
 pub struct LayerStatistics {
     points: [ColumnSquares; 4],
+    rows: InputRows,
 }
 
 impl LayerStatistics {
-    fn new(config: &LlamaConfig) -> Self {
-        let queries = config.num_attention_heads * config.head_dim;
-        let widths = [
-            config.hidden_size,
-            queries,
-            config.hidden_size,
-            config.intermediate_size,
-        ];
+    fn new(config: &LlamaConfig, samples: usize, seqlen: usize) -> Self {
+        let widths = output_error::widths(config);
         Self {
             points: widths.map(ColumnSquares::new),
+            rows: InputRows::new(widths, samples, seqlen),
         }
     }
 
     /// s_j `[in_features]` of a projection's input.
     pub fn of(&self, projection: Projection) -> &[f32] {
         self.points[projection.observed_at() as usize].mean()
+    }
+
+    /// X `[tokens, in_features]` of a projection: a few of the rows behind [`LayerStatistics::of`].
+    pub(super) fn rows(&self, projection: Projection) -> &[f32] {
+        self.rows.of(projection)
+    }
+
+    fn finish_sample(&mut self) {
+        self.points
+            .iter_mut()
+            .for_each(ColumnSquares::finish_sample);
+        self.rows.finish_sample();
     }
 }
 
@@ -60,6 +70,7 @@ impl Observer for LayerStatistics {
 
     fn observe(&mut self, point: Observation, rows: &[f32]) {
         self.points[point as usize].add_rows(rows);
+        self.rows.add_rows(point, rows);
     }
 }
 
@@ -86,13 +97,11 @@ impl CalibrationStream {
         context: &mut LayerContext,
         events: &dyn Events,
     ) -> Result<LayerStatistics> {
-        let mut statistics = LayerStatistics::new(&self.config);
-        for sample in 0..self.hidden.samples() {
+        let (samples, seqlen) = (self.hidden.samples(), self.hidden.seqlen());
+        let mut statistics = LayerStatistics::new(&self.config, samples, seqlen);
+        for sample in 0..samples {
             layer.capture(&self.hidden.get(sample)?, context, &mut statistics)?;
-            statistics
-                .points
-                .iter_mut()
-                .for_each(ColumnSquares::finish_sample);
+            statistics.finish_sample();
             events.emit(Event::Progress {
                 done: sample as u64 + 1,
             });

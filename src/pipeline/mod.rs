@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `calibrate` | the calibration stream and its statistics |
+//! | `output_error` | how far a pruned matrix's output is from the dense one's |
 //! | `targets` | which matrices lose how much, resolved before anything runs |
 //! | `layer_ratios` | ratios per layer, from a file |
 //! | `save_masks` | masks into a file, as they come |
@@ -11,6 +12,7 @@
 
 pub mod calibrate;
 pub mod layer_ratios;
+mod output_error;
 pub mod prune;
 pub mod save_masks;
 pub mod targets;

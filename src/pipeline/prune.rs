@@ -9,6 +9,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use super::calibrate::{CalibrationStream, LayerStatistics};
+use super::output_error::DenseOutput;
 use super::targets::TargetPlan;
 use crate::checkpoint::{ExpectedMatrix, WeightSink};
 use crate::linalg::StoredMatrix;
@@ -77,9 +78,7 @@ impl Editor for Pruner<'_> {
         let start = Instant::now();
         let index = layer.index();
         let statistics = self.calibrate(&layer, context)?;
-        let matrices = self.clock.measure("score and mask", || {
-            self.mask(&mut layer, statistics.as_ref())
-        })?;
+        let matrices = self.mask(&mut layer, statistics.as_ref(), context)?;
         self.clock.measure("write", || self.write(&layer))?;
         if index + 1 < self.num_hidden_layers {
             self.propagate(&layer, context)?;
@@ -149,15 +148,33 @@ impl Pruner<'_> {
         &mut self,
         layer: &mut DecoderLayer,
         statistics: Option<&LayerStatistics>,
+        context: &mut LayerContext,
     ) -> Result<Vec<MatrixReport>> {
-        Projection::ALL
-            .into_iter()
-            .map(|projection| {
-                let matrix = self.mask_one(layer, projection, statistics)?;
-                self.events.emit(Event::MatrixPruned(matrix.clone()));
-                Ok(matrix)
-            })
-            .collect()
+        let mut matrices = Vec::with_capacity(Projection::ALL.len());
+        for projection in Projection::ALL {
+            let rows = statistics
+                .filter(|_| self.targets.of(layer.index(), projection).is_some())
+                .map(|statistics| statistics.rows(projection));
+            let dense = rows.map(|rows| {
+                self.clock.measure("output error", || {
+                    let linear = layer.linear_mut(projection);
+                    DenseOutput::of(linear, rows, context.workspace().panel())
+                })
+            });
+            let clock = self.clock;
+            let mut report = clock.measure("score and mask", || {
+                self.mask_one(layer, projection, statistics)
+            })?;
+            report.relative_output_error = dense.and_then(|dense| {
+                clock.measure("output error", || {
+                    let linear = layer.linear_mut(projection);
+                    dense.error_of(linear, context.workspace().panel())
+                })
+            });
+            self.events.emit(Event::MatrixPruned(report.clone()));
+            matrices.push(report);
+        }
+        Ok(matrices)
     }
 
     fn mask_one(

@@ -1,5 +1,6 @@
 //! What a run needs in memory, from shapes alone, and where its hidden states therefore rest.
 
+use super::output_error;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredDtype;
 use crate::model::{LlamaConfig, footprint};
@@ -15,6 +16,8 @@ pub struct Workload {
     pub head: ByteSize,
     /// The hidden states of all streams.
     pub hidden_states: ByteSize,
+    /// The calibration tokens on which output errors are measured, and one matrix's outputs for them; 0 without calibration.
+    pub output_errors: ByteSize,
 }
 
 /// How much of the available memory a run plans to use; the rest is for the program itself and everyone else.
@@ -50,12 +53,20 @@ impl Workload {
                     .0
                     .saturating_mul(streams.iter().map(|&samples| samples as u64).sum()),
             ),
+            output_errors: ByteSize::ZERO,
         }
+    }
+
+    /// With output errors measured on a part of this many calibration tokens.
+    #[must_use]
+    pub fn with_output_errors(mut self, config: &LlamaConfig, calibration_tokens: usize) -> Self {
+        self.output_errors = output_error::bytes(config, calibration_tokens);
+        self
     }
 
     /// The peak with hidden states on disk: layers and head never exist together.
     pub fn without_hidden_states(&self) -> ByteSize {
-        self.layers.max(self.head) + self.workspace
+        self.layers.max(self.head) + self.workspace + self.output_errors
     }
 
     /// Whether hidden states fit beside the rest. Without knowledge of the machine they are assumed to.

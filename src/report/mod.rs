@@ -1,6 +1,22 @@
-//! From a manifest to something a person or another program reads. Sees no tensor.
+//! From manifests to something a person or another program reads. Sees no tensor.
+//!
+//! | file | what it makes |
+//! | --- | --- |
+//! | `table`, `log`, `memory_log` | the table at the end of a run, and the original's files |
+//! | `inspection` | the table of `prune inspect` |
+//! | `page` | the page of `prune report`, from one or several runs |
+//! | `comparison` | which runs may share a chart |
+//! | `plots/` | pictures as SVG |
+//! | `settings`, `html` | tables and escaped text |
 
+pub mod comparison;
+mod html;
 pub mod inspection;
 pub mod log;
+#[cfg(test)]
+mod made_up;
 pub mod memory_log;
+pub mod page;
+pub mod plots;
+mod settings;
 pub mod table;

@@ -75,6 +75,11 @@ impl HiddenStates {
         }
     }
 
+    /// Tokens per sample.
+    pub fn seqlen(&self) -> usize {
+        self.shape[0]
+    }
+
     /// The state of one sample, `[seqlen, hidden_size]`.
     ///
     /// # Errors

@@ -17,4 +17,5 @@ mod memory;
 mod messages;
 mod oracle;
 mod origin;
+mod report;
 mod support;

@@ -1,0 +1,233 @@
+//! `prune report`: pictures and a page from the run folders of finished runs.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::args::MessageArgs;
+use super::console::Console;
+use super::run_folder::MANIFEST;
+use crate::checkpoint::write_atomic;
+use crate::failure::Failure;
+use crate::report::comparison::NamedRun;
+use crate::report::page::Report;
+use crate::run::Manifest;
+use crate::run::manifest::SCHEMA;
+
+/// The page's name in the report's folder.
+const PAGE: &str = "report.html";
+
+const EXAMPLES: &str = "\
+Examples:
+  prune report out/llama2-7b
+  prune report out/wanda-* out/magnitude-* --out comparison";
+
+/// Flags of `prune report`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct ReportArgs {
+    /// Run folders (what --save named), or their run.json
+    #[arg(value_name = "RUN", required = true)]
+    runs: Vec<PathBuf>,
+    /// Folder for report.html and its pictures [default: RUN/report for one run, ./report for several]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) messages: MessageArgs,
+}
+
+/// Writes the report and prints the names of its files.
+///
+/// # Errors
+/// Fails for what is not a finished run of this version or an older one, and when the files cannot be written.
+pub fn command(args: &ReportArgs, console: &Console) -> Result<()> {
+    let runs = load(&args.runs, console)?;
+    let out = match (&args.out, runs.as_slice()) {
+        (Some(out), _) => out.clone(),
+        (None, [run]) => run.folder.join("report"),
+        (None, _) => PathBuf::from("report"),
+    };
+    if let Some(file) = out
+        .ancestors()
+        .find(|path| path.exists())
+        .filter(|path| !path.is_dir())
+    {
+        return Err(Failure::usage(format!(
+            "`{}` is a file; a report goes into a folder",
+            file.display()
+        ))
+        .hint("choose another --out folder")
+        .into());
+    }
+    let named: Vec<NamedRun> = names(&runs)
+        .into_iter()
+        .zip(runs)
+        .map(|(name, run)| NamedRun {
+            name,
+            manifest: run.manifest,
+        })
+        .collect();
+    let report = Report::of(&named)?;
+    std::fs::create_dir_all(&out)
+        .with_context(|| format!("creating the folder `{}`", out.display()))?;
+    let mut files = Vec::new();
+    let pictures = report.pictures.iter().map(|(name, svg)| (&**name, svg));
+    // The page last: where it is, its pictures are.
+    for (name, content) in pictures.chain([(PAGE, &report.html)]) {
+        let path = out.join(name);
+        write_atomic(&path, content.as_bytes())?;
+        files.push(path.display().to_string());
+    }
+    let lines: String = files.iter().map(|file| format!("{file}\n")).collect();
+    console.record(&json!({ "files": files }), &lines)
+}
+
+/// A run and where it was found.
+struct Found {
+    folder: PathBuf,
+    manifest: Manifest,
+}
+
+/// Reads every run once, whatever it is called.
+fn load(paths: &[PathBuf], console: &Console) -> Result<Vec<Found>> {
+    let (mut runs, mut seen) = (Vec::new(), Vec::new());
+    for path in paths {
+        let (folder, file) = locate(path)?;
+        let identity = file.canonicalize().unwrap_or_else(|_| file.clone());
+        if seen.contains(&identity) {
+            console.line(&format!("`{}` was named before", path.display()));
+            continue;
+        }
+        seen.push(identity);
+        let manifest = read(&file)?;
+        runs.push(Found { folder, manifest });
+    }
+    Ok(runs)
+}
+
+/// The run folder and its manifest, which must be there.
+fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
+    let shown = path.display();
+    if path.is_file() {
+        if path.extension().is_none_or(|extension| extension != "json") {
+            return Err(
+                Failure::usage(format!("`{shown}` is not a run folder nor a run.json"))
+                    .hint("name the folder that --save named")
+                    .into(),
+            );
+        }
+        let folder = path
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty())
+            .unwrap_or(Path::new("."));
+        return Ok((folder.to_path_buf(), path.to_path_buf()));
+    }
+    if !path.exists() {
+        return Err(Failure::usage(format!("there is no run folder `{shown}`"))
+            .hint("name the folder that --save named")
+            .into());
+    }
+    let manifest = path.join(MANIFEST);
+    if manifest.is_file() {
+        return Ok((path.to_path_buf(), manifest));
+    }
+    let above = path.parent().map(|parent| parent.join(MANIFEST));
+    let failure = if path.join("config.json").is_file() {
+        let failure = Failure::usage(format!("`{shown}` is a model, not a run folder"));
+        match above.filter(|above| above.is_file()) {
+            Some(above) => failure.hint(format!(
+                "its run is `{}`",
+                above.parent().unwrap_or(Path::new(".")).display()
+            )),
+            None => failure.hint("name the folder that --save named"),
+        }
+    } else if is_begun(path) {
+        Failure::new(format!("the run in `{shown}` is not finished"))
+            .detail(format!("it has no {MANIFEST}, which is written last"))
+            .hint("wait for it, or give its command again")
+    } else {
+        Failure::usage(format!(
+            "`{shown}` is not a run folder: it has no {MANIFEST}"
+        ))
+        .hint("name the folder that --save named")
+    };
+    Err(failure.into())
+}
+
+/// Whether a run has left something here without being done.
+fn is_begun(folder: &Path) -> bool {
+    folder.join("model").is_dir()
+        || std::fs::read_dir(folder).is_ok_and(|mut entries| {
+            entries.any(|entry| {
+                entry.is_ok_and(|entry| entry.file_name().to_string_lossy().ends_with(".partial"))
+            })
+        })
+}
+
+fn read(file: &Path) -> Result<Manifest> {
+    let shown = file.display();
+    let bytes = std::fs::read(file).with_context(|| format!("reading `{shown}`"))?;
+    let no_manifest = |why: String| {
+        Failure::new(format!("`{shown}` is not the record of a run"))
+            .detail(why)
+            .hint("name a folder that `prune --save` or `prune eval --save` wrote")
+    };
+    let value: Value =
+        serde_json::from_slice(&bytes).map_err(|error| no_manifest(error.to_string()))?;
+    let schema = value.get("schema").and_then(Value::as_u64);
+    if let Some(schema) = schema.filter(|&schema| schema > u64::from(SCHEMA)) {
+        let version = value.get("prune_version").and_then(Value::as_str);
+        return Err(
+            Failure::new(format!("`{shown}` was written by a newer prune"))
+                .detail(format!(
+                    "its schema is {schema}, this program reads up to {SCHEMA}"
+                ))
+                .hint(format!(
+                    "use prune {} or newer",
+                    version.unwrap_or("of its version")
+                ))
+                .into(),
+        );
+    }
+    Ok(serde_json::from_value(value).map_err(|error| no_manifest(error.to_string()))?)
+}
+
+/// The last part of each folder's name; as many parts more as make all of them differ.
+fn names(runs: &[Found]) -> Vec<String> {
+    let parts: Vec<Vec<String>> = runs
+        .iter()
+        .map(|run| {
+            let folder = run.folder.canonicalize();
+            let folder = folder.as_deref().unwrap_or(&run.folder);
+            folder
+                .iter()
+                .map(|part| part.to_string_lossy().into_owned())
+                .filter(|part| part != "/")
+                .collect()
+        })
+        .collect();
+    let longest = parts.iter().map(Vec::len).max().unwrap_or(1);
+    let tails = |count: usize| -> Vec<String> {
+        parts
+            .iter()
+            .map(|parts| parts[parts.len().saturating_sub(count)..].join("/"))
+            .collect()
+    };
+    (1..=longest)
+        .map(tails)
+        .find(|names| {
+            let mut sorted = names.clone();
+            sorted.sort();
+            sorted.windows(2).all(|pair| pair[0] != pair[1])
+        })
+        // Two files in one folder: told apart by number.
+        .unwrap_or_else(|| {
+            tails(1)
+                .into_iter()
+                .enumerate()
+                .map(|(index, name)| format!("{name} {}", index + 1))
+                .collect()
+        })
+}

@@ -1,0 +1,298 @@
+//! How far a pruned matrix's output is from the dense one's, measured on a few calibration tokens.
+//!
+//! e = ‖X·Wᵀ − X·W′ᵀ‖_F / ‖X·Wᵀ‖_F
+//!
+//! * X `[tokens, in_features]`: rows of the matrix's input, as the calibration samples brought them to the *dense* layer after the
+//!   pruned layers before it; the rows its statistics are made of
+//! * W, W′ `[out_features, in_features]`: the matrix before and after pruning; its bias, the same in both, is left out
+//! * products in f32 as in the forward pass, both sums of squares in f64; 0/0 is 0
+//!
+//! It is what the layer-wise pruning methods try to keep small (Frantar and Alistarh 2023, arXiv:2301.00774, equation 1,
+//! there squared and without the denominator), and it tells which matrix suffers most. It is not the error of the layer, where
+//! residual stream, softmax and the other matrices have their say, and not the error of the model: that is what perplexity is for.
+//! At most [`TOKENS`] tokens are looked at, so it is an estimate. As the difference of two f32 products it cannot tell errors
+//! below about 1e-6 from none.
+//!
+//! Which tokens: the same number of each sample, spread evenly over its positions, from another first position in every sample.
+//! The choice depends on the number of samples and their length alone, not on threads nor on how rows are split into calls.
+
+use crate::bytes::ByteSize;
+use crate::linalg::Linear;
+use crate::model::{LlamaConfig, Observation, Projection};
+
+/// Tokens kept per layer, at most: 25 MiB of input rows for Llama-2-7B's shape.
+const TOKENS: usize = 256;
+
+/// Elements per row at the four observation points.
+pub(super) fn widths(config: &LlamaConfig) -> [usize; 4] {
+    [
+        config.hidden_size,
+        config.num_attention_heads * config.head_dim,
+        config.hidden_size,
+        config.intermediate_size,
+    ]
+}
+
+/// Bytes held while a layer that saw this many calibration tokens is pruned: the rows of the four points, and the output of one
+/// matrix twice.
+pub(super) fn bytes(config: &LlamaConfig, tokens: usize) -> ByteSize {
+    let widest = Projection::ALL
+        .iter()
+        .map(|projection| projection.shape(config).0)
+        .max()
+        .unwrap_or(0);
+    let row = widths(config).iter().sum::<usize>() + 2 * widest;
+    ByteSize::of(tokens.min(TOKENS) * row, size_of::<f32>())
+}
+
+/// The positions of a sample whose rows are kept, ascending.
+fn positions(sample: usize, samples: usize, seqlen: usize) -> Vec<usize> {
+    let kept = TOKENS.min(samples * seqlen);
+    let share = (sample + 1) * kept / samples - sample * kept / samples;
+    // Fractional parts of multiples of the golden ratio: the most even sequence of first positions, in units of 2^-64.
+    let first = (sample as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (0..share as u128)
+        .map(|rank| (((rank << 64) + u128::from(first)) * seqlen as u128 / share as u128) >> 64)
+        .map(|position| position as usize)
+        .collect()
+}
+
+/// Some rows of the four inputs of one layer.
+#[derive(Debug, Clone)]
+pub(super) struct InputRows {
+    samples: usize,
+    seqlen: usize,
+    sample: usize,
+    /// Positions of the current sample.
+    chosen: Vec<usize>,
+    points: [Point; 4],
+}
+
+#[derive(Debug, Clone)]
+struct Point {
+    width: usize,
+    /// Rows of the current sample that went by.
+    seen: usize,
+    /// `[tokens, width]`
+    rows: Vec<f32>,
+}
+
+impl InputRows {
+    /// Rows of `widths` elements at the four points, from `samples` of `seqlen` tokens.
+    pub(super) fn new(widths: [usize; 4], samples: usize, seqlen: usize) -> Self {
+        let tokens = TOKENS.min(samples * seqlen);
+        Self {
+            samples,
+            seqlen,
+            sample: 0,
+            chosen: positions(0, samples, seqlen),
+            points: widths.map(|width| Point {
+                width,
+                seen: 0,
+                rows: Vec::with_capacity(tokens * width),
+            }),
+        }
+    }
+
+    /// Takes rows `[tokens, in_features]` of the current sample, the next ones at this point.
+    pub(super) fn add_rows(&mut self, point: Observation, rows: &[f32]) {
+        let point = &mut self.points[point as usize];
+        let tokens = rows.len() / point.width;
+        for &position in &self.chosen {
+            if (point.seen..point.seen + tokens).contains(&position) {
+                let start = (position - point.seen) * point.width;
+                point
+                    .rows
+                    .extend_from_slice(&rows[start..start + point.width]);
+            }
+        }
+        point.seen += tokens;
+    }
+
+    /// Ends the current sample.
+    pub(super) fn finish_sample(&mut self) {
+        self.sample += 1;
+        self.chosen = positions(self.sample, self.samples, self.seqlen);
+        self.points.iter_mut().for_each(|point| point.seen = 0);
+    }
+
+    /// X `[tokens, in_features]` of a projection.
+    pub(super) fn of(&self, projection: Projection) -> &[f32] {
+        &self.points[projection.observed_at() as usize].rows
+    }
+}
+
+/// X·Wᵀ, kept until the mask is applied.
+pub(super) struct DenseOutput<'a> {
+    rows: &'a [f32],
+    output: Vec<f32>,
+}
+
+impl<'a> DenseOutput<'a> {
+    /// The output of a matrix that is not pruned yet; `panel` is scratch.
+    pub(super) fn of(linear: &mut Linear, rows: &'a [f32], panel: &mut Vec<f32>) -> Self {
+        let output = product(linear, rows, panel);
+        Self { rows, output }
+    }
+
+    /// The relative error of the same matrix, pruned now. `None` where it is not finite: an output overflows, or it was zero and
+    /// is not any more.
+    pub(super) fn error_of(&self, linear: &mut Linear, panel: &mut Vec<f32>) -> Option<f64> {
+        let pruned = product(linear, self.rows, panel);
+        let (mut difference, mut dense) = (0.0f64, 0.0f64);
+        for (&y, &y_pruned) in self.output.iter().zip(&pruned) {
+            difference += (f64::from(y) - f64::from(y_pruned)).powi(2);
+            dense += f64::from(y).powi(2);
+        }
+        let error = if difference == 0.0 {
+            0.0
+        } else {
+            (difference / dense).sqrt()
+        };
+        error.is_finite().then_some(error)
+    }
+}
+
+/// X·Wᵀ without the bias.
+fn product(linear: &mut Linear, rows: &[f32], panel: &mut Vec<f32>) -> Vec<f32> {
+    let bias = linear.bias.take();
+    let output = linear.forward(rows, panel);
+    linear.bias = bias;
+    output
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::linalg::{StoredDtype, StoredMatrix};
+
+    /// Numbers without much of a pattern in [-1, 1).
+    fn noise(count: usize, seed: u64) -> Vec<f32> {
+        let mut state = seed;
+        (0..count)
+            .map(|_| {
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
+                ((state >> 40) as f32 / (1 << 23) as f32) - 1.0
+            })
+            .collect()
+    }
+
+    #[test]
+    fn the_error_is_that_of_three_plain_loops() {
+        let (tokens, inner, outer) = (17, 40, 23);
+        let x = noise(tokens * inner, 1);
+        let values = noise(outer * inner, 2);
+        for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
+            let mut linear = Linear {
+                weight: StoredMatrix::from_f32(dtype, outer, inner, &values),
+                bias: Some(noise(outer, 3)),
+            };
+            let mut stored = vec![0.0; outer * inner];
+            linear.weight.widen_rows(0, &mut stored);
+            let goes = |row: usize, column: usize| (row * 7 + column * 3) % 5 < 2;
+
+            let dense = DenseOutput::of(&mut linear, &x, &mut Vec::new());
+            linear.weight.zero_where(goes);
+            let error = dense.error_of(&mut linear, &mut Vec::new()).unwrap();
+            assert!(linear.bias.is_some(), "the bias is put back");
+
+            let (mut difference, mut norm) = (0.0f64, 0.0f64);
+            for token in 0..tokens {
+                for row in 0..outer {
+                    let (mut all, mut lost) = (0.0f64, 0.0f64);
+                    for column in 0..inner {
+                        let term = f64::from(x[token * inner + column])
+                            * f64::from(stored[row * inner + column]);
+                        all += term;
+                        lost += if goes(row, column) { term } else { 0.0 };
+                    }
+                    difference += lost * lost;
+                    norm += all * all;
+                }
+            }
+            let expected = (difference / norm).sqrt();
+            // 40 products of f32, so some 1e-6 of the output.
+            assert!((error - expected).abs() < 1e-5, "{error} {expected}");
+            assert!(error > 0.1 && error < 1.0);
+        }
+    }
+
+    #[test]
+    fn nothing_lost_of_nothing_is_no_error_and_something_of_nothing_is_none() {
+        let mut linear = Linear {
+            weight: StoredMatrix::from_f32(StoredDtype::F32, 1, 2, &[1.0, 1.0]),
+            bias: None,
+        };
+        let zeros = DenseOutput::of(&mut linear, &[0.0, 0.0], &mut Vec::new());
+        let cancelled = DenseOutput::of(&mut linear, &[1.0, -1.0], &mut Vec::new());
+        linear.weight.zero_where(|_, column| column == 0);
+        assert_eq!(zeros.error_of(&mut linear, &mut Vec::new()), Some(0.0));
+        assert_eq!(cancelled.error_of(&mut linear, &mut Vec::new()), None);
+    }
+
+    #[test]
+    fn tokens_are_spread_evenly_over_samples_and_positions() {
+        for (samples, seqlen) in [(128, 2048), (8, 256), (3, 100), (1, 4096), (700, 64)] {
+            let kept: Vec<Vec<usize>> = (0..samples)
+                .map(|sample| positions(sample, samples, seqlen))
+                .collect();
+            assert_eq!(kept.iter().map(Vec::len).sum::<usize>(), TOKENS);
+            let (least, most) = (TOKENS / samples, TOKENS.div_ceil(samples));
+            for positions in &kept {
+                assert!((least..=most).contains(&positions.len()));
+                assert!(positions.windows(2).all(|pair| pair[0] < pair[1]));
+                assert!(positions.iter().all(|&position| position < seqlen));
+            }
+            // No eighth of the positions has more than one and a half times its part of the tokens, nor less than half.
+            for eighth in 0..8 {
+                let count = kept
+                    .iter()
+                    .flatten()
+                    .filter(|&&position| position * 8 / seqlen == eighth)
+                    .count();
+                assert!((16..=48).contains(&count), "{samples} {seqlen}: {count}");
+            }
+        }
+    }
+
+    #[test]
+    fn few_tokens_are_all_kept() {
+        for sample in 0..3 {
+            assert_eq!(positions(sample, 3, 40), (0..40).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn kept_rows_do_not_depend_on_how_they_arrive() {
+        let (samples, seqlen, widths) = (5, 90, [3, 2, 3, 4]);
+        let kept = |rows_at_once: usize| {
+            let mut kept = InputRows::new(widths, samples, seqlen);
+            for sample in 0..samples {
+                for point in Observation::ALL {
+                    let width = widths[point as usize];
+                    let rows: Vec<f32> = (0..seqlen * width)
+                        .map(|i| (sample * 10_000 + i) as f32)
+                        .collect();
+                    for rows in rows.chunks(rows_at_once * width) {
+                        kept.add_rows(point, rows);
+                    }
+                }
+                kept.finish_sample();
+            }
+            kept
+        };
+        let (whole, split) = (kept(seqlen), kept(7));
+        for projection in Projection::ALL {
+            assert_eq!(whole.of(projection), split.of(projection));
+            let width = widths[projection.observed_at() as usize];
+            assert_eq!(whole.of(projection).len(), TOKENS * width);
+        }
+        let first = positions(0, samples, seqlen)[0];
+        assert_eq!(
+            &whole.of(Projection::Q)[..3],
+            [0, 1, 2].map(|i| (first * 3 + i) as f32)
+        );
+    }
+}

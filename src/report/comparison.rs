@@ -1,0 +1,403 @@
+//! Which runs may share a chart, and which of them are one line of it.
+//!
+//! Perplexities are comparable only when they were measured on the same tokens of the same model: a [`Group`] holds runs with
+//! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio are one
+//! [`Series`].
+
+use serde_json::Value;
+
+use crate::run::Manifest;
+
+/// Dense perplexities of one protocol further apart than this, relatively, are of different weights or arithmetic.
+const SAME_DENSE: f64 = 1e-3;
+
+/// A finished run and what it is called on the page.
+#[derive(Debug, Clone)]
+pub struct NamedRun {
+    /// A short name, different for every run of a page.
+    pub name: String,
+    /// Its `run.json`.
+    pub manifest: Manifest,
+}
+
+/// The runs of a page, sorted by what can be compared.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Comparison<'a> {
+    /// Charts, in the order their first runs were given.
+    pub groups: Vec<Group<'a>>,
+    /// Runs that are on no chart, and why.
+    pub left_out: Vec<(&'a str, String)>,
+}
+
+/// Runs measured in the same way.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Group<'a> {
+    /// How.
+    pub protocol: Protocol,
+    /// One per method and settings, in the order given.
+    pub series: Vec<Series<'a>>,
+    /// The dense perplexities measured, each once; more than one says that the weights or the arithmetic differ.
+    pub dense: Vec<f64>,
+}
+
+/// What must be equal for two perplexities to be compared.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Protocol {
+    model: String,
+    text_sha256: String,
+    tokenizer_sha256: String,
+    windows: usize,
+    seqlen: usize,
+    /// For people: the text's kind and the model's folder. Not compared.
+    names: Names,
+}
+
+#[derive(Debug, Clone)]
+struct Names {
+    dataset: String,
+    model: String,
+}
+
+impl PartialEq for Names {
+    /// The same text may have several names.
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Names {}
+
+/// Runs that differ in their ratio only.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Series<'a> {
+    /// `wanda`, `magnitude 2:4`, ...
+    pub label: String,
+    calibration: String,
+    /// Ascending in sparsity.
+    pub points: Vec<Point<'a>>,
+}
+
+/// One run on a chart.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Point<'a> {
+    /// Zeros over weights.
+    pub sparsity: f64,
+    /// Of the pruned model.
+    pub perplexity: f64,
+    /// The run's name.
+    pub run: &'a str,
+}
+
+impl Protocol {
+    fn of(manifest: &Manifest) -> Option<Self> {
+        let text = manifest.evaluation.as_ref()?;
+        let report = manifest.perplexity.pruned.or(manifest.perplexity.dense)?;
+        let field = |name: &str| text_field(text, name);
+        Some(Self {
+            model: manifest.model.identity.clone(),
+            text_sha256: field("text_sha256"),
+            tokenizer_sha256: field("tokenizer_sha256"),
+            windows: report.windows,
+            seqlen: report.seqlen,
+            names: Names {
+                dataset: field("dataset"),
+                model: manifest.model.path.clone(),
+            },
+        })
+    }
+
+    /// In words, for captions.
+    pub fn describe(&self) -> String {
+        format!(
+            "{} (SHA-256 {}…), {} windows of {} tokens, model {}",
+            self.names.dataset,
+            self.text_sha256.chars().take(12).collect::<String>(),
+            self.windows,
+            self.seqlen,
+            self.names.model
+        )
+    }
+}
+
+impl<'a> Comparison<'a> {
+    /// Sorts runs into groups and series.
+    pub fn of(runs: &'a [NamedRun]) -> Self {
+        let mut comparison = Self {
+            groups: Vec::new(),
+            left_out: Vec::new(),
+        };
+        for run in runs {
+            if let Err(why) = comparison.add(run) {
+                comparison.left_out.push((&run.name, why.to_string()));
+            }
+        }
+        for group in &mut comparison.groups {
+            group.finish();
+        }
+        comparison
+    }
+
+    fn add(&mut self, run: &'a NamedRun) -> Result<(), &'static str> {
+        let manifest = &run.manifest;
+        let sparsity = manifest
+            .sparsity
+            .ok_or("a run of `prune eval` knows no sparsity")?
+            .ratio;
+        let protocol = Protocol::of(manifest).ok_or("it measured no perplexity")?;
+        let perplexity = manifest
+            .perplexity
+            .pruned
+            .ok_or("it measured no perplexity of the pruned model")?
+            .perplexity;
+        if !perplexity.is_finite() || perplexity <= 0.0 {
+            return Err("its perplexity is not finite");
+        }
+        let group = match self
+            .groups
+            .iter_mut()
+            .position(|group| group.protocol == protocol)
+        {
+            Some(index) => &mut self.groups[index],
+            None => {
+                self.groups.push(Group {
+                    protocol,
+                    series: Vec::new(),
+                    dense: Vec::new(),
+                });
+                self.groups.last_mut().expect("just pushed")
+            }
+        };
+        group.add(
+            manifest,
+            Point {
+                sparsity,
+                perplexity,
+                run: &run.name,
+            },
+        );
+        Ok(())
+    }
+}
+
+impl<'a> Group<'a> {
+    fn add(&mut self, manifest: &Manifest, point: Point<'a>) {
+        if let Some(dense) = manifest.perplexity.dense.map(|report| report.perplexity)
+            && dense.is_finite()
+            && dense > 0.0
+            && !self
+                .dense
+                .iter()
+                .any(|other| (other - dense).abs() <= SAME_DENSE * dense)
+        {
+            self.dense.push(dense);
+        }
+        let (label, calibration) = (method_label(manifest), calibration_label(manifest));
+        let mut series = self.series.iter_mut();
+        match series.find(|series| series.label == label && series.calibration == calibration) {
+            Some(series) => series.points.push(point),
+            None => self.series.push(Series {
+                label,
+                calibration,
+                points: vec![point],
+            }),
+        }
+    }
+
+    /// Sorts points, and names the calibration where one method was run with several.
+    fn finish(&mut self) {
+        let labels: Vec<String> = self
+            .series
+            .iter()
+            .map(|series| series.label.clone())
+            .collect();
+        for series in &mut self.series {
+            if labels
+                .iter()
+                .filter(|label| **label == series.label)
+                .count()
+                > 1
+            {
+                series.label = format!("{}, {}", series.label, series.calibration);
+            }
+            series
+                .points
+                .sort_by(|one, other| one.sparsity.total_cmp(&other.sparsity));
+        }
+    }
+}
+
+/// The method and everything but the ratio that decides what it removes.
+pub(super) fn method_label(manifest: &Manifest) -> String {
+    let Some(pruning) = &manifest.pruning else {
+        return "none".into();
+    };
+    let mut label = pruning.method.clone();
+    if pruning.sparsity_type != "unstructured" {
+        label += &format!(" {}", pruning.sparsity_type);
+    }
+    if pruning.use_variant {
+        label += " variant";
+    }
+    if pruning.layer_ratios.is_some() {
+        label += ", ratios per layer";
+    }
+    if pruning.matrices < pruning.matrices_in_model {
+        label += &format!(
+            ", {} of {} matrices",
+            pruning.matrices, pruning.matrices_in_model
+        );
+    }
+    label
+}
+
+/// The calibration in a few words; empty where there was none.
+fn calibration_label(manifest: &Manifest) -> String {
+    let Some(text) = &manifest.calibration else {
+        return String::new();
+    };
+    let number = |name: &str| {
+        text.get(name)
+            .map_or_else(|| "?".to_string(), Value::to_string)
+    };
+    format!(
+        "{} {} × {}, seed {}, {}",
+        text_field(text, "dataset"),
+        number("windows"),
+        number("seqlen"),
+        number("seed"),
+        text_field(text, "tokens_sha256")
+            .chars()
+            .take(6)
+            .collect::<String>()
+    )
+}
+
+/// A text field of a protocol; `?` where it is missing.
+pub(super) fn text_field(text: &Value, name: &str) -> String {
+    let value = text.get(name).and_then(Value::as_str);
+    value.unwrap_or("?").to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::made_up;
+
+    fn run(name: &str, method: &str, ratio: f64, perplexity: f64) -> NamedRun {
+        let mut manifest = made_up::manifest(method, ratio);
+        made_up::evaluated(&mut manifest, 10.0, perplexity);
+        NamedRun {
+            name: name.into(),
+            manifest,
+        }
+    }
+
+    #[test]
+    fn runs_of_one_method_are_one_line_in_order_of_sparsity() {
+        let runs = [
+            run("a", "wanda", 0.7, 30.0),
+            run("b", "magnitude", 0.5, 50.0),
+            run("c", "wanda", 0.3, 11.0),
+        ];
+        let comparison = Comparison::of(&runs);
+        assert_eq!(comparison.groups.len(), 1);
+        let group = &comparison.groups[0];
+        let labels: Vec<&str> = group.series.iter().map(|one| one.label.as_str()).collect();
+        assert_eq!(labels, ["wanda", "magnitude"]);
+        let names: Vec<&str> = group.series[0]
+            .points
+            .iter()
+            .map(|point| point.run)
+            .collect();
+        assert_eq!(names, ["c", "a"]);
+        assert_eq!(group.dense, [10.0]);
+    }
+
+    #[test]
+    fn runs_measured_differently_share_no_chart() {
+        let mut other_text = run("b", "wanda", 0.5, 12.0);
+        other_text.manifest.evaluation.as_mut().unwrap()["text_sha256"] = "ffff".into();
+        let mut fewer_windows = run("c", "wanda", 0.5, 12.0);
+        fewer_windows
+            .manifest
+            .perplexity
+            .pruned
+            .as_mut()
+            .unwrap()
+            .windows = 3;
+        let mut other_model = run("d", "wanda", 0.5, 12.0);
+        other_model.manifest.model.identity = "another".into();
+        let mut other_name = run("e", "wanda", 0.6, 13.0);
+        other_name.manifest.model.path = "./same/model".into();
+        let runs = [
+            run("a", "wanda", 0.5, 12.0),
+            other_text,
+            fewer_windows,
+            other_model,
+            other_name,
+        ];
+        let comparison = Comparison::of(&runs);
+        assert_eq!(comparison.groups.len(), 4);
+        assert_eq!(comparison.groups[0].series[0].points.len(), 2);
+    }
+
+    #[test]
+    fn what_cannot_be_drawn_is_left_out_with_its_reason() {
+        let mut evaluation = run("e", "wanda", 0.5, 12.0);
+        evaluation.manifest.sparsity = None;
+        let mut unmeasured = run("u", "wanda", 0.5, 12.0);
+        unmeasured.manifest.perplexity = Default::default();
+        let overflowed = run("o", "wanda", 0.9, f64::INFINITY);
+        let runs = [evaluation, unmeasured, overflowed];
+        let comparison = Comparison::of(&runs);
+        assert!(comparison.groups.is_empty());
+        let names: Vec<&str> = comparison.left_out.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, ["e", "u", "o"]);
+        assert!(comparison.left_out[2].1.contains("not finite"));
+    }
+
+    #[test]
+    fn one_method_with_two_calibrations_is_two_lines_that_say_so() {
+        let mut more = run("b", "wanda", 0.6, 12.0);
+        let calibration = more.manifest.calibration.as_mut().unwrap();
+        calibration["windows"] = 128.into();
+        let runs = [run("a", "wanda", 0.5, 12.0), more];
+        let comparison = Comparison::of(&runs);
+        let series = &comparison.groups[0].series;
+        assert_eq!(series.len(), 2);
+        assert!(
+            series[1].label.starts_with("wanda, text 128 × 64, seed 0"),
+            "{}",
+            series[1].label
+        );
+    }
+
+    #[test]
+    fn dense_perplexities_that_differ_are_both_kept() {
+        let mut other = run("b", "wanda", 0.6, 12.0);
+        other.manifest.perplexity.dense.as_mut().unwrap().perplexity = 10.2;
+        let mut rounded = run("c", "wanda", 0.7, 12.0);
+        rounded
+            .manifest
+            .perplexity
+            .dense
+            .as_mut()
+            .unwrap()
+            .perplexity = 10.000_01;
+        let runs = [run("a", "wanda", 0.5, 12.0), other, rounded];
+        assert_eq!(Comparison::of(&runs).groups[0].dense, [10.0, 10.2]);
+    }
+
+    #[test]
+    fn labels_name_all_that_decides_what_goes() {
+        let mut manifest = made_up::manifest("wanda", 0.5);
+        let pruning = manifest.pruning.as_mut().unwrap();
+        pruning.sparsity_type = "2:4".into();
+        pruning.use_variant = true;
+        pruning.matrices = 3;
+        assert_eq!(
+            method_label(&manifest),
+            "wanda 2:4 variant, 3 of 14 matrices"
+        );
+    }
+}

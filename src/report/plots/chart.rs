@@ -1,0 +1,234 @@
+//! Lines over two axes, with markers, dashed levels and a legend of its own: memory over time, perplexity against sparsity.
+
+use anyhow::Result;
+use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint};
+use plotters::prelude::*;
+
+use super::canvas::{
+    self, Anchor, Area, GRID, HEADER, INK, MUTED, SERIES, TEXT, WIDTH, broken, letters, write,
+};
+use super::scale::Axis;
+
+/// Height of the part between the legend and the axis' name.
+const PLOT: u32 = 270;
+const LEGEND_ROW: u32 = 22;
+/// Room for the numbers of the vertical axis: eight characters.
+const Y_NUMBERS: u32 = 64;
+const X_NUMBERS: u32 = 26;
+const X_NAME: u32 = 26;
+/// Legend entries of at most this many characters stand in two columns.
+const SHORT: usize = 24;
+
+/// A series.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Line {
+    /// Its name in the legend.
+    pub(super) label: String,
+    /// In the order they are joined.
+    pub(super) points: Vec<(f64, f64)>,
+    /// Whether points are marked.
+    pub(super) is_marked: bool,
+}
+
+/// A dashed horizontal line.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Level {
+    /// Its name in the legend.
+    pub(super) label: String,
+    /// Its height.
+    pub(super) value: f64,
+}
+
+/// A whole chart.
+pub(super) struct Chart<'a> {
+    /// First line above it.
+    pub(super) title: &'a str,
+    /// Second line: the vertical axis and its unit.
+    pub(super) y_name: &'a str,
+    /// Under the horizontal axis, with its unit.
+    pub(super) x_name: &'a str,
+    /// In words, for those who do not see it.
+    pub(super) description: &'a str,
+    /// The horizontal axis.
+    pub(super) x: Axis,
+    /// The vertical axis.
+    pub(super) y: Axis,
+    /// How numbers on the horizontal axis are written.
+    pub(super) x_label: &'a dyn Fn(f64) -> String,
+    /// How numbers on the vertical axis are written.
+    pub(super) y_label: &'a dyn Fn(f64) -> String,
+    /// The lines.
+    pub(super) lines: Vec<Line>,
+    /// The levels.
+    pub(super) levels: Vec<Level>,
+}
+
+/// Linear between its ends, labelled at its ticks and nowhere else.
+impl Ranged for Axis {
+    type FormatOption = DefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, value: &f64, (low, high): (i32, i32)) -> i32 {
+        let share = (value - self.from) / (self.to - self.from);
+        low + (share * f64::from(high - low)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, _hint: Hint) -> Vec<f64> {
+        self.ticks.clone()
+    }
+
+    fn range(&self) -> std::ops::Range<f64> {
+        self.from..self.to
+    }
+}
+
+impl Chart<'_> {
+    /// Draws it.
+    ///
+    /// # Errors
+    /// When drawing fails.
+    pub(super) fn draw(&self) -> Result<String> {
+        let entries = self.lines.len() + self.levels.len();
+        let columns = if self.labels().all(|label| label.chars().count() <= SHORT) {
+            2
+        } else {
+            1
+        };
+        let top = HEADER + LEGEND_ROW * entries.div_ceil(columns) as u32 + 8;
+        let height = top + PLOT + X_NAME;
+        canvas::draw(height, self.title, self.description, |area| {
+            canvas::header(area, self.title, self.y_name)?;
+            self.legend(area, columns)?;
+            let bottom = height as i32 - 13;
+            let middle = (Y_NUMBERS + (WIDTH - Y_NUMBERS) / 2) as i32;
+            write(
+                area,
+                self.x_name,
+                &letters(TEXT, MUTED, Anchor::Middle),
+                (middle, bottom),
+            )?;
+            self.plot(area, top)
+        })
+    }
+
+    fn labels(&self) -> impl Iterator<Item = &str> {
+        let lines = self.lines.iter().map(|line| line.label.as_str());
+        lines.chain(self.levels.iter().map(|level| level.label.as_str()))
+    }
+
+    fn legend(&self, area: &Area<'_>, columns: usize) -> Result<()> {
+        for (entry, label) in self.labels().enumerate() {
+            let x = 8 + (entry % columns) as i32 * (WIDTH as i32 / 2);
+            let y = (HEADER + LEGEND_ROW * (entry / columns) as u32 + LEGEND_ROW / 2) as i32;
+            if let Some(line) = self.lines.get(entry) {
+                let style = SERIES[entry % SERIES.len()].stroke_width(2);
+                area.draw(&PathElement::new([(x, y), (x + 24, y)], style))
+                    .map_err(broken)?;
+                if line.is_marked {
+                    canvas::mark(area, entry, (x + 12, y))?;
+                }
+            } else {
+                for dash in [0, 10, 20] {
+                    let dash = [(x + dash, y), (x + dash + 5, y)];
+                    area.draw(&PathElement::new(dash, INK.stroke_width(2)))
+                        .map_err(broken)?;
+                }
+            }
+            write(area, label, &letters(TEXT, INK, Anchor::Start), (x + 32, y))?;
+        }
+        Ok(())
+    }
+
+    fn plot(&self, area: &Area<'_>, top: u32) -> Result<()> {
+        let mut chart = ChartBuilder::on(area)
+            .margin_top(top)
+            .margin_right(16)
+            .margin_bottom(X_NAME)
+            .x_label_area_size(X_NUMBERS)
+            .y_label_area_size(Y_NUMBERS)
+            .build_cartesian_2d(self.x.clone(), self.y.clone())
+            .map_err(broken)?;
+        chart
+            .configure_mesh()
+            .light_line_style(TRANSPARENT)
+            .bold_line_style(GRID)
+            .axis_style(MUTED)
+            .label_style(letters(TEXT, INK, Anchor::Middle))
+            .x_label_formatter(&|value| (self.x_label)(*value))
+            .y_label_formatter(&|value| (self.y_label)(*value))
+            .draw()
+            .map_err(broken)?;
+        for level in &self.levels {
+            let ends = [(self.x.from, level.value), (self.x.to, level.value)];
+            chart
+                .draw_series(DashedLineSeries::new(ends, 5, 5, INK.stroke_width(2)))
+                .map_err(broken)?;
+        }
+        for (index, line) in self.lines.iter().enumerate() {
+            let style = SERIES[index % SERIES.len()].stroke_width(2);
+            if line.points.len() > 1 {
+                chart
+                    .draw_series(LineSeries::new(line.points.iter().copied(), style))
+                    .map_err(broken)?;
+            }
+            for point in line.points.iter().filter(|_| line.is_marked) {
+                canvas::mark(area, index, chart.backend_coord(point))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::plots::scale::label;
+
+    fn chart(labels: [&str; 2]) -> String {
+        Chart {
+            title: "t",
+            y_name: "u",
+            x_name: "x",
+            description: "d",
+            x: Axis::up_to(0.0, 1.0, 5),
+            y: Axis::up_to(0.0, 2.0, 5),
+            x_label: &label,
+            y_label: &label,
+            lines: labels
+                .map(|label| Line {
+                    label: label.into(),
+                    points: vec![(0.0, 0.0), (1.0, 2.0)],
+                    is_marked: true,
+                })
+                .to_vec(),
+            levels: vec![Level {
+                label: "dense".into(),
+                value: 1.0,
+            }],
+        }
+        .draw()
+        .unwrap()
+    }
+
+    #[test]
+    fn points_stand_where_their_numbers_say() {
+        let svg = chart(["one", "two"]);
+        // Two rows of legend: the plot begins at 52 + 44 + 8 and ends 26 above the axis' name, 270 − 26 lower.
+        let at = |x: &str, y: &str| svg.contains(&format!("<circle cx=\"{x}\" cy=\"{y}\""));
+        assert!(at("64", "347") || at("64", "348"), "{svg}");
+        assert!(at("463", "104") || at("464", "104"), "{svg}");
+    }
+
+    #[test]
+    fn long_names_get_a_legend_of_one_column() {
+        let height = |svg: String| -> u32 {
+            let text = svg.split("height=\"").nth(1).unwrap();
+            text.split('"').next().unwrap().parse().unwrap()
+        };
+        let long = "wanda, variant, 12 of 35 matrices";
+        assert_eq!(
+            height(chart(["one", long])),
+            height(chart(["one", "two"])) + LEGEND_ROW
+        );
+    }
+}

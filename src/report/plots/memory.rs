@@ -1,0 +1,177 @@
+//! Memory over time; the peak per phase where no samples were taken.
+
+use anyhow::Result;
+
+use super::Figure;
+use super::bars::{self, Bar};
+use super::chart::{Chart, Line};
+use super::scale::{Axis, label};
+use crate::bytes::ByteSize;
+use crate::run::Manifest;
+
+/// Lines where the run took samples, bars where it knows the phases' peaks only, `None` where it knows nothing.
+///
+/// # Errors
+/// When drawing fails.
+pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
+    if manifest.memory.len() > 1 {
+        return over_time(manifest).map(Some);
+    }
+    per_phase(manifest)
+}
+
+fn over_time(manifest: &Manifest) -> Result<Figure> {
+    let samples = &manifest.memory;
+    let last = samples.last().map_or(0.0, |sample| sample.seconds);
+    let most = samples
+        .iter()
+        .map(|sample| sample.peak_anonymous.max(sample.anonymous))
+        .max()
+        .unwrap_or(ByteSize::ZERO);
+    let (time, time_unit) = time_unit(last);
+    let (bytes, bytes_unit) = byte_unit(most);
+    let x = |seconds: f64| seconds / time;
+    let y = |size: ByteSize| size.0 as f64 / bytes;
+    let now = samples
+        .iter()
+        .map(|sample| (x(sample.seconds), y(sample.anonymous)))
+        .collect();
+    // A sample's peak was reached somewhere since the one before: a step over that time.
+    let peak = samples
+        .windows(2)
+        .flat_map(|pair| {
+            let height = y(pair[1].peak_anonymous);
+            [(x(pair[0].seconds), height), (x(pair[1].seconds), height)]
+        })
+        .collect();
+    let line = |label: &str, points| Line {
+        label: label.into(),
+        points,
+        is_marked: false,
+    };
+    let svg = Chart {
+        title: "Memory over time",
+        y_name: &format!("resident anonymous memory, {bytes_unit}"),
+        x_name: &format!("time since the run began, {time_unit}"),
+        description: &format!(
+            "{} samples over {last:.0} seconds; the largest is {most}.",
+            samples.len()
+        ),
+        x: Axis::up_to(0.0, x(last), 6),
+        y: Axis::up_to(0.0, y(most), 5),
+        x_label: &label,
+        y_label: &label,
+        lines: vec![
+            line("at the sample", now),
+            line("most since the last", peak),
+        ],
+        levels: Vec::new(),
+    }
+    .draw()?;
+    Ok(Figure {
+        name: "memory".into(),
+        caption: format!(
+            "The process's resident anonymous memory at the checkpoints of the run and after each layer, and the most there was \
+             between two of them. The largest: {most}."
+        ),
+        svg,
+    })
+}
+
+fn per_phase(manifest: &Manifest) -> Result<Option<Figure>> {
+    let bars: Vec<Bar> = manifest
+        .phases
+        .iter()
+        .filter_map(|phase| {
+            let peak = phase.peak_anonymous?;
+            Some(Bar {
+                name: phase.phase.clone(),
+                value: peak.0 as f64,
+                label: peak.to_string(),
+            })
+        })
+        .collect();
+    if bars.is_empty() {
+        return Ok(None);
+    }
+    let svg = bars::draw(
+        "Peak memory per phase",
+        "resident anonymous memory of the process",
+        2,
+        &bars,
+    )?;
+    Ok(Some(Figure {
+        name: "memory".into(),
+        caption: "The most resident anonymous memory the process had while each phase ran, the largest over the layers. This \
+                  run took no samples over time."
+            .into(),
+        svg,
+    }))
+}
+
+/// Seconds per unit, and its name.
+fn time_unit(seconds: f64) -> (f64, &'static str) {
+    match seconds {
+        ..180.0 => (1.0, "seconds"),
+        180.0..10_800.0 => (60.0, "minutes"),
+        _ => (3600.0, "hours"),
+    }
+}
+
+/// Bytes per unit, and its name.
+fn byte_unit(most: ByteSize) -> (f64, &'static str) {
+    if most.0 >= 2 << 30 {
+        ((1u64 << 30) as f64, "GiB")
+    } else {
+        ((1u64 << 20) as f64, "MiB")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::made_up;
+    use crate::run::manifest::MemorySample;
+
+    fn sample(seconds: f64, mebibytes: u64) -> MemorySample {
+        MemorySample {
+            seconds,
+            checkpoint: format!("layer {seconds}"),
+            anonymous: ByteSize(mebibytes << 20),
+            peak_anonymous: ByteSize((mebibytes + 10) << 20),
+        }
+    }
+
+    #[test]
+    fn samples_are_drawn_over_time_with_their_units() {
+        let mut manifest = made_up::manifest("wanda", 0.5);
+        manifest.memory = vec![sample(0.0, 20), sample(100.0, 90), sample(400.0, 60)];
+        let figure = figure(&manifest).unwrap().unwrap();
+        assert!(figure.svg.contains("time since the run began, minutes"));
+        assert!(figure.svg.contains("memory, MiB"));
+        assert!(figure.caption.contains("100.00 MiB"), "{}", figure.caption);
+        assert_eq!(figure.svg.matches("<polyline").count() >= 2, true);
+    }
+
+    #[test]
+    fn without_samples_the_phases_peaks_are_drawn_and_without_those_nothing() {
+        let mut manifest = made_up::manifest("wanda", 0.5);
+        assert!(manifest.memory.is_empty());
+        let drawn = figure(&manifest).unwrap().unwrap();
+        assert!(drawn.svg.contains("Peak memory per phase"));
+        manifest
+            .phases
+            .iter_mut()
+            .for_each(|phase| phase.peak_anonymous = None);
+        assert_eq!(figure(&manifest).unwrap(), None);
+    }
+
+    #[test]
+    fn units_are_those_a_person_would_choose() {
+        assert_eq!(time_unit(90.0).1, "seconds");
+        assert_eq!(time_unit(7200.0).1, "minutes");
+        assert_eq!(time_unit(86_400.0).1, "hours");
+        assert_eq!(byte_unit(ByteSize(3 << 30)).1, "GiB");
+        assert_eq!(byte_unit(ByteSize(900 << 20)).1, "MiB");
+    }
+}

@@ -1,0 +1,174 @@
+//! Ticks a person would choose: 1, 2 or 5 times a power of ten, and their labels.
+
+/// The parts of an axis.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Axis {
+    /// Where it begins.
+    pub(super) from: f64,
+    /// Where it ends.
+    pub(super) to: f64,
+    /// Ticks, ascending, within.
+    pub(super) ticks: Vec<f64>,
+}
+
+impl Axis {
+    /// From `from` to the first tick at or above `to`, with about `count` steps.
+    pub(super) fn up_to(from: f64, to: f64, count: usize) -> Self {
+        let to = if to > from { to } else { from + 1.0 };
+        let step = step(to - from, count);
+        let end = (to / step - 1e-9).ceil() * step;
+        Self {
+            from,
+            to: end,
+            ticks: multiples(from, end, step),
+        }
+    }
+
+    /// A little more than `from..to`, with about `count` steps.
+    pub(super) fn around(from: f64, to: f64, count: usize) -> Self {
+        let margin = if to > from {
+            (to - from) * 0.06
+        } else {
+            from.abs().max(1e-3) * 0.05
+        };
+        let (from, to) = (from - margin, to + margin);
+        Self {
+            from,
+            to,
+            ticks: multiples(from, to, step(to - from, count)),
+        }
+    }
+
+    /// The decimal logarithms of a little more than `from..to`, both positive. Ticks are logarithms too.
+    pub(super) fn logarithmic(from: f64, to: f64) -> Self {
+        let margin = ((to / from).log10() * 0.06).max(0.01);
+        let (low, high) = (from.log10() - margin, to.log10() + margin);
+        let candidates: [&[f64]; 4] = [
+            &[1.0],
+            &[1.0, 3.0],
+            &[1.0, 2.0, 5.0],
+            &[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0],
+        ];
+        let ticks_of = |mantissas: &[f64]| -> Vec<f64> {
+            (low.floor() as i32..=high.ceil() as i32)
+                .flat_map(|decade| {
+                    mantissas
+                        .iter()
+                        .map(move |mantissa| mantissa.log10() + f64::from(decade))
+                })
+                .filter(|tick| (low..=high).contains(tick))
+                .collect()
+        };
+        let ticks = candidates
+            .into_iter()
+            .map(ticks_of)
+            .find(|ticks| ticks.len() >= 4)
+            .unwrap_or_else(|| {
+                let (from, to) = (10f64.powf(low), 10f64.powf(high));
+                multiples(from, to, step(to - from, 6))
+                    .into_iter()
+                    .map(f64::log10)
+                    .collect()
+            });
+        Self {
+            from: low,
+            to: high,
+            ticks,
+        }
+    }
+}
+
+/// 1, 2 or 5 times a power of ten, so that `span` has at most `count` of it.
+fn step(span: f64, count: usize) -> f64 {
+    let rough = span / count.max(1) as f64;
+    let power = 10f64.powf(rough.log10().floor());
+    let factor = [1.0, 2.0, 5.0, 10.0]
+        .into_iter()
+        .find(|factor| factor * power >= rough * (1.0 - 1e-9))
+        .unwrap_or(10.0);
+    factor * power
+}
+
+fn multiples(from: f64, to: f64, step: f64) -> Vec<f64> {
+    let first = (from / step - 1e-9).ceil() as i64;
+    let last = (to / step + 1e-9).floor() as i64;
+    (first..=last).map(|number| number as f64 * step).collect()
+}
+
+/// A tick as text: as many decimals as it needs, at most four.
+pub(super) fn label(value: f64) -> String {
+    if value != 0.0 && !(1e-3..1e6).contains(&value.abs()) {
+        return format!("{value:.0e}");
+    }
+    let text = format!("{value:.4}");
+    let text = text.trim_end_matches('0').trim_end_matches('.');
+    if text == "-0" {
+        "0".into()
+    } else {
+        text.into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(axis: &Axis) -> Vec<String> {
+        axis.ticks.iter().map(|&tick| label(tick)).collect()
+    }
+
+    #[test]
+    fn an_axis_ends_at_a_tick_a_person_would_choose() {
+        assert_eq!(
+            labels(&Axis::up_to(0.0, 0.37, 4)),
+            ["0", "0.1", "0.2", "0.3", "0.4"]
+        );
+        assert_eq!(
+            labels(&Axis::up_to(0.0, 96.0, 5)),
+            ["0", "20", "40", "60", "80", "100"]
+        );
+        assert_eq!(Axis::up_to(0.0, 0.0, 4).to, 1.0, "an axis has a length");
+    }
+
+    #[test]
+    fn an_axis_around_points_keeps_them_off_its_ends() {
+        let axis = Axis::around(0.3, 0.7, 5);
+        assert!(axis.from < 0.3 && axis.to > 0.7);
+        assert_eq!(labels(&axis), ["0.3", "0.4", "0.5", "0.6", "0.7"]);
+        let one = Axis::around(0.5, 0.5, 5);
+        assert!(one.from < 0.5 && one.to > 0.5 && !one.ticks.is_empty());
+    }
+
+    #[test]
+    fn logarithmic_ticks_are_round_numbers_however_long_the_axis_is() {
+        let labels = |from, to| -> Vec<String> {
+            let axis = Axis::logarithmic(from, to);
+            assert!(
+                axis.ticks
+                    .iter()
+                    .all(|tick| (axis.from..=axis.to).contains(tick))
+            );
+            axis.ticks
+                .iter()
+                .map(|tick| label(10f64.powf(*tick)))
+                .collect()
+        };
+        assert_eq!(
+            labels(5.0, 20_000.0),
+            ["10", "100", "1000", "10000"],
+            "{:?}",
+            Axis::logarithmic(5.0, 20_000.0)
+        );
+        assert_eq!(labels(5.1, 230.0), ["5", "10", "20", "50", "100", "200"]);
+        assert_eq!(labels(5.2, 6.1), ["5.2", "5.4", "5.6", "5.8", "6", "6.2"]);
+    }
+
+    #[test]
+    fn labels_have_the_decimals_they_need() {
+        assert_eq!(label(0.25), "0.25");
+        assert_eq!(label(20.0), "20");
+        assert_eq!(label(0.1 + 0.2), "0.3");
+        assert_eq!(label(0.0), "0");
+        assert_eq!(label(2e7), "2e7");
+    }
+}

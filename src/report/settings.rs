@@ -1,0 +1,302 @@
+//! The tables of a report: what was run and how it was measured, runs side by side, and every matrix in numbers.
+
+use serde_json::Value;
+
+use super::comparison::{NamedRun, method_label, text_field};
+use super::html::{duration, facts, table, utc};
+use crate::bytes::ByteSize;
+use crate::run::Manifest;
+use crate::run::manifest::{MatrixReport, PerplexityReport};
+
+/// Settings and protocol of one run.
+pub(super) fn settings(manifest: &Manifest) -> String {
+    let pruning = manifest.pruning.as_ref();
+    let list = |globs: &[String]| (!globs.is_empty()).then(|| globs.join(", "));
+    let (calibration, evaluation) = (manifest.calibration.as_ref(), manifest.evaluation.as_ref());
+    let hash = |text: Option<&Value>, name: &str| text.map(|text| text_field(text, name));
+    let arithmetic = &manifest.arithmetic;
+    let features = if arithmetic.cpu_features.is_empty() {
+        "none".to_string()
+    } else {
+        arithmetic.cpu_features.join(" ")
+    };
+    facts(&[
+        (
+            "model",
+            Some(format!(
+                "{} ({:.1} M parameters, {})",
+                manifest.model.path,
+                manifest.model.parameters as f64 / 1e6,
+                manifest.model.bytes
+            )),
+        ),
+        ("method", pruning.map(|_| method_label(manifest))),
+        (
+            "ratio asked for",
+            pruning.map(|pruning| format!("{} {}", pruning.sparsity_ratio, pruning.sparsity_type)),
+        ),
+        (
+            "matrices included",
+            pruning.and_then(|pruning| list(&pruning.include)),
+        ),
+        (
+            "matrices excluded",
+            pruning.and_then(|pruning| list(&pruning.exclude)),
+        ),
+        (
+            "sparsity reached",
+            manifest.sparsity.map(|sparsity| {
+                format!(
+                    "{:.6}: {} of {} weights",
+                    sparsity.ratio, sparsity.zeros, sparsity.weights
+                )
+            }),
+        ),
+        (
+            "dense perplexity",
+            manifest.perplexity.dense.map(perplexity),
+        ),
+        (
+            "pruned perplexity",
+            manifest.perplexity.pruned.map(perplexity),
+        ),
+        ("calibration", calibration.map(protocol)),
+        ("– SHA-256 of the text", hash(calibration, "text_sha256")),
+        (
+            "– SHA-256 of the tokens",
+            hash(calibration, "tokens_sha256"),
+        ),
+        ("evaluation", evaluation.map(protocol)),
+        ("– SHA-256 of the text", hash(evaluation, "text_sha256")),
+        ("– SHA-256 of the tokens", hash(evaluation, "tokens_sha256")),
+        (
+            "SHA-256 of the tokenizer",
+            hash(evaluation.or(calibration), "tokenizer_sha256"),
+        ),
+        (
+            "arithmetic",
+            Some(format!(
+                "{} on {}, kernel {}, CPU features {features}, {} threads",
+                arithmetic.dtype, arithmetic.device, arithmetic.kernel, arithmetic.threads
+            )),
+        ),
+        ("hidden states", Some(manifest.hidden_states.clone())),
+        ("started", Some(utc(manifest.started_unix_seconds))),
+        ("time", Some(duration(manifest.seconds))),
+        (
+            "peak memory",
+            manifest
+                .peak_anonymous
+                .map(|peak| format!("{peak} anonymous")),
+        ),
+        (
+            "result",
+            manifest
+                .output
+                .as_ref()
+                .map(|output| format!("{} (read back and verified)", output.model)),
+        ),
+        ("program", Some(format!("prune {}", manifest.prune_version))),
+        ("command", Some(manifest.arguments.join(" "))),
+    ])
+}
+
+/// A text and what of it was used.
+fn protocol(text: &Value) -> String {
+    let number = |name: &str| {
+        text.get(name)
+            .filter(|value| !value.is_null())
+            .map(Value::to_string)
+    };
+    let mut parts = vec![
+        format!(
+            "{}: {}",
+            text_field(text, "dataset"),
+            text_field(text, "path")
+        ),
+        format!(
+            "{} windows of {} tokens",
+            number("windows").unwrap_or_else(|| "?".into()),
+            number("seqlen").unwrap_or_else(|| "?".into())
+        ),
+    ];
+    if let Some(seed) = number("seed") {
+        parts.push(format!("seed {seed}"));
+    }
+    parts.join("; ")
+}
+
+fn perplexity(report: PerplexityReport) -> String {
+    if !report.perplexity.is_finite() {
+        return "not finite".into();
+    }
+    format!(
+        "{:.4} ± {:.2} over {} windows of {} tokens",
+        report.perplexity,
+        report.perplexity * report.standard_error,
+        report.windows,
+        report.seqlen
+    )
+}
+
+/// Runs side by side, a row each.
+pub(super) fn side_by_side(runs: &[NamedRun]) -> String {
+    let rows: Vec<Vec<String>> = runs
+        .iter()
+        .map(|run| {
+            let manifest = &run.manifest;
+            let (dense, pruned) = (
+                manifest.perplexity.dense.map(|report| report.perplexity),
+                manifest.perplexity.pruned.map(|report| report.perplexity),
+            );
+            vec![
+                run.name.clone(),
+                method_label(manifest),
+                or_dash(manifest.pruning.as_ref(), |pruning| {
+                    pruning.sparsity_ratio.to_string()
+                }),
+                or_dash(manifest.sparsity, |sparsity| {
+                    format!("{:.4}", sparsity.ratio)
+                }),
+                or_dash(dense, finite),
+                or_dash(pruned, finite),
+                or_dash(pruned.zip(dense), |(pruned, dense)| finite(pruned / dense)),
+                or_dash(mean_output_error(manifest), |error| format!("{error:.3}")),
+                duration(manifest.seconds),
+                or_dash(manifest.peak_anonymous, |peak| peak.to_string()),
+                manifest.arithmetic.dtype.clone(),
+            ]
+        })
+        .collect();
+    table(
+        &[
+            "run",
+            "method",
+            "ratio",
+            "sparsity",
+            "dense perplexity",
+            "pruned perplexity",
+            "pruned / dense",
+            "mean output error",
+            "time",
+            "peak memory",
+            "dtype",
+        ],
+        &rows,
+    )
+}
+
+/// Over the matrices where it was measured, each counting the same.
+fn mean_output_error(manifest: &Manifest) -> Option<f64> {
+    let errors: Vec<f64> = matrices(manifest)
+        .filter_map(|matrix| matrix.relative_output_error)
+        .collect();
+    (!errors.is_empty()).then(|| errors.iter().sum::<f64>() / errors.len() as f64)
+}
+
+fn matrices(manifest: &Manifest) -> impl Iterator<Item = &MatrixReport> {
+    manifest.layers.iter().flat_map(|layer| &layer.matrices)
+}
+
+/// Every matrix of a run in numbers; `None` for a run without layers.
+pub(super) fn every_matrix(manifest: &Manifest) -> Option<String> {
+    let rows: Vec<Vec<String>> = matrices(manifest)
+        .map(|matrix| {
+            let weights = (matrix.shape[0] * matrix.shape[1]) as f64;
+            vec![
+                matrix.name.clone(),
+                format!("{} × {}", matrix.shape[0], matrix.shape[1]),
+                matrix.zeros_before.to_string(),
+                matrix.zeros.to_string(),
+                format!("{:.6}", matrix.zeros as f64 / weights.max(1.0)),
+                or_dash(matrix.relative_output_error, |error| format!("{error:.6}")),
+                or_dash(matrix.mask_sha256.as_ref(), |hash| {
+                    hash.chars().take(12).collect()
+                }),
+            ]
+        })
+        .collect();
+    (!rows.is_empty()).then(|| {
+        table(
+            &[
+                "matrix",
+                "out × in",
+                "zeros before",
+                "zeros",
+                "sparsity",
+                "output error",
+                "mask SHA-256",
+            ],
+            &rows,
+        )
+    })
+}
+
+/// Memory samples in numbers; `None` where there are none.
+pub(super) fn every_memory_sample(manifest: &Manifest) -> Option<String> {
+    let size = |bytes: ByteSize| bytes.to_string();
+    let rows: Vec<Vec<String>> = manifest
+        .memory
+        .iter()
+        .map(|sample| {
+            vec![
+                sample.checkpoint.clone(),
+                format!("{:.2}", sample.seconds),
+                size(sample.anonymous),
+                size(sample.peak_anonymous),
+            ]
+        })
+        .collect();
+    (!rows.is_empty()).then(|| {
+        table(
+            &["checkpoint", "seconds", "memory", "most since the last"],
+            &rows,
+        )
+    })
+}
+
+fn or_dash<T>(value: Option<T>, text: impl FnOnce(T) -> String) -> String {
+    value.map_or_else(|| "–".to_string(), text)
+}
+
+fn finite(value: f64) -> String {
+    if value.is_finite() {
+        format!("{value:.4}")
+    } else {
+        "not finite".into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::made_up;
+
+    #[test]
+    fn settings_name_hashes_and_arithmetic() {
+        let mut manifest = made_up::manifest("wanda", 0.5);
+        made_up::evaluated(&mut manifest, 10.0, f64::NAN);
+        let html = settings(&manifest);
+        for expected in [
+            "aaaabbbbccccdddd",
+            "9999888877776666",
+            "kernel gemm",
+            "seed 0",
+            "10.0000 ± 0.10 over 5 windows of 64 tokens",
+            "not finite",
+            "2026-03-01 12:34 UTC",
+        ] {
+            assert!(html.contains(expected), "no `{expected}` in {html}");
+        }
+        assert_eq!(html.matches("seed").count(), 1, "evaluation has none");
+    }
+
+    #[test]
+    fn the_mean_output_error_is_over_measured_matrices_only() {
+        let mut manifest = made_up::manifest("wanda", 0.5);
+        assert_eq!(mean_output_error(&manifest), None);
+        manifest.layers[0].matrices[0].relative_output_error = Some(0.2);
+        manifest.layers[1].matrices[3].relative_output_error = Some(0.4);
+        assert!((mean_output_error(&manifest).unwrap() - 0.3).abs() < 1e-12);
+    }
+}
