@@ -42,7 +42,7 @@ impl ModelFiles for Checkpoint {
 pub(super) fn model(args: &ModelArgs, events: &dyn Events) -> Result<(PathBuf, Option<HubModel>)> {
     let given = args.model.as_deref().ok_or_else(|| {
         Failure::usage("--model is missing")
-            .hint("name a checkpoint folder or an id on the hub, like --model models/llama-2-7b; see prune --help")
+            .hint("name a checkpoint folder, like --model models/llama-2-7b; see prune --help")
     })?;
     if given.exists() {
         if let Some(revision) = &args.revision {
@@ -117,8 +117,8 @@ fn missing_folder(folder: &Path) -> Failure {
         "the model folder `{}` does not exist",
         folder.display()
     ))
+    .detail("neither is it an id on the hub, which is like meta-llama/Llama-2-7b-hf")
     .hint(
-        "--model wants a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json), or an id on the hub like \
-         meta-llama/Llama-2-7b-hf",
+        "--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
     )
 }

@@ -272,7 +272,7 @@ fn a_model_folder_that_does_not_exist_is_refused() {
         &["--model", "./models/llama"],
         1,
         "error: the model folder `./models/llama` does not exist",
-        "hint: --model wants a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json), or an id on the hub like meta-llama/Llama-2-7b-hf",
+        LAYOUT_HINT,
     );
 }
 
@@ -750,7 +750,7 @@ fn a_weight_that_is_no_number_is_named_by_layer_tensor_row_and_column() {
 #[test]
 fn an_unknown_dataset_is_refused() {
     let place = Place::new();
-    for dataset in ["ptb", "ptb:here"] {
+    for dataset in ["nowhere", "ptb:here"] {
         refuses_at_once(
             &place,
             &["--dataset", dataset],

@@ -153,7 +153,10 @@ impl Server {
     }
 
     fn serve(&self, mut stream: TcpStream, is_home: bool) -> std::io::Result<()> {
-        let request = read_request(&stream, is_home)?;
+        let Ok(request) = read_request(&stream, is_home) else {
+            // Not HTTP: https, say.
+            return stream.write_all(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n");
+        };
         let (fault, repos) = {
             let mut state = self.state.lock().expect("no thread panics with it");
             state.seen.push(request.clone());
