@@ -203,6 +203,7 @@ fn workload(place: &Place, dtype: StoredDtype) -> Workload {
         true,
         THREADS,
     )
+    .with_output_errors(&config, SAMPLES * SEQLEN)
 }
 
 #[test]
