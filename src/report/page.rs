@@ -202,7 +202,7 @@ fn summary(manifest: &Manifest) -> String {
     );
     let mut text = match manifest.sparsity {
         Some(sparsity) => format!(
-            "{} on {model}: {:.2} % of the weights in its decoder layers are zero.",
+            "{} on {model}: {:.2}\u{a0}% of the weights in its decoder layers are zero.",
             method_label(manifest),
             sparsity.ratio * 100.0
         ),

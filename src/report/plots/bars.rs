@@ -7,8 +7,8 @@ use super::canvas::{self, Anchor, HEADER, INK, SERIES, TEXT, WIDTH, letters, wri
 const ROW: u32 = 26;
 /// Room for names before the bars.
 const NAMES: i32 = 132;
-/// Room for numbers behind the longest bar.
-const NUMBERS: i32 = 128;
+/// Room for numbers behind the longest bar: `59 min 59 s · 100 %`.
+const NUMBERS: i32 = 152;
 
 /// One bar.
 #[derive(Debug, Clone, PartialEq)]
@@ -90,7 +90,7 @@ mod tests {
             .filter(|line| line.starts_with("<rect") && line.contains("#0072B2"))
             .filter_map(|line| line.split("width=\"").nth(1)?.split('"').next())
             .collect();
-        // 480 − 132 − 128 pixels for the longest.
-        assert_eq!(widths, ["220", "55", "1"], "{svg}");
+        // 480 − 132 − 152 pixels for the longest.
+        assert_eq!(widths, ["196", "49", "1"], "{svg}");
     }
 }

@@ -76,7 +76,7 @@ pub fn output_error(manifest: &Manifest) -> Result<Option<Figure>> {
         name: "output-error".into(),
         caption: "How far each pruned matrix's output is from the dense one's, on a few hundred calibration tokens: \
                   ‖Wx − W′x‖ / ‖Wx‖, 0 for no change. Darker is worse; the colours end at this run's largest error, rounded up. \
-                  A dash: not measured, since the matrix was left alone."
+                  An empty cell was not measured: the matrix was left alone."
             .into(),
         svg: grid.draw("Relative output error", "‖Wx − W′x‖ / ‖Wx‖ of each matrix", to, &ORANGES)?,
     }))
