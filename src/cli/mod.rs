@@ -44,16 +44,23 @@ pub struct Cli {
 
 const EXAMPLES: &str = "\
 Examples:
+  prune --model meta-llama/Llama-2-7b-hf --sparsity-ratio 0.6 --save out/7b
   prune --model llama-2-7b --sparsity-ratio 0.5 --dataset wikitext2:wiki/ \\
-        --eval-dataset wikitext2:wiki/ --eval both --save out/llama2-7b
+        --eval-dataset wikitext2:wiki/ --eval both --save out/7b-half
   prune --model llama-2-7b --prune-method magnitude --sparsity-type 2:4 \\
         --eval none --save out/2of4
-  prune eval --model out/llama2-7b/model --eval-dataset wikitext2:wiki/
-  prune inspect out/llama2-7b/model --against llama-2-7b
+  prune eval --model out/7b/model --eval-dataset wikitext2:wiki/
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 4 --max-perplexity missed, 130 interrupted.
-Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK; for the hub HF_TOKEN, HF_TOKEN_PATH, HF_HOME,
-  HF_HUB_CACHE, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.";
+Exit codes:
+  0 done, 1 failed, 2 wrong usage, 4 --max-perplexity missed, 130 interrupted
+
+Environment:
+  SLURM_CPUS_PER_TASK            threads, unless --threads says so
+  PRUNE_CACHE, XDG_CACHE_HOME    token ids and unpacked corpora
+  HF_TOKEN, HF_TOKEN_PATH        who asks the hub
+  HF_HOME, HF_HUB_CACHE          where its files are kept
+  HF_ENDPOINT, HF_HUB_OFFLINE    another hub, or none
+  HF_HUB_DOWNLOAD_TIMEOUT        seconds of silence before a retry";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -64,9 +71,11 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// Draw finished runs: pictures and one page
     Report(report::ReportArgs),
-    /// Print a completion script for a shell, like `prune completions bash > /etc/bash_completion.d/prune`
+    /// Print a completion script for a shell
+    #[command(after_help = shell::COMPLETIONS_EXAMPLES)]
     Completions(shell::CompletionsArgs),
-    /// Print the man page, like `prune man | man -l -`
+    /// Print the man page
+    #[command(after_help = shell::MAN_EXAMPLES)]
     Man,
     /// Write a random Llama of any shape, for tests, benches and scale runs
     #[command(hide = true)]
@@ -92,7 +101,7 @@ pub fn command() -> clap::Command {
     let version = env!("CARGO_PKG_VERSION");
     let features = kernel::cpu_features().join(" ");
     Cli::command().long_version(format!(
-        "{version}\ndevices: cpu (built without CUDA)\nproducts: {}\ncpu: {}",
+        "{version}\ndevices: cpu (built without CUDA)\nproducts: {}\ncpu: {}\n",
         kernel::KERNEL,
         if features.is_empty() {
             "no vector features"

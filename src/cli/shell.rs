@@ -6,6 +6,19 @@ use clap_complete::Shell;
 
 use super::console::Console;
 
+/// Shown below the flags.
+pub(super) const COMPLETIONS_EXAMPLES: &str = "\
+Examples:
+  prune completions bash > ~/.local/share/bash-completion/completions/prune
+  prune completions zsh > ~/.zfunc/_prune
+  prune completions fish > ~/.config/fish/completions/prune.fish";
+
+/// Shown below the flags.
+pub(super) const MAN_EXAMPLES: &str = "\
+Examples:
+  prune man | man -l -
+  prune man > ~/.local/share/man/man1/prune.1";
+
 /// Flags of `prune completions`.
 #[derive(Debug, Clone, Args)]
 pub struct CompletionsArgs {
