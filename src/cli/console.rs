@@ -140,6 +140,10 @@ impl Console {
     /// An error, after everything else.
     pub fn error(&self, text: &str) {
         self.clear();
+        let unfinished = self.state().unfinished.take();
+        if let Some(unfinished) = unfinished.filter(|_| self.level >= Level::Normal) {
+            self.state().print(self.form, "note", &unfinished);
+        }
         match self.form {
             Form::Json => print_line(&json!({"event": "error", "text": text}).to_string()),
             Form::Bars | Form::Plain => print_line(text),

@@ -118,12 +118,19 @@ impl RunFolder {
         Ok(())
     }
 
-    /// What a run that ends before its time leaves in the model folder, in words.
-    pub(super) fn unfinished(&self) -> Option<String> {
-        self.model.as_ref().map(|model| {
+    /// What a run that ends before its time leaves behind, in words.
+    pub(super) fn unfinished(&self, masks: Option<&Path>) -> Option<String> {
+        let masks = masks.and_then(Path::parent);
+        let mut folders: Vec<&Path> = self.model.as_deref().into_iter().chain(masks).collect();
+        folders.dedup();
+        let folders: Vec<String> = folders
+            .iter()
+            .map(|folder| format!("`{}`", folder.display()))
+            .collect();
+        (!folders.is_empty()).then(|| {
             format!(
-                "unfinished files stay in `{}` (*.partial); the same command replaces them",
-                model.display()
+                "unfinished files stay in {} (*.partial); the same command replaces them",
+                folders.join(" and ")
             )
         })
     }

@@ -330,6 +330,7 @@ impl Session {
             phases,
             memory: self.clock.samples(),
             output: None,
+            masks: None,
             warnings: Vec::new(),
         })
     }

@@ -53,6 +53,9 @@ pub struct Manifest {
     pub memory: Vec<MemorySample>,
     /// What was written and how it was verified; absent where nothing was.
     pub output: Option<OutputReport>,
+    /// The file of masks; absent without `--save-masks`.
+    #[serde(default)]
+    pub masks: Option<String>,
     /// Everything the user was warned of.
     pub warnings: Vec<String>,
 }

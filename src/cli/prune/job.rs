@@ -1,0 +1,168 @@
+//! A run that is settled and has not begun: everything that can be wrong was looked at, and nothing was written.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use super::PruneArgs;
+use super::texts::Texts;
+use crate::bytes::ByteSize;
+use crate::cli::args::EvalSides;
+use crate::cli::console::Console;
+use crate::cli::run_folder::RunFolder;
+use crate::cli::session::Session;
+use crate::failure::Failure;
+use crate::pipeline::{TargetPlan, Workload};
+use crate::pruning::{self, Needs, Pattern, PruningMethod};
+use crate::run::Events;
+use crate::runtime::{Rest, memory};
+
+/// What is going to happen.
+pub(super) struct Job<'a> {
+    pub(super) args: &'a PruneArgs,
+    pub(super) method: &'static dyn PruningMethod,
+    pub(super) session: Session,
+    pub(super) folder: RunFolder,
+    /// `--save-masks`.
+    pub(super) masks: Option<PathBuf>,
+    pub(super) targets: TargetPlan,
+    pub(super) texts: Texts,
+    pub(super) workload: Workload,
+    pub(super) rest: Rest,
+}
+
+impl<'a> Job<'a> {
+    /// Opens the checkpoint, resolves targets, folders and memory, and tokenises the texts.
+    ///
+    /// # Errors
+    /// Fails for everything that can be wrong with settings, checkpoint, texts and folders.
+    pub(super) fn settle(args: &'a PruneArgs, console: &Console) -> Result<Self> {
+        let method =
+            pruning::method(&args.sparsity.prune_method).context("the method is in the table")?;
+        if args.evaluation.max_perplexity.is_some() && args.eval == EvalSides::None {
+            return Err(Failure::usage(
+                "--max-perplexity needs a perplexity, and --eval none measures none",
+            )
+            .hint("use --eval pruned, or leave --max-perplexity out")
+            .into());
+        }
+        let session = Session::open(&args.model, &args.device, args.calibration.seqlen, console)?;
+        let folder = RunFolder::check(
+            &session.folder,
+            args.output.save.as_deref(),
+            args.output.save_model.as_deref(),
+            !args.output.no_save_model,
+            args.output.force,
+        )?;
+        let masks = args.output.save_masks.then(|| folder.masks()).transpose()?;
+        let targets = TargetPlan::resolve(&args.sparsity.selection()?, method, &session.config)?;
+        let texts = Texts::tokenise(args, &session, calibrates(method, &targets), console)?;
+        memory::release_freed();
+        session.clock.mark("02_model_loaded", console);
+        let workload = Workload::new(
+            &session.config,
+            session.dtype(),
+            session.seqlen,
+            &texts.streams(),
+            texts.windows.is_some(),
+            session.threads,
+        )
+        .with_output_errors(&session.config, texts.calibration_tokens());
+        let rest = session.settle_hidden_states(
+            &args.device,
+            &workload,
+            args.output.save.as_deref(),
+            console,
+        );
+        Ok(Self {
+            args,
+            method,
+            session,
+            folder,
+            masks,
+            targets,
+            texts,
+            workload,
+            rest,
+        })
+    }
+
+    /// Tells what was settled.
+    pub(super) fn announce(&self, console: &Console) {
+        let Self {
+            args,
+            session,
+            targets,
+            texts,
+            workload,
+            rest,
+            folder,
+            ..
+        } = self;
+        let config = &session.config;
+        console.line(&format!(
+            "model        {}: {} layers of {}, {}, {}",
+            session.folder.display(),
+            config.num_hidden_layers,
+            config.hidden_size,
+            session.dtype().name(),
+            session.checkpoint.total_bytes()
+        ));
+        let variant = if targets.use_variant { ", variant" } else { "" };
+        console.line(&format!(
+            "pruning      {} {:.4} {}{variant}",
+            args.sparsity.prune_method, targets.sparsity_ratio, targets.pattern
+        ));
+        for line in targets.describe() {
+            console.line(&format!("             {line}"));
+        }
+        if let Some(samples) = &texts.calibration {
+            console.line(&format!(
+                "calibration  {}: {} samples of {} tokens, seed {}",
+                args.calibration.dataset, samples.nsamples, samples.seqlen, args.calibration.seed
+            ));
+        }
+        if let Some(windows) = &texts.windows {
+            let sides: Vec<_> = args.eval.sides().iter().map(|side| side.name()).collect();
+            console.line(&format!(
+                "evaluation   {}: {} windows of {} tokens, {}",
+                args.evaluation.eval_dataset,
+                windows.windows,
+                windows.seqlen,
+                sides.join(" and ")
+            ));
+        }
+        let hidden = match rest {
+            _ if workload.hidden_states == ByteSize::ZERO => "none".to_string(),
+            Rest::Ram => format!("{} in RAM", workload.hidden_states),
+            Rest::Spill(folder) => format!("{} in `{}`", workload.hidden_states, folder.display()),
+        };
+        console.line(&format!(
+            "memory       layers {}, workspace {}, head {}, hidden states {hidden}; {} threads",
+            workload.layers, workload.workspace, workload.head, session.threads
+        ));
+        if !args.device.names_the_cpu() {
+            console.line(
+                "device       cpu; this build has no CUDA (--use-cpu says that this is meant)",
+            );
+        }
+        match &folder.model {
+            Some(model) => console.line(&format!("output       {}", model.display())),
+            None if folder.run.is_some() => console.line("output       no model (--no-save-model)"),
+            None => {
+                console.warn("nothing will be saved; name a run folder with --save".to_string())
+            }
+        }
+        if let Some(masks) = &self.masks {
+            console.line(&format!("masks        {}", masks.display()));
+        }
+    }
+}
+
+/// Whether any matrix is scored with statistics.
+fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
+    let prunes_nothing = targets.pattern == Pattern::Unstructured
+        && targets.sparsity_ratio == 0.0
+        && targets.uneven_ratios().is_none();
+    method.needs() != Needs::Nothing && !prunes_nothing
+}
