@@ -862,7 +862,7 @@ fn the_penn_treebank_needs_a_path() {
         ran.stderr
     );
     assert!(
-        ran.stderr.contains("--dataset data/ptb.train.txt"),
+        ran.stderr.contains("ptb:data/ptb.train.txt"),
         "{}",
         ran.stderr
     );
