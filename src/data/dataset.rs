@@ -1,6 +1,6 @@
 //! Which text a run reads: the value of `--dataset` and `--eval-dataset`, and the files it stands for.
 //!
-//! Three kinds of text are read. *Rows* (WikiText-2) are joined into one text; *documents* (C4, JSON lines, parquet) are
+//! Four kinds of text are read. *Rows* (WikiText-2) and *sentences* (PTB) are joined into one text; *documents* (C4, JSON lines, parquet) are
 //! drawn one by one; a *plain* file is one text as it stands. Nothing is downloaded here: a name without a path says which file
 //! of the hub it stands for ([`DatasetSpec::on_hub`]), and is told where that lies ([`DatasetSpec::downloaded_to`]). The names
 //! looked for are those of the published archives and of the hub's repositories.
@@ -16,7 +16,8 @@ use super::Role;
 use super::documents::Format;
 use crate::failure::Failure;
 
-/// The value of `--dataset` or `--eval-dataset`: `wikitext2:PATH`, `c4:PATH`, the bare names, or the path of a file.
+/// The value of `--dataset` or `--eval-dataset`: `wikitext2:PATH`, `c4:PATH`, `ptb:PATH`, the bare names
+/// of the first two, or the path of a file.
 ///
 /// Printing one gives back what was parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,20 +42,22 @@ pub struct HubFile {
 enum Name {
     Wikitext2,
     C4,
+    Ptb,
 }
 
 impl Name {
-    const ALL: [Self; 2] = [Self::Wikitext2, Self::C4];
+    const ALL: [Self; 3] = [Self::Wikitext2, Self::C4, Self::Ptb];
 
     fn as_str(self) -> &'static str {
         match self {
             Self::Wikitext2 => "wikitext2",
             Self::C4 => "c4",
+            Self::Ptb => "ptb",
         }
     }
 
-    /// The file that the reference reads for a role.
-    fn on_hub(self, role: Role) -> HubFile {
+    /// The file that the reference reads for a role; none of the Penn Treebank, which may not be passed on.
+    fn on_hub(self, role: Role) -> Option<HubFile> {
         let (repo, file) = match (self, role) {
             (Self::Wikitext2, Role::Calibration) => (
                 "Salesforce/wikitext",
@@ -68,15 +71,16 @@ impl Name {
             (Self::C4, Role::Evaluation) => {
                 ("allenai/c4", "en/c4-validation.00000-of-00008.json.gz")
             }
+            (Self::Ptb, _) => return None,
         };
-        HubFile { repo, file }
+        Some(HubFile { repo, file })
     }
 
     /// The split read for a role, by its published name: C4 has no test split.
     fn split(self, role: Role) -> &'static str {
         match (role, self) {
             (Role::Calibration, _) => "train",
-            (Role::Evaluation, Self::Wikitext2) => "test",
+            (Role::Evaluation, Self::Wikitext2 | Self::Ptb) => "test",
             (Role::Evaluation, Self::C4) => "validation",
         }
     }
@@ -106,6 +110,12 @@ impl FromStr for DatasetSpec {
                         downloaded: None,
                     });
                 }
+                None if rest.is_empty() && name == Name::Ptb => {
+                    return Err(Failure::usage(
+                        "the Penn Treebank (`ptb`) is not downloaded: its licence does not allow to pass it on",
+                    )
+                    .hint("name your own copy, like ptb:data/ptb.train.txt or the folder that holds it"));
+                }
                 None if rest.is_empty() => {
                     return Ok(Self {
                         name: Some(name),
@@ -116,10 +126,6 @@ impl FromStr for DatasetSpec {
                 // A file whose name only begins like a dataset's.
                 None => {}
             }
-        }
-        if text == PTB && !Path::new(text).exists() {
-            return Err(Failure::usage("the Penn Treebank (`ptb`) is not downloaded: its licence does not allow to pass it on")
-                .hint("name your own copy by its path, like --dataset data/ptb.train.txt"));
         }
         Ok(Self {
             name: None,
@@ -133,7 +139,7 @@ impl DatasetSpec {
     /// The file of the hub that is wanted for a role; `None` where a path was given.
     pub fn on_hub(&self, role: Role) -> Option<HubFile> {
         let name = self.name.filter(|_| self.path.is_none())?;
-        Some(name.on_hub(role))
+        name.on_hub(role)
     }
 
     /// The same dataset with the repository's files in `folder`. It is printed as before.
@@ -157,14 +163,13 @@ impl fmt::Display for DatasetSpec {
     }
 }
 
-/// The name of a dataset that needs a path.
-const PTB: &str = "ptb";
-
 /// Files found for a dataset, and how they are to be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Source {
     /// WikiText-2: raw files or parquet parts, in order.
     Rows(Vec<PathBuf>),
+    /// Penn Treebank: one file of a sentence per line.
+    Sentences(PathBuf),
     /// One file of documents.
     Documents(PathBuf, Format),
     /// One file, one text.
@@ -197,7 +202,9 @@ impl Source {
                 .map(|part| part.display().to_string())
                 .collect::<Vec<_>>()
                 .join(", "),
-            Self::Documents(path, _) | Self::Plain(path) => path.display().to_string(),
+            Self::Documents(path, _) | Self::Sentences(path) | Self::Plain(path) => {
+                path.display().to_string()
+            }
         }
     }
 }
@@ -220,6 +227,15 @@ pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
             Ok(Source::Rows(wikitext_split(&path, role)?))
         }
         Some(Name::Wikitext2) => wikitext_file(path, role),
+        Some(Name::Ptb) => {
+            let file = if metadata.is_dir() {
+                ptb_split(&path, role)?
+            } else {
+                path
+            };
+            refuse_unreadable_archives(&file)?;
+            Ok(Source::Sentences(file))
+        }
         Some(Name::C4) => {
             let file = if metadata.is_dir() {
                 c4_split(&path, role)?
@@ -351,6 +367,26 @@ fn c4_split(folder: &Path, role: Role) -> Result<PathBuf> {
     ))
     .hint(format!(
         "name the file: {} c4:PATH{}",
+        role.flag(),
+        role.or_not_at_all()
+    ))
+    .into())
+}
+
+/// The Penn Treebank's file of a split in a folder, by its published name.
+fn ptb_split(folder: &Path, role: Role) -> Result<PathBuf> {
+    let split = Name::Ptb.split(role);
+    let path = folder.join(format!("ptb.{split}.txt"));
+    if path.is_file() {
+        return Ok(path);
+    }
+    Err(Failure::new(format!(
+        "no {split} split of the Penn Treebank in `{}`",
+        folder.display()
+    ))
+    .detail(format!("looked for ptb.{split}.txt"))
+    .hint(format!(
+        "name the file: {} ptb:PATH{}",
         role.flag(),
         role.or_not_at_all()
     ))

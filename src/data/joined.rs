@@ -2,7 +2,7 @@
 //!
 //! The conventions are those that published perplexities rest on (SparseGPT's and Wanda's loaders over the hub's
 //! `wikitext-2-raw-v1` and `allenai/c4`): training rows are joined with one space, test rows with two newlines, and the
-//! first 1100 validation documents with one space; each joined text is one tokenizer call, so at most one
+//! first 1100 validation documents with one space, the Penn Treebank's sentences with one space in either role; each joined text is one tokenizer call, so at most one
 //! beginning-of-text token stands in it, at its start.
 
 use std::fs;
@@ -117,6 +117,21 @@ fn read(
                 format!("{} rows joined with {name}", joined.pieces),
             ))
         }
+        Source::Sentences(path) => {
+            let mut joined = Joiner {
+                text: String::new(),
+                separator: " ",
+                pieces: 0,
+            };
+            // As the hub's loader `ptb_text_only` has it: every line is a sentence, without the white space around it.
+            for line in read_text(path)?.lines() {
+                joined.push(line.trim_matches(is_white));
+            }
+            Ok((
+                joined.text,
+                format!("{} sentences joined with one space", joined.pieces),
+            ))
+        }
         Source::Documents(path, format) => {
             let mut documents = Documents::open(path, *format, cache, events)?;
             let mut joined = Joiner {
@@ -180,8 +195,12 @@ fn read_rows(path: &Path, joined: &mut Joiner) -> Result<()> {
 
 /// Whether `str.strip()` of Python leaves nothing: Unicode's white space and the four information separators.
 fn is_blank(line: &str) -> bool {
-    line.chars()
-        .all(|c| c.is_whitespace() || matches!(c, '\u{1c}'..='\u{1f}'))
+    line.chars().all(is_white)
+}
+
+/// What `str.strip()` of Python takes away.
+fn is_white(c: char) -> bool {
+    c.is_whitespace() || matches!(c, '\u{1c}'..='\u{1f}')
 }
 
 /// A whole file as text.
@@ -208,6 +227,20 @@ mod tests {
         read(source, role, &TextCache::disabled(), &Silent)
             .expect("read")
             .0
+    }
+
+    #[test]
+    fn sentences_lose_the_white_space_around_them_and_are_joined_with_one_space() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("ptb.test.txt");
+        // " ".join(line.strip() for line in file): the empty line counts.
+        fs::write(&path, " no it was n't \n\n but <unk> was \n").expect("write");
+        for role in [Role::Calibration, Role::Evaluation] {
+            assert_eq!(
+                text_of(&Source::Sentences(path.clone()), role),
+                "no it was n't  but <unk> was"
+            );
+        }
     }
 
     #[test]

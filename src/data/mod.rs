@@ -69,7 +69,7 @@ impl Role {
 /// Which ids were used and how they came about; goes into the run record, so that two runs can be compared.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TextProtocol {
-    /// "wikitext2", "c4", "text" (a plain file) or "documents".
+    /// "wikitext2", "c4", "ptb", "text" (a plain file) or "documents".
     pub dataset: String,
     /// The file read; several are separated by commas.
     pub path: String,
@@ -102,7 +102,7 @@ pub struct TextProtocol {
 pub fn check(spec: &DatasetSpec, role: Role) -> Result<()> {
     match dataset::locate(spec, role)? {
         Source::Documents(path, format) => documents::check(&path, format),
-        Source::Plain(path) => check_text(&path),
+        Source::Plain(path) | Source::Sentences(path) => check_text(&path),
         Source::Rows(parts) => parts.iter().try_for_each(|part| match Format::of(part)? {
             Format::Parquet => documents::check(part, Format::Parquet),
             _ => check_text(part),

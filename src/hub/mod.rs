@@ -8,6 +8,7 @@
 //! honoured the range, gives up on a lock after five seconds, retries refusals like 404, verifies no hash, and never times out.
 //! Ours stands in `http` and `transfer`, over the same HTTP client.
 
+mod append;
 mod cache;
 mod dataset;
 mod http;

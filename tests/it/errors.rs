@@ -750,7 +750,7 @@ fn a_weight_that_is_no_number_is_named_by_layer_tensor_row_and_column() {
 #[test]
 fn an_unknown_dataset_is_refused() {
     let place = Place::new();
-    for dataset in ["nowhere", "ptb:here"] {
+    for dataset in ["imdb", "imdb:here"] {
         refuses_at_once(
             &place,
             &["--dataset", dataset],

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::Stdio;
 
 use prune::demo::RandomCheckpoint;
@@ -11,6 +12,40 @@ use serde_json::Value;
 use crate::cli::{Place, TEXTS};
 
 const HALF: [&str; 4] = ["--model", "m", "--sparsity-ratio", "0.5"];
+
+/// The table without what the machine decides: times, peaks, kernel, threads, the perplexities' digits.
+fn settled(table: &str) -> String {
+    let rows = table.lines().filter(|row| !row.starts_with("  "));
+    let rows = rows.map(|row| {
+        let name = row.split("  ").next().unwrap_or(row);
+        match row.split_once(" over windows ") {
+            Some((_, protocol)) => format!("{name}: … over windows {protocol}\n"),
+            None if ["time", "peak memory", "arithmetic"].contains(&name) => format!("{name}: …\n"),
+            None => format!("{row}\n"),
+        }
+    });
+    rows.collect()
+}
+
+#[test]
+fn the_final_table_is_what_the_snapshot_shows() {
+    let place = Place::new();
+    let ran = place.prune(&[&HALF[..], &["--save", "out", "--eval", "both", "--use-cpu"]].concat());
+    assert!(
+        ran.stdout.contains("  calibrate "),
+        "phases: {}",
+        ran.stdout
+    );
+    let found = settled(&ran.stdout);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/snapshots/table.txt");
+    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
+        fs::write(&path, &found).expect("snapshots can be written");
+    }
+    assert_eq!(
+        found,
+        fs::read_to_string(&path).expect("the snapshot is there")
+    );
+}
 
 #[test]
 fn quiet_leaves_the_result_only() {

@@ -18,12 +18,28 @@ fn datasets_are_read_and_printed_alike() {
     ] {
         assert_eq!(spec(text).to_string(), text);
     }
-    for text in ["", "wikitext2:", "c4:"] {
+    for text in ["", "wikitext2:", "c4:", "ptb", "ptb:"] {
         assert!(
             text.parse::<DatasetSpec>()
                 .is_err_and(|failure| failure.is_usage)
         );
     }
+}
+
+#[test]
+fn the_penn_treebank_is_a_file_or_the_folder_of_its_splits() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let root = folder.path().display();
+    let dataset = spec(&format!("ptb:{root}"));
+    fs::write(folder.path().join("ptb.train.txt"), " a b \n").expect("write");
+    check(&dataset, Role::Calibration).expect("the train split");
+    let error = message(check(&dataset, Role::Evaluation));
+    assert!(
+        error.contains("no test split of the Penn Treebank") && error.contains("ptb.test.txt"),
+        "{error}"
+    );
+    let file = spec(&format!("ptb:{root}/ptb.train.txt"));
+    check(&file, Role::Evaluation).expect("a file is taken as it was named");
 }
 
 #[test]
