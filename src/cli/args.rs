@@ -85,7 +85,8 @@ pub struct EvaluationArgs {
     /// Evaluation text: NAME:PATH or a path
     ///
     /// `wikitext2:PATH` (raw text, parquet, or a folder holding the test split; rows joined with two newlines), `c4:SHARD.json.gz`
-    /// (the first 1100 documents), or a path: plain text as it stands, .jsonl, .gz or .parquet of documents.
+    /// (the first 1100 documents), `demo` (stories inside the program), or a path: plain text as it stands, .jsonl, .gz or
+    /// .parquet of documents.
     #[arg(long, value_name = "NAME[:PATH]", default_value = "wikitext2")]
     pub eval_dataset: DatasetSpec,
 
@@ -147,7 +148,8 @@ pub(super) struct CalibrationArgs {
     /// Calibration text: NAME:PATH or a path
     ///
     /// `wikitext2:PATH` (raw text, parquet, or a folder holding the train split; rows joined with a space), `c4:SHARD.json.gz`
-    /// (documents longer than a sample), or a path: plain text as it stands, .jsonl, .gz or .parquet of documents.
+    /// (documents longer than a sample), `demo` (stories inside the program), or a path: plain text as it stands, .jsonl, .gz
+    /// or .parquet of documents.
     #[arg(long, value_name = "NAME[:PATH]", default_value = "wikitext2")]
     pub(super) dataset: DatasetSpec,
 

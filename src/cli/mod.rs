@@ -4,6 +4,7 @@
 
 pub mod args;
 pub mod console;
+pub mod demo;
 pub mod eval;
 pub mod make_checkpoint;
 pub mod prune;
@@ -45,6 +46,8 @@ Environment: PRUNE_CACHE, XDG_CACHE_HOME, SLURM_CPUS_PER_TASK.";
 enum Command {
     /// Measure the perplexity of a checkpoint, layer by layer
     Eval(eval::EvalArgs),
+    /// Prune a small model that is inside the program, and see what becomes of it
+    Demo(demo::DemoArgs),
     /// Write a random Llama of any shape, for tests, benches and scale runs
     #[command(hide = true)]
     MakeCheckpoint(make_checkpoint::MakeCheckpointArgs),
@@ -68,6 +71,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let result = match &cli.command {
         None => prune::command(&cli.prune, arguments),
         Some(Command::Eval(args)) => eval::command(args, arguments),
+        Some(Command::Demo(args)) => demo::command(args),
         Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),
     };
     match result {

@@ -1,7 +1,7 @@
 //! Which text a run reads: the value of `--dataset` and `--eval-dataset`, and the files it stands for.
 //!
 //! Three kinds of text are read. *Rows* (WikiText-2) are joined into one text; *documents* (C4, JSON lines, parquet) are
-//! drawn one by one; a *plain* file is one text as it stands. Nothing is downloaded: where the text is missing, the failure
+//! drawn one by one; a *plain* file is one text as it stands. A fourth needs no file: the *stories* of `demo`. Nothing is downloaded: where the text is missing, the failure
 //! says what to type. The names looked for are those of the published archives and of the hub's repositories.
 
 use std::fmt;
@@ -13,9 +13,10 @@ use anyhow::Result;
 
 use super::Role;
 use super::documents::Format;
+use super::stories::Part;
 use crate::failure::Failure;
 
-/// The value of `--dataset` or `--eval-dataset`: `wikitext2:PATH`, `c4:PATH`, the bare names, or the path of a file.
+/// The value of `--dataset` or `--eval-dataset`: `wikitext2:PATH`, `c4:PATH`, the bare names, `demo`, or the path of a file.
 ///
 /// Printing one gives back what was parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,23 +30,26 @@ pub struct DatasetSpec {
 enum Name {
     Wikitext2,
     C4,
+    Demo,
 }
 
 impl Name {
-    const ALL: [Self; 2] = [Self::Wikitext2, Self::C4];
+    const ALL: [Self; 3] = [Self::Wikitext2, Self::C4, Self::Demo];
 
     fn as_str(self) -> &'static str {
         match self {
             Self::Wikitext2 => "wikitext2",
             Self::C4 => "c4",
+            Self::Demo => "demo",
         }
     }
 
-    /// The split read for a role, by its published name: C4 has no test split.
+    /// The split read for a role, by its published name: C4 has no test split, the demo text one of its own to calibrate.
     fn split(self, role: Role) -> &'static str {
         match (role, self) {
+            (Role::Calibration, Self::Demo) => "calibration",
             (Role::Calibration, _) => "train",
-            (Role::Evaluation, Self::Wikitext2) => "test",
+            (Role::Evaluation, Self::Wikitext2 | Self::Demo) => "test",
             (Role::Evaluation, Self::C4) => "validation",
         }
     }
@@ -57,7 +61,7 @@ impl FromStr for DatasetSpec {
     fn from_str(text: &str) -> Result<Self, Failure> {
         let empty = |what: &str| {
             Failure::usage(what)
-                .hint("write it like wikitext2:PATH, c4:PATH or the path of a text file")
+                .hint("write it like wikitext2:PATH, c4:PATH, demo or the path of a text file")
         };
         if text.is_empty() {
             return Err(empty("the dataset is empty"));
@@ -67,6 +71,12 @@ impl FromStr for DatasetSpec {
                 continue;
             };
             match rest.strip_prefix(':') {
+                Some(_) if name == Name::Demo => {
+                    return Err(Failure::usage(format!(
+                        "`{text}` names a path, but the demo text is part of the program"
+                    ))
+                    .hint("write it without the colon: demo"));
+                }
                 Some("") => return Err(empty(&format!("`{text}` has no path after the colon"))),
                 Some(path) => {
                     return Ok(Self {
@@ -111,6 +121,8 @@ pub(super) enum Source {
     Documents(PathBuf, Format),
     /// One file, one text.
     Plain(PathBuf),
+    /// The stories the program tells itself.
+    Stories(Part),
 }
 
 impl Source {
@@ -140,6 +152,7 @@ impl Source {
                 .collect::<Vec<_>>()
                 .join(", "),
             Self::Documents(path, _) | Self::Plain(path) => path.display().to_string(),
+            Self::Stories(_) => "built in".to_owned(),
         }
     }
 }
@@ -150,6 +163,9 @@ impl Source {
 ///
 /// Fails when no path was given, nothing is there, several files would do, or the file is of a kind we do not read.
 pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
+    if spec.name == Some(Name::Demo) {
+        return Ok(stories(role));
+    }
     let Some(path) = &spec.path else {
         return Err(no_local_text(spec, role).into());
     };
@@ -172,6 +188,7 @@ pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
             let format = Format::of(&file)?;
             Ok(Source::Documents(file, format))
         }
+        Some(Name::Demo) => Ok(stories(role)),
         None if metadata.is_dir() => Err(Failure::new(format!(
             "`{}` is a folder, not a text",
             path.display()
@@ -195,6 +212,14 @@ pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
             Ok(Source::Plain(path))
         }
     }
+}
+
+/// The part of the stories for a role.
+fn stories(role: Role) -> Source {
+    Source::Stories(match role {
+        Role::Calibration => Part::Calibration,
+        Role::Evaluation => Part::Test,
+    })
 }
 
 /// A file given as WikiText-2: raw text or parquet.

@@ -2,7 +2,7 @@
 //!
 //! The room's promise is sameness: the same text, tokenizer and seed give the ids that the Python reference (locuslab/wanda
 //! over Hugging Face `datasets`) gives, and a [`TextProtocol`] records enough to prove it. Texts are read from local files
-//! only. [`check`] is called before any work starts, [`calibration()`] and [`evaluation()`] when the ids are needed.
+//! only, or told by [`stories`]. [`check`] is called before any work starts, [`calibration()`] and [`evaluation()`] when the ids are needed.
 
 mod cache;
 mod calibration;
@@ -14,6 +14,7 @@ mod joined;
 mod line_index;
 mod parquet_text;
 mod python_random;
+pub mod stories;
 mod tokenizer;
 
 #[cfg(test)]
@@ -69,9 +70,9 @@ impl Role {
 /// Which ids were used and how they came about; goes into the run record, so that two runs can be compared.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TextProtocol {
-    /// "wikitext2", "c4", "text" (a plain file) or "documents".
+    /// "wikitext2", "c4", "demo", "text" (a plain file) or "documents".
     pub dataset: String,
-    /// The file read; several are separated by commas.
+    /// The file read; several are separated by commas; "built in" for the demo text.
     pub path: String,
     /// How the text was put together and cut, in words.
     pub convention: String,
@@ -103,6 +104,7 @@ pub fn check(spec: &DatasetSpec, role: Role) -> Result<()> {
     match dataset::locate(spec, role)? {
         Source::Documents(path, format) => documents::check(&path, format),
         Source::Plain(path) => check_text(&path),
+        Source::Stories(_) => Ok(()),
         Source::Rows(parts) => parts.iter().try_for_each(|part| match Format::of(part)? {
             Format::Parquet => documents::check(part, Format::Parquet),
             _ => check_text(part),

@@ -53,6 +53,18 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         ],
     ),
     (
+        "generation",
+        &[
+            "run",
+            "linalg",
+            "checkpoint",
+            "data",
+            "placement",
+            "model",
+            "runtime",
+        ],
+    ),
+    (
         "demo",
         &[
             "run",
@@ -78,6 +90,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "runtime",
             "pipeline",
             "eval",
+            "generation",
             "demo",
             "report",
         ],
