@@ -35,12 +35,12 @@ use twin::{Twin, Weights};
 
 const VOCAB_SIZE: usize = 1024;
 /// Tokens per training sequence, and the model's context.
-const SEQLEN: usize = 256;
+const SEQLEN: usize = 128;
 /// Sequences per step.
 const BATCH: usize = 8;
 /// Parts a batch is cut into, one thread each.
 const THREADS: usize = 2;
-const STEPS: usize = 2400;
+const STEPS: usize = 1500;
 const WARMUP: usize = 100;
 const LEARNING_RATE: f64 = 3e-3;
 /// The learning rate ends at this share of its peak.
@@ -115,7 +115,7 @@ fn main() -> Result<()> {
         optimizer.set_learning_rate(learning_rate(step, steps));
         optimizer.step(&gradients)?;
         losses.push(loss);
-        if (step + 1) % 50 == 0 || step + 1 == steps {
+        if (step + 1) % 25 == 0 || step + 1 == steps {
             let mean = losses.iter().sum::<f64>() / losses.len() as f64;
             println!(
                 "step {:5}: loss {mean:.4}, {:.0} s",

@@ -7,7 +7,7 @@
 //! logits = norm(x)·embeddingᵀ
 //! ```
 //!
-//! A test holds its logits to those of the program (`tests/it/demo_twin.rs`).
+//! A test holds its logits to those of the program (`tests/it/demo.rs`).
 
 use std::collections::BTreeMap;
 

@@ -6,6 +6,7 @@
 )]
 
 mod cli;
+mod demo;
 mod determinism;
 mod errors;
 mod golden;
