@@ -1,10 +1,11 @@
 //! Trains the model of `prune demo` on the program's own stories: tokenizer, weights and configuration go into a folder.
 //!
 //! ```text
-//! cargo run --release --example train_demo -- OUT [STEPS]
+//! CANDLE_NUM_THREADS=1 RAYON_NUM_THREADS=1 cargo run --release --example train_demo -- OUT [STEPS]
 //! cargo run --release -- eval --model OUT --eval-dataset demo
 //! ```
 //!
+//! Two threads each take half of every batch; candle's own threads inside an operator would only wait for one another.
 //! The files of `src/demo/assets` were made this way; docs/demo.md says how long it took and what came out. The seed is
 //! fixed and so is the order of every sum: each batch is cut into [`THREADS`] parts whatever the machine has, and the
 //! gradients of the parts are added in their order.

@@ -1,5 +1,6 @@
 //! The words of the stories, and the facts that tie them together: what an animal eats, what a dish is made of, what
-//! each kind of weather asks for. A model has to keep these facts in its weights, and pruning loses them.
+//! each kind of weather asks for. A model has to keep these facts in its weights, and pruning loses them. Tables are one
+//! row a line.
 
 /// A child: the name, and the pronouns that go with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,35 +32,13 @@ const fn boy(name: &'static str) -> Child {
     }
 }
 
+#[rustfmt::skip]
 pub(super) const CHILDREN: &[Child] = &[
-    girl("Mia"),
-    boy("Ben"),
-    girl("Lucy"),
-    boy("Tom"),
-    girl("Anna"),
-    boy("Sam"),
-    girl("Rosa"),
-    boy("Max"),
-    girl("Ella"),
-    boy("Leo"),
-    girl("Nina"),
-    boy("Jack"),
-    girl("Clara"),
-    boy("Finn"),
-    girl("Ivy"),
-    boy("Oscar"),
-    girl("Maya"),
-    boy("Hugo"),
-    girl("Zoe"),
-    boy("Paul"),
-    girl("Emma"),
-    boy("Noah"),
-    girl("Sofia"),
-    boy("Peter"),
-    girl("Nora"),
-    boy("Adam"),
-    girl("Julia"),
-    boy("Felix"),
+    girl("Mia"), boy("Ben"), girl("Lucy"), boy("Tom"), girl("Anna"), boy("Sam"),
+    girl("Rosa"), boy("Max"), girl("Ella"), boy("Leo"), girl("Nina"), boy("Jack"),
+    girl("Clara"), boy("Finn"), girl("Ivy"), boy("Oscar"), girl("Maya"), boy("Hugo"),
+    girl("Zoe"), boy("Paul"), girl("Emma"), boy("Noah"), girl("Sofia"), boy("Peter"),
+    girl("Nora"), boy("Adam"), girl("Julia"), boy("Felix"),
 ];
 
 /// An animal and what is true of it.
@@ -95,167 +74,28 @@ const fn animal(
     }
 }
 
+#[rustfmt::skip]
 pub(super) const ANIMALS: &[Animal] = &[
-    animal(
-        "a dog",
-        "dog",
-        "a bone",
-        "in a wooden house",
-        "wagged its tail",
-        "ran",
-    ),
-    animal(
-        "a cat",
-        "cat",
-        "some fish",
-        "on a soft pillow",
-        "purred",
-        "crept",
-    ),
-    animal(
-        "a rabbit",
-        "rabbit",
-        "a carrot",
-        "under the hill",
-        "wiggled its nose",
-        "hopped",
-    ),
-    animal(
-        "a bird",
-        "bird",
-        "some seeds",
-        "in a nest",
-        "sang a song",
-        "flew",
-    ),
-    animal(
-        "a duck",
-        "duck",
-        "some bread",
-        "by the pond",
-        "quacked",
-        "waddled",
-    ),
-    animal(
-        "a mouse",
-        "mouse",
-        "some cheese",
-        "behind the wall",
-        "squeaked",
-        "ran",
-    ),
-    animal(
-        "a horse",
-        "horse",
-        "an apple",
-        "in the stable",
-        "shook its head",
-        "trotted",
-    ),
-    animal(
-        "a frog",
-        "frog",
-        "a fly",
-        "in the reeds",
-        "croaked",
-        "jumped",
-    ),
-    animal(
-        "a bear",
-        "bear",
-        "some honey",
-        "in a cave",
-        "clapped its paws",
-        "walked",
-    ),
-    animal(
-        "an owl",
-        "owl",
-        "a beetle",
-        "in an old oak",
-        "hooted",
-        "flew",
-    ),
-    animal(
-        "a goat",
-        "goat",
-        "some grass",
-        "on the mountain",
-        "stamped its feet",
-        "jumped",
-    ),
-    animal(
-        "a squirrel",
-        "squirrel",
-        "a nut",
-        "in a hollow tree",
-        "flicked its tail",
-        "climbed",
-    ),
-    animal(
-        "a hen",
-        "hen",
-        "some corn",
-        "in the barn",
-        "clucked",
-        "walked",
-    ),
-    animal(
-        "a monkey",
-        "monkey",
-        "a banana",
-        "in the tall trees",
-        "danced",
-        "climbed",
-    ),
-    animal(
-        "a turtle",
-        "turtle",
-        "a leaf",
-        "near the river",
-        "nodded slowly",
-        "crawled",
-    ),
-    animal(
-        "a sheep",
-        "sheep",
-        "some hay",
-        "on the green meadow",
-        "lifted its head",
-        "walked",
-    ),
-    animal(
-        "a pig",
-        "pig",
-        "some turnips",
-        "in the mud",
-        "grunted",
-        "trotted",
-    ),
-    animal(
-        "a hedgehog",
-        "hedgehog",
-        "a worm",
-        "under a pile of wood",
-        "rolled into a ball",
-        "crawled",
-    ),
-    animal(
-        "a swan",
-        "swan",
-        "some reeds",
-        "on the quiet lake",
-        "spread its wings",
-        "swam",
-    ),
-    animal(
-        "a fox",
-        "fox",
-        "some berries",
-        "in a den",
-        "rolled on the ground",
-        "crept",
-    ),
+    animal("a dog", "dog", "a bone", "in a wooden house", "wagged its tail", "ran"),
+    animal("a cat", "cat", "some fish", "on a soft pillow", "purred", "crept"),
+    animal("a rabbit", "rabbit", "a carrot", "under the hill", "wiggled its nose", "hopped"),
+    animal("a bird", "bird", "some seeds", "in a nest", "sang a song", "flew"),
+    animal("a duck", "duck", "some bread", "by the pond", "quacked", "waddled"),
+    animal("a mouse", "mouse", "some cheese", "behind the wall", "squeaked", "ran"),
+    animal("a horse", "horse", "an apple", "in the stable", "shook its head", "trotted"),
+    animal("a frog", "frog", "a fly", "in the reeds", "croaked", "jumped"),
+    animal("a bear", "bear", "some honey", "in a cave", "clapped its paws", "walked"),
+    animal("an owl", "owl", "a beetle", "in an old oak", "hooted", "flew"),
+    animal("a goat", "goat", "some grass", "on the mountain", "stamped its feet", "jumped"),
+    animal("a squirrel", "squirrel", "a nut", "in a hollow tree", "flicked its tail", "climbed"),
+    animal("a hen", "hen", "some corn", "in the barn", "clucked", "walked"),
+    animal("a monkey", "monkey", "a banana", "in the tall trees", "danced", "climbed"),
+    animal("a turtle", "turtle", "a leaf", "near the river", "nodded slowly", "crawled"),
+    animal("a sheep", "sheep", "some hay", "on the green meadow", "lifted its head", "walked"),
+    animal("a pig", "pig", "some turnips", "in the mud", "grunted", "trotted"),
+    animal("a hedgehog", "hedgehog", "a worm", "under a pile of wood", "rolled into a ball", "crawled"),
+    animal("a swan", "swan", "some reeds", "on the quiet lake", "spread its wings", "swam"),
+    animal("a fox", "fox", "some berries", "in a den", "rolled on the ground", "crept"),
 ];
 
 /// A dish: what it is, and the three things it is made of.
@@ -283,6 +123,7 @@ const fn dish(
     }
 }
 
+#[rustfmt::skip]
 pub(super) const DISHES: &[Dish] = &[
     dish("cake", ["flour", "eggs", "sugar"], "baked", "sweet"),
     dish("soup", ["potatoes", "onions", "salt"], "cooked", "warm"),
@@ -291,12 +132,7 @@ pub(super) const DISHES: &[Dish] = &[
     dish("pie", ["apples", "butter", "cinnamon"], "baked", "sweet"),
     dish("pancakes", ["milk", "eggs", "honey"], "fried", "soft"),
     dish("lemonade", ["lemons", "water", "ice"], "mixed", "sour"),
-    dish(
-        "jam",
-        ["strawberries", "sugar", "lemons"],
-        "cooked",
-        "sweet",
-    ),
+    dish("jam", ["strawberries", "sugar", "lemons"], "cooked", "sweet"),
     dish("pudding", ["milk", "vanilla", "sugar"], "cooked", "soft"),
     dish("porridge", ["oats", "milk", "raisins"], "cooked", "warm"),
     dish("pizza", ["flour", "cheese", "tomatoes"], "baked", "spicy"),
@@ -329,55 +165,16 @@ const fn weather(
     }
 }
 
+#[rustfmt::skip]
 pub(super) const WEATHERS: &[Weather] = &[
-    weather(
-        "sunny",
-        "The sun was bright and warm.",
-        "a hat",
-        "play ball",
-    ),
-    weather(
-        "rainy",
-        "The rain fell on the roof.",
-        "an umbrella",
-        "jump in the puddles",
-    ),
-    weather(
-        "windy",
-        "The wind blew through the trees.",
-        "a scarf",
-        "fly a kite",
-    ),
-    weather(
-        "snowy",
-        "The snow was white and deep.",
-        "warm boots",
-        "build a snowman",
-    ),
-    weather(
-        "foggy",
-        "The fog was thick and gray.",
-        "a lamp",
-        "look for the path",
-    ),
-    weather(
-        "hot",
-        "The air was hot and still.",
-        "some water",
-        "swim in the river",
-    ),
-    weather(
-        "frosty",
-        "There was ice on the windows.",
-        "thick gloves",
-        "skate on the ice",
-    ),
-    weather(
-        "cloudy",
-        "The clouds hung low in the sky.",
-        "a coat",
-        "ride a bike",
-    ),
+    weather("sunny", "The sun was bright and warm.", "a hat", "play ball"),
+    weather("rainy", "The rain fell on the roof.", "an umbrella", "jump in the puddles"),
+    weather("windy", "The wind blew through the trees.", "a scarf", "fly a kite"),
+    weather("snowy", "The snow was white and deep.", "warm boots", "build a snowman"),
+    weather("foggy", "The fog was thick and gray.", "a lamp", "look for the path"),
+    weather("hot", "The air was hot and still.", "some water", "swim in the river"),
+    weather("frosty", "There was ice on the windows.", "thick gloves", "skate on the ice"),
+    weather("cloudy", "The clouds hung low in the sky.", "a coat", "ride a bike"),
 ];
 
 /// A place: with its preposition, alone, and three spots where things can lie.
@@ -394,85 +191,22 @@ const fn place(to: &'static str, the: &'static str, spots: [&'static str; 3]) ->
     Place { to, the, spots }
 }
 
+#[rustfmt::skip]
 pub(super) const PLACES: &[Place] = &[
-    place(
-        "to the park",
-        "the park",
-        ["under the bench", "behind the swing", "near the fountain"],
-    ),
-    place(
-        "to the garden",
-        "the garden",
-        ["between the roses", "under the bush", "beside the fence"],
-    ),
-    place(
-        "to the forest",
-        "the forest",
-        [
-            "behind a big rock",
-            "under the leaves",
-            "inside a hollow log",
-        ],
-    ),
-    place(
-        "to the beach",
-        "the beach",
-        ["in the sand", "under a shell", "behind the boat"],
-    ),
-    place(
-        "to the farm",
-        "the farm",
-        ["in the hay", "behind the barn", "next to the tractor"],
-    ),
-    place(
-        "to school",
-        "the school",
-        ["under the desk", "on the shelf", "behind the door"],
-    ),
-    place(
-        "to the market",
-        "the market",
-        ["under the table", "beside the flowers", "in a basket"],
-    ),
-    place(
-        "to the lake",
-        "the lake",
-        ["on the dock", "in the tall grass", "beside the bridge"],
-    ),
-    place(
-        "to the library",
-        "the library",
-        ["between two books", "under the lamp", "on the stairs"],
-    ),
-    place(
-        "to the castle",
-        "the castle",
-        ["behind the tower", "under the gate", "on the wall"],
-    ),
-    place(
-        "to the station",
-        "the station",
-        ["beside the clock", "under the train", "on the platform"],
-    ),
-    place(
-        "to the mill",
-        "the mill",
-        ["behind the wheel", "among the sacks", "near the stream"],
-    ),
-    place(
-        "to the harbor",
-        "the harbor",
-        ["under a net", "behind the ship", "beside the anchor"],
-    ),
-    place(
-        "to the hill",
-        "the hill",
-        [
-            "behind the windmill",
-            "under the old tree",
-            "next to the well",
-        ],
-    ),
+    place("to the park", "the park", ["under the bench", "behind the swing", "near the fountain"]),
+    place("to the garden", "the garden", ["between the roses", "under the bush", "beside the fence"]),
+    place("to the forest", "the forest", ["behind a big rock", "under the leaves", "inside a hollow log"]),
+    place("to the beach", "the beach", ["in the sand", "under a shell", "behind the boat"]),
+    place("to the farm", "the farm", ["in the hay", "behind the barn", "next to the tractor"]),
+    place("to school", "the school", ["under the desk", "on the shelf", "behind the door"]),
+    place("to the market", "the market", ["under the table", "beside the flowers", "in a basket"]),
+    place("to the lake", "the lake", ["on the dock", "in the tall grass", "beside the bridge"]),
+    place("to the library", "the library", ["between two books", "under the lamp", "on the stairs"]),
+    place("to the castle", "the castle", ["behind the tower", "under the gate", "on the wall"]),
+    place("to the station", "the station", ["beside the clock", "under the train", "on the platform"]),
+    place("to the mill", "the mill", ["behind the wheel", "among the sacks", "near the stream"]),
+    place("to the harbor", "the harbor", ["under a net", "behind the ship", "beside the anchor"]),
+    place("to the hill", "the hill", ["behind the windmill", "under the old tree", "next to the well"]),
 ];
 
 pub(super) const COLORS: &[&str] = &[
@@ -516,30 +250,16 @@ pub(super) const RELATIVES: &[&str] = &[
 ];
 
 /// Jobs: who, where this person works, with what, doing what.
+#[rustfmt::skip]
 pub(super) const JOBS: &[(&str, &str, &str, &str)] = &[
-    (
-        "baker",
-        "the bakery",
-        "a rolling pin",
-        "makes bread for everyone",
-    ),
+    ("baker", "the bakery", "a rolling pin", "makes bread for everyone"),
     ("farmer", "the field", "a plow", "grows the wheat"),
     ("doctor", "the hospital", "a small bag", "helps sick people"),
-    (
-        "teacher",
-        "the classroom",
-        "a piece of chalk",
-        "teaches children to read",
-    ),
+    ("teacher", "the classroom", "a piece of chalk", "teaches children to read"),
     ("fisherman", "the harbor", "a net", "catches fish at dawn"),
     ("painter", "the studio", "a brush", "paints the walls"),
     ("tailor", "the shop", "a needle", "sews shirts and coats"),
-    (
-        "carpenter",
-        "the workshop",
-        "a hammer",
-        "builds tables and chairs",
-    ),
+    ("carpenter", "the workshop", "a hammer", "builds tables and chairs"),
 ];
 
 pub(super) const SIZES: &[&str] = &["little", "big", "small", "tiny", "huge", "round"];
