@@ -90,7 +90,7 @@ pub fn command(args: &DemoArgs) -> Result<()> {
     let table = execute(args, &console)?;
     console.line("");
     console.result(&table.text());
-    console.line(&format!("\n{}", explanation(args, &table)));
+    console.line(&format!("\n{}", explanation(args)));
     console.line(&format!("({:.0} s)", started.elapsed().as_secs_f64()));
     Ok(())
 }
@@ -132,7 +132,7 @@ fn prune_all(args: &DemoArgs, root: &Path, console: &Console) -> Result<DemoTabl
                 name: "dense".to_owned(),
                 sparsity: 0.0,
                 perplexity: report.perplexity,
-                sentence: sentence(&dense)?,
+                continuation: sentence(&dense)?,
             });
         }
         let report = manifest.perplexity.pruned;
@@ -140,7 +140,7 @@ fn prune_all(args: &DemoArgs, root: &Path, console: &Console) -> Result<DemoTabl
             name: run.name.to_owned(),
             sparsity: manifest.sparsity.map_or(0.0, |sparsity| sparsity.ratio),
             perplexity: report.map_or(f64::NAN, |report| report.perplexity),
-            sentence: sentence(&root.join(run.folder).join("model"))?,
+            continuation: sentence(&root.join(run.folder).join("model"))?,
         });
         console.line(&format!(
             "  {}/{} {:<16}{:.1} s",
@@ -201,7 +201,7 @@ fn sentence(folder: &Path) -> Result<String> {
 }
 
 /// What the table says, and what to type next.
-fn explanation(args: &DemoArgs, table: &DemoTable) -> String {
+fn explanation(args: &DemoArgs) -> String {
     let kept = match &args.save {
         Some(save) => {
             let save = save.display();
@@ -217,11 +217,9 @@ fn explanation(args: &DemoArgs, table: &DemoTable) -> String {
     };
     format!(
         "Perplexity says how many tokens the model hesitates between; less is better.\n\
-         The sentences begin with \"{}\".\n\
          Magnitude drops the smallest weights, Wanda those that matter least to the\n\
          activations they meet. Zeros alone change neither the size of the files nor\n\
-         the speed of inference.\n{kept}",
-        table.prompt
+         the speed of inference.\n{kept}"
     )
 }
 

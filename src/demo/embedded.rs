@@ -8,8 +8,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-/// A beginning that the model goes on with, in the manner of its stories.
-pub const PROMPT: &str = "Once upon a time, Lucy had a red kite. Her grandmother";
+/// A beginning that asks for a fact the model has learnt: a fox lives in a den and eats some berries.
+pub const PROMPT: &str = "One sunny morning, Mia went to the forest. Everyone knows that a fox";
 
 /// Names and contents; `config.json` last, because a folder without it is no model.
 const FILES: [(&str, &[u8]); 5] = [

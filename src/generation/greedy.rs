@@ -79,8 +79,8 @@ impl SmallModel {
         Ok(ids)
     }
 
-    /// Goes on after `prompt` to the end of its sentence, or of the line: `.`, `!`, `?` or a newline. Returns prompt and
-    /// continuation.
+    /// Goes on after `prompt` to the end of its sentence, or of the line: `.`, `!`, `?` or a newline. Returns what was
+    /// added.
     ///
     /// # Errors
     /// Fails as [`SmallModel::greedy`], and when the tokenizer cannot express the prompt.
@@ -94,7 +94,7 @@ impl SmallModel {
         let new = self.greedy(&prompt, max_new_tokens, |new| {
             Ok(tokenizer.decode(new)?.contains(['.', '!', '?', '\n']))
         })?;
-        Ok(tokenizer.decode(&[prompt, new].concat())?.trim().to_owned())
+        Ok(tokenizer.decode(&new)?.trim().to_owned())
     }
 
     /// Passes a sequence through all layers and shows the logits of the tokens from `first` on, some rows at a time.

@@ -14,7 +14,7 @@ const INDENT: &str = "    ";
 pub struct DemoTable {
     /// Weights of the model.
     pub parameters: u64,
-    /// What every sentence begins with.
+    /// What every model was given to go on with.
     pub prompt: String,
     /// The dense model first, then the pruned ones.
     pub rows: Vec<DemoRow>,
@@ -29,8 +29,8 @@ pub struct DemoRow {
     pub sparsity: f64,
     /// On the test stories.
     pub perplexity: f64,
-    /// The sentence the model writes, prompt included.
-    pub sentence: String,
+    /// What the model writes after the prompt, to the end of the sentence.
+    pub continuation: String,
 }
 
 impl DemoTable {
@@ -39,9 +39,15 @@ impl DemoTable {
         let dense = self.rows.first().map_or(f64::NAN, |row| row.perplexity);
         let mut text = String::new();
         // Writing to a String cannot fail.
+        for line in wrapped(
+            &format!("Each model goes on after \"{}\"", self.prompt),
+            COLUMNS,
+        ) {
+            let _ = writeln!(text, "{line}");
+        }
         let _ = writeln!(
             text,
-            "{:<16}{:>8}{:>13}{:>12}",
+            "\n{:<16}{:>8}{:>13}{:>12}",
             "model", "zeros", "perplexity", "times dense"
         );
         for row in &self.rows {
@@ -53,7 +59,8 @@ impl DemoTable {
                 row.perplexity,
                 row.perplexity / dense
             );
-            for line in wrapped(&row.sentence) {
+            let width = COLUMNS - INDENT.len();
+            for line in wrapped(&format!("... {}", row.continuation), width) {
                 let _ = writeln!(text, "{INDENT}{line}");
             }
         }
@@ -63,7 +70,7 @@ impl DemoTable {
 
 /// Breaks a sentence at spaces. A word longer than a line keeps its length; what would move the cursor is shown as
 /// U+FFFD, since a badly pruned model may write anything.
-fn wrapped(sentence: &str) -> Vec<String> {
+fn wrapped(sentence: &str, columns: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in sentence.split(' ') {
         let word: String = word
@@ -73,7 +80,7 @@ fn wrapped(sentence: &str) -> Vec<String> {
         let line = lines.last_mut().expect("there is always a line");
         if line.is_empty() {
             *line = word;
-        } else if INDENT.len() + line.chars().count() + 1 + word.chars().count() <= COLUMNS {
+        } else if line.chars().count() + 1 + word.chars().count() <= columns {
             line.push(' ');
             line.push_str(&word);
         } else {
@@ -89,15 +96,15 @@ mod tests {
 
     #[test]
     fn rows_and_sentences_stand_in_at_most_eighty_columns() {
-        let row = |name: &str, sparsity, perplexity, sentence: &str| DemoRow {
+        let row = |name: &str, sparsity, perplexity, continuation: &str| DemoRow {
             name: name.into(),
             sparsity,
             perplexity,
-            sentence: sentence.into(),
+            continuation: continuation.into(),
         };
         let table = DemoTable {
             parameters: 10,
-            prompt: "One".into(),
+            prompt: format!("One {}", "day ".repeat(20)),
             rows: vec![
                 row("dense", 0.0, 2.0, "One day."),
                 row(
@@ -110,15 +117,20 @@ mod tests {
         };
         let expected = format!(
             "\
+Each model goes on after \"One {}day
+{}\"
+
 model              zeros   perplexity times dense
 dense              0.0 %         2.00        1.00
-    One day.
+    ... One day.
 magnitude 60 %    60.0 %     12345.68     6172.84
-    One\u{fffd}day {}word
+    ... One\u{fffd}day {}word
     {}
 ",
-            "word ".repeat(12),
-            "word ".repeat(7)
+            "day ".repeat(12),
+            "day ".repeat(7),
+            "word ".repeat(11),
+            "word ".repeat(8)
         );
         assert_eq!(table.text(), expected);
         assert!(expected.lines().all(|line| line.chars().count() <= COLUMNS));

