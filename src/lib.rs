@@ -8,6 +8,7 @@ pub mod data;
 pub mod demo;
 pub mod eval;
 pub mod failure;
+pub mod generation;
 pub mod hub;
 pub mod linalg;
 pub mod model;

@@ -153,7 +153,7 @@ pub struct EvaluationArgs {
     ///
     /// `wikitext2:PATH` (raw text, parquet, or a folder holding the test split; rows joined with two newlines), `c4:SHARD.json.gz`
     /// (the first 1100 documents), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, .jsonl, .gz or
-    /// .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub.
+    /// .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub; `demo` is a text inside the program.
     #[arg(long, value_name = "NAME[:PATH]", default_value = "wikitext2")]
     pub eval_dataset: DatasetSpec,
 
@@ -268,7 +268,7 @@ pub(super) struct CalibrationArgs {
     ///
     /// `wikitext2:PATH` (raw text, parquet, or a folder holding the train split; rows joined with a space), `c4:SHARD.json.gz`
     /// (documents longer than a sample), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, .jsonl,
-    /// .gz or .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub.
+    /// .gz or .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub; `demo` is a text inside the program.
     #[arg(long, value_name = "NAME[:PATH]", default_value = "wikitext2")]
     pub(super) dataset: DatasetSpec,
 

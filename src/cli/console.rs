@@ -1,7 +1,7 @@
 //! Tells a person or a script what goes on. Results to standard output, everything else to standard error.
 
 use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
@@ -50,6 +50,8 @@ struct State {
     memory_log: Option<MemoryLog>,
     /// What an interruption leaves behind, in words.
     unfinished: Option<String>,
+    /// A folder that an interruption removes.
+    temporary: Option<PathBuf>,
 }
 
 impl Default for Console {
@@ -176,6 +178,11 @@ impl Console {
         self.state().unfinished = text;
     }
 
+    /// A folder to remove when the run is interrupted from now on.
+    pub(super) fn set_temporary(&self, folder: Option<PathBuf>) {
+        self.state().temporary = folder;
+    }
+
     /// The last words of a run that a signal ends: the terminal is left clean.
     pub fn interrupted(&self, signal: &str) {
         let mut state = self.state();
@@ -195,6 +202,10 @@ impl Console {
         );
         if let Some(unfinished) = state.unfinished.take() {
             state.print(self.form, "note", &unfinished);
+        }
+        if let Some(folder) = state.temporary.take() {
+            // What cannot be removed stays in the system's folder for such things.
+            let _ = std::fs::remove_dir_all(folder);
         }
     }
 

@@ -4,6 +4,7 @@
 
 pub mod args;
 pub mod console;
+pub mod demo;
 pub mod eval;
 pub mod inspect;
 mod interrupt;
@@ -64,6 +65,8 @@ Environment:
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Prune a small model that is inside the program, and see what becomes of it
+    Demo(demo::DemoArgs),
     /// Measure the perplexity of a checkpoint, layer by layer
     #[command(after_help = eval::EXAMPLES)]
     Eval(eval::EvalArgs),
@@ -87,6 +90,7 @@ impl Cli {
         match &self.command {
             None => self.prune.messages,
             Some(Command::Eval(args)) => args.messages,
+            Some(Command::Demo(args)) => args.messages,
             Some(Command::Inspect(args)) => args.messages,
             Some(Command::Report(args)) => args.messages,
             Some(Command::Completions(_) | Command::Man | Command::MakeCheckpoint(_)) => {
@@ -147,6 +151,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
     let done = match &cli.command {
         None => return prune::command(&cli.prune, arguments, console),
         Some(Command::Eval(args)) => return eval::command(args, arguments, console),
+        Some(Command::Demo(args)) => demo::command(args, console),
         Some(Command::Inspect(args)) => inspect::command(args, console),
         Some(Command::Report(args)) => report::command(args, console),
         Some(Command::Completions(args)) => shell::completions(args, command(), console),

@@ -94,7 +94,7 @@ pub fn calibration(
                 ..TextProtocol::default()
             }
         }
-        Source::Rows(_) | Source::Sentences(_) | Source::Plain(_) => {
+        Source::Rows(_) | Source::Sentences(_) | Source::Plain(_) | Source::Stories(_) => {
             let mut text = tokenized(spec, &source, Role::Calibration, tokenizer, cache, events)?;
             samples.draw_windows(&text.ids, &source, &mut random)?;
             text.protocol.convention += ", windows at uniform starts";

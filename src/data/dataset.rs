@@ -1,9 +1,10 @@
 //! Which text a run reads: the value of `--dataset` and `--eval-dataset`, and the files it stands for.
 //!
-//! Four kinds of text are read. *Rows* (WikiText-2) and *sentences* (PTB) are joined into one text; *documents* (C4, JSON lines, parquet) are
-//! drawn one by one; a *plain* file is one text as it stands. Nothing is downloaded here: a name without a path says which file
-//! of the hub it stands for ([`DatasetSpec::on_hub`]), and is told where that lies ([`DatasetSpec::downloaded_to`]). The names
-//! looked for are those of the published archives and of the hub's repositories.
+//! Five kinds of text there are. *Rows* (WikiText-2) and *sentences* (PTB) are joined into one text; *documents* (C4, JSON lines,
+//! parquet) are drawn one by one; a *plain* file is one text as it stands; the *stories* of `demo` need no file. Nothing is
+//! downloaded here: a name without a path says which file of the hub it stands for ([`DatasetSpec::on_hub`]), and is told where
+//! that lies ([`DatasetSpec::downloaded_to`]). The names looked for are those of the published archives and of the hub's
+//! repositories.
 
 use std::fmt;
 use std::fs;
@@ -14,10 +15,11 @@ use anyhow::Result;
 
 use super::Role;
 use super::documents::Format;
+use super::stories::Part;
 use crate::failure::Failure;
 
-/// The value of `--dataset` or `--eval-dataset`: `wikitext2:PATH`, `c4:PATH`, `ptb:PATH`, the bare names
-/// of the first two, or the path of a file.
+/// The value of `--dataset` or `--eval-dataset`: `wikitext2:PATH`, `c4:PATH`, `ptb:PATH`, the bare names of the first two, `demo`,
+/// or the path of a file.
 ///
 /// Printing one gives back what was parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,20 +45,22 @@ enum Name {
     Wikitext2,
     C4,
     Ptb,
+    Demo,
 }
 
 impl Name {
-    const ALL: [Self; 3] = [Self::Wikitext2, Self::C4, Self::Ptb];
+    const ALL: [Self; 4] = [Self::Wikitext2, Self::C4, Self::Ptb, Self::Demo];
 
     fn as_str(self) -> &'static str {
         match self {
             Self::Wikitext2 => "wikitext2",
             Self::C4 => "c4",
             Self::Ptb => "ptb",
+            Self::Demo => "demo",
         }
     }
 
-    /// The file that the reference reads for a role; none of the Penn Treebank, which may not be passed on.
+    /// The file that the reference reads for a role; none of the Penn Treebank, which may not be passed on, nor of the demo text.
     fn on_hub(self, role: Role) -> Option<HubFile> {
         let (repo, file) = match (self, role) {
             (Self::Wikitext2, Role::Calibration) => (
@@ -71,16 +75,17 @@ impl Name {
             (Self::C4, Role::Evaluation) => {
                 ("allenai/c4", "en/c4-validation.00000-of-00008.json.gz")
             }
-            (Self::Ptb, _) => return None,
+            (Self::Ptb | Self::Demo, _) => return None,
         };
         Some(HubFile { repo, file })
     }
 
-    /// The split read for a role, by its published name: C4 has no test split.
+    /// The split read for a role, by its published name: C4 has no test split, the demo text one of its own to calibrate.
     fn split(self, role: Role) -> &'static str {
         match (role, self) {
+            (Role::Calibration, Self::Demo) => "calibration",
             (Role::Calibration, _) => "train",
-            (Role::Evaluation, Self::Wikitext2 | Self::Ptb) => "test",
+            (Role::Evaluation, Self::Wikitext2 | Self::Ptb | Self::Demo) => "test",
             (Role::Evaluation, Self::C4) => "validation",
         }
     }
@@ -92,7 +97,7 @@ impl FromStr for DatasetSpec {
     fn from_str(text: &str) -> Result<Self, Failure> {
         let empty = |what: &str| {
             Failure::usage(what)
-                .hint("write it like wikitext2:PATH, c4:PATH or the path of a text file")
+                .hint("write it like wikitext2:PATH, c4:PATH, demo or the path of a text file")
         };
         if text.is_empty() {
             return Err(empty("the dataset is empty"));
@@ -102,6 +107,12 @@ impl FromStr for DatasetSpec {
                 continue;
             };
             match rest.strip_prefix(':') {
+                Some(_) if name == Name::Demo => {
+                    return Err(Failure::usage(format!(
+                        "`{text}` names a path, but the demo text is part of the program"
+                    ))
+                    .hint("write it without the colon: demo"));
+                }
                 Some("") => return Err(empty(&format!("`{text}` has no path after the colon"))),
                 Some(path) => {
                     return Ok(Self {
@@ -174,6 +185,8 @@ pub(super) enum Source {
     Documents(PathBuf, Format),
     /// One file, one text.
     Plain(PathBuf),
+    /// The stories the program tells itself.
+    Stories(Part),
 }
 
 impl Source {
@@ -205,6 +218,7 @@ impl Source {
             Self::Documents(path, _) | Self::Sentences(path) | Self::Plain(path) => {
                 path.display().to_string()
             }
+            Self::Stories(_) => "built in".to_owned(),
         }
     }
 }
@@ -215,6 +229,9 @@ impl Source {
 ///
 /// Fails when no path was given, nothing is there, several files would do, or the file is of a kind we do not read.
 pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
+    if spec.name == Some(Name::Demo) {
+        return Ok(stories(role));
+    }
     let Some(path) = spec.path.as_ref().or(spec.downloaded.as_ref()) else {
         return Err(no_local_text(spec, role).into());
     };
@@ -246,6 +263,7 @@ pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
             let format = Format::of(&file)?;
             Ok(Source::Documents(file, format))
         }
+        Some(Name::Demo) => Ok(stories(role)),
         None if metadata.is_dir() => Err(Failure::new(format!(
             "`{}` is a folder, not a text",
             path.display()
@@ -269,6 +287,14 @@ pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
             Ok(Source::Plain(path))
         }
     }
+}
+
+/// The part of the stories for a role.
+fn stories(role: Role) -> Source {
+    Source::Stories(match role {
+        Role::Calibration => Part::Calibration,
+        Role::Evaluation => Part::Test,
+    })
 }
 
 /// A file given as WikiText-2: raw text or parquet.

@@ -99,6 +99,13 @@ fn read(
 ) -> Result<(String, String)> {
     match source {
         Source::Plain(path) => Ok((read_text(path)?, "the file as it stands".to_owned())),
+        Source::Stories(part) => Ok((
+            part.text(),
+            format!(
+                "{} generated stories, each ended by a newline",
+                part.stories()
+            ),
+        )),
         Source::Rows(parts) => {
             let (separator, name) = match role {
                 Role::Calibration => (" ", "one space"),

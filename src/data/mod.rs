@@ -1,8 +1,9 @@
 //! Text in, token ids out: the tokenizer, the corpora, the calibration samples and the evaluation windows.
 //!
 //! The room's promise is sameness: the same text, tokenizer and seed give the ids that the Python reference (locuslab/wanda
-//! over Hugging Face `datasets`) gives, and a [`TextProtocol`] records enough to prove it. Texts are read from local files
-//! only; `cli` has them downloaded before. [`check`] is called before any work starts, [`calibration()`] and [`evaluation()`] when the ids are needed.
+//! over Hugging Face `datasets`) gives, and a [`TextProtocol`] records enough to prove it. Texts are read from local files only,
+//! which `cli` has downloaded before where need be, or told by [`stories`]. [`check`] is called before any work starts,
+//! [`calibration()`] and [`evaluation()`] when the ids are needed.
 
 mod cache;
 mod calibration;
@@ -14,6 +15,7 @@ mod joined;
 mod line_index;
 mod parquet_text;
 mod python_random;
+pub mod stories;
 mod tokenizer;
 
 #[cfg(test)]
@@ -70,8 +72,9 @@ impl Role {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TextProtocol {
     /// "wikitext2", "c4", "ptb", "text" (a plain file) or "documents".
+    /// "wikitext2", "c4", "demo", "text" (a plain file) or "documents".
     pub dataset: String,
-    /// The file read; several are separated by commas.
+    /// The file read; several are separated by commas; "built in" for the demo text.
     pub path: String,
     /// How the text was put together and cut, in words.
     pub convention: String,
@@ -103,6 +106,7 @@ pub fn check(spec: &DatasetSpec, role: Role) -> Result<()> {
     match dataset::locate(spec, role)? {
         Source::Documents(path, format) => documents::check(&path, format),
         Source::Plain(path) | Source::Sentences(path) => check_text(&path),
+        Source::Stories(_) => Ok(()),
         Source::Rows(parts) => parts.iter().try_for_each(|part| match Format::of(part)? {
             Format::Parquet => documents::check(part, Format::Parquet),
             _ => check_text(part),

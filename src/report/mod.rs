@@ -10,6 +10,7 @@
 //! | `settings`, `html` | tables and escaped text |
 
 pub mod comparison;
+pub mod demo_table;
 mod html;
 pub mod inspection;
 pub mod log;

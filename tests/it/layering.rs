@@ -54,6 +54,18 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         ],
     ),
     (
+        "generation",
+        &[
+            "run",
+            "linalg",
+            "checkpoint",
+            "data",
+            "placement",
+            "model",
+            "runtime",
+        ],
+    ),
+    (
         "demo",
         &[
             "run",
@@ -80,6 +92,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "runtime",
             "pipeline",
             "eval",
+            "generation",
             "demo",
             "report",
         ],

@@ -7,6 +7,7 @@
 
 mod cli;
 mod cli_page;
+mod demo;
 mod determinism;
 mod errors;
 mod golden;

@@ -1,0 +1,322 @@
+//! Trains the model of `prune demo` on the program's own stories: tokenizer, weights and configuration go into a folder.
+//!
+//! ```text
+//! CANDLE_NUM_THREADS=1 RAYON_NUM_THREADS=1 cargo run --release --example train_demo -- OUT [STEPS]
+//! cargo run --release -- eval --model OUT --eval-dataset demo
+//! ```
+//!
+//! Two threads each take half of every batch; candle's own threads inside an operator would only wait for one another.
+//! The files of `src/demo/assets` were made this way; docs/demo.md says how long it took and what came out. The seed is
+//! fixed and so is the order of every sum: each batch is cut into [`THREADS`] parts whatever the machine has, and the
+//! gradients of the parts are added in their order.
+
+#![expect(
+    clippy::print_stdout,
+    reason = "an example, which tells how the training goes"
+)]
+
+mod tokenizer;
+mod twin;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use prune::data::PythonRandom;
+use prune::data::stories::Part;
+use prune::model::LlamaConfig;
+use safetensors::tensor::TensorView;
+use serde_json::json;
+
+use twin::{Twin, Weights};
+
+const VOCAB_SIZE: usize = 1024;
+/// Tokens per training sequence, and the model's context.
+const SEQLEN: usize = 128;
+/// Sequences per step.
+const BATCH: usize = 8;
+/// Parts a batch is cut into, one thread each.
+const THREADS: usize = 2;
+const STEPS: usize = 1500;
+const WARMUP: usize = 100;
+const LEARNING_RATE: f64 = 3e-3;
+/// The learning rate ends at this share of its peak.
+const LAST_SHARE: f64 = 0.02;
+/// Gradients longer than this are shortened to it.
+const LARGEST_GRADIENT: f64 = 1.0;
+const SEED: u64 = 0;
+
+fn main() -> Result<()> {
+    let mut arguments = std::env::args().skip(1);
+    let out = PathBuf::from(
+        arguments
+            .next()
+            .context("usage: train_demo OUT [STEPS], OUT being the folder to write")?,
+    );
+    let steps: usize = arguments
+        .next()
+        .map_or(Ok(STEPS), |steps| steps.parse())
+        .context("STEPS is a number")?;
+    std::fs::create_dir_all(&out)?;
+
+    let train = Part::Train.text();
+    let tokenizer = tokenizer::train(&train, VOCAB_SIZE)?;
+    let newline = tokenizer.token_to_id("Ċ").context("a byte is a token")?;
+    let config = config_json(newline);
+    std::fs::write(
+        out.join("tokenizer.json"),
+        tokenizer.to_string(false).map_err(anyhow::Error::msg)?,
+    )?;
+    for (name, value) in [
+        ("config.json", &config),
+        ("tokenizer_config.json", &tokenizer::config_json(SEQLEN)),
+        ("generation_config.json", &json!({"eos_token_id": newline})),
+    ] {
+        std::fs::write(out.join(name), format!("{value:#}\n"))?;
+    }
+    let tokens = tokenizer::encode(&tokenizer, &train)?;
+    let test = tokenizer::encode(&tokenizer, &Part::Test.text())?;
+    println!(
+        "{} training tokens, {} test tokens",
+        tokens.len(),
+        test.len()
+    );
+
+    let config = LlamaConfig::from_json(&config)?;
+    let twin = Twin::new(&config, SEQLEN)?;
+    let mut random = PythonRandom::new(SEED);
+    let variables = initial(&config, &mut random)?;
+    let weights: Weights = variables
+        .iter()
+        .map(|(name, variable)| (name.clone(), variable.as_tensor().clone()))
+        .collect();
+    let parameters: usize = weights.values().map(Tensor::elem_count).sum();
+    println!("{parameters} parameters, {steps} steps of {BATCH} x {SEQLEN} tokens");
+
+    let mut optimizer = AdamW::new(
+        variables.values().cloned().collect(),
+        ParamsAdamW {
+            lr: LEARNING_RATE,
+            beta1: 0.9,
+            beta2: 0.98,
+            eps: 1e-8,
+            weight_decay: 0.01,
+        },
+    )?;
+    let started = Instant::now();
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let (loss, mut gradients) = parallel_step(&twin, &weights, &tokens, &mut random)?;
+        ensure!(loss.is_finite(), "the loss is {loss} at step {step}");
+        shorten(&mut gradients, &weights)?;
+        optimizer.set_learning_rate(learning_rate(step, steps));
+        optimizer.step(&gradients)?;
+        losses.push(loss);
+        if (step + 1) % 25 == 0 || step + 1 == steps {
+            let mean = losses.iter().sum::<f64>() / losses.len() as f64;
+            println!(
+                "step {:5}: loss {mean:.4}, {:.0} s",
+                step + 1,
+                started.elapsed().as_secs_f64()
+            );
+            losses.clear();
+        }
+    }
+
+    let rounded = save(&weights, &out)?;
+    println!(
+        "test perplexity {:.4} (bf16 weights, windows of {SEQLEN} tokens)",
+        perplexity(&twin, &rounded, &test)?
+    );
+    Ok(())
+}
+
+/// `config.json` as transformers writes it for a `LlamaForCausalLM`. A story ends with its line.
+fn config_json(newline: u32) -> serde_json::Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": false,
+        "bos_token_id": null,
+        "eos_token_id": newline,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "hidden_size": 128,
+        "initializer_range": 0.02,
+        "intermediate_size": 352,
+        "max_position_embeddings": SEQLEN,
+        "mlp_bias": false,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": true,
+        "torch_dtype": "bfloat16",
+        "vocab_size": VOCAB_SIZE
+    })
+}
+
+/// Matrices of deviation 1/√(2 · in_features), those that write to the residual stream less by √(2 · layers), norms of 1.
+fn initial(config: &LlamaConfig, random: &mut PythonRandom) -> Result<BTreeMap<String, Var>> {
+    let mut variables = BTreeMap::new();
+    for (name, shape) in twin::shapes(config) {
+        let count = shape.iter().product();
+        let values: Vec<f32> = if name.ends_with("norm.weight") {
+            vec![1.0; count]
+        } else {
+            let in_features = shape[shape.len() - 1] as f32;
+            let writes = name.contains("o_proj") || name.contains("down_proj");
+            let share = if writes {
+                2.0 * config.num_hidden_layers as f32
+            } else {
+                1.0
+            };
+            let deviation = (0.5 / (in_features * share)).sqrt();
+            (0..count).map(|_| deviation * normal(random)).collect()
+        };
+        variables.insert(
+            name,
+            Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu)?)?,
+        );
+    }
+    Ok(variables)
+}
+
+/// Nearly normal: the sum of twelve uniform numbers has variance 1, and needs no logarithm that differs by machine.
+fn normal(random: &mut PythonRandom) -> f32 {
+    (0..12)
+        .map(|_| random.getrandbits(24) as f32 / (1 << 24) as f32)
+        .sum::<f32>()
+        - 6.0
+}
+
+/// Loss and gradients of one batch of windows at random starts.
+fn parallel_step(
+    twin: &Twin,
+    weights: &Weights,
+    tokens: &[u32],
+    random: &mut PythonRandom,
+) -> Result<(f64, GradStore)> {
+    let starts: Vec<usize> = (0..BATCH)
+        .map(|_| random.below((tokens.len() - SEQLEN) as u64) as usize)
+        .collect();
+    let part = |starts: &[usize]| -> Result<(f64, GradStore)> {
+        let window = |offset: usize| -> Vec<u32> {
+            starts
+                .iter()
+                .flat_map(|start| &tokens[start + offset..start + offset + SEQLEN])
+                .copied()
+                .collect()
+        };
+        let logits = twin.logits(weights, &twin::ids(&window(0), SEQLEN)?)?;
+        let loss = twin::loss(&logits, &twin::ids(&window(1), SEQLEN)?)?;
+        // Parts are of one size, so the mean of the batch is the mean of their means.
+        let loss = (loss / THREADS as f64)?;
+        Ok((f64::from(loss.to_scalar::<f32>()?), loss.backward()?))
+    };
+    let parts: Vec<Result<(f64, GradStore)>> = std::thread::scope(|scope| {
+        let workers: Vec<_> = starts
+            .chunks(BATCH / THREADS)
+            .map(|starts| scope.spawn(|| part(starts)))
+            .collect();
+        workers
+            .into_iter()
+            .map(|worker| {
+                worker
+                    .join()
+                    .unwrap_or_else(|_| anyhow::bail!("a worker panicked"))
+            })
+            .collect()
+    });
+    let mut parts = parts.into_iter();
+    let (mut loss, mut gradients) = parts.next().context("a batch has parts")??;
+    for part in parts {
+        let (more_loss, more) = part?;
+        loss += more_loss;
+        for weight in weights.values() {
+            if let (Some(sum), Some(more)) = (gradients.get(weight), more.get(weight)) {
+                let sum = (sum + more)?;
+                gradients.insert(weight, sum);
+            }
+        }
+    }
+    Ok((loss, gradients))
+}
+
+/// Scales all gradients down together where they are longer than [`LARGEST_GRADIENT`].
+fn shorten(gradients: &mut GradStore, weights: &Weights) -> Result<()> {
+    let mut squares = 0.0;
+    for weight in weights.values() {
+        if let Some(gradient) = gradients.get(weight) {
+            squares += f64::from(gradient.sqr()?.sum_all()?.to_scalar::<f32>()?);
+        }
+    }
+    let length = squares.sqrt();
+    if length <= LARGEST_GRADIENT {
+        return Ok(());
+    }
+    for weight in weights.values() {
+        if let Some(gradient) = gradients.get(weight) {
+            let shorter = (gradient * (LARGEST_GRADIENT / length))?;
+            gradients.insert(weight, shorter);
+        }
+    }
+    Ok(())
+}
+
+/// A linear start, then half a cosine.
+fn learning_rate(step: usize, steps: usize) -> f64 {
+    if step < WARMUP {
+        return LEARNING_RATE * (step + 1) as f64 / WARMUP as f64;
+    }
+    let done = (step - WARMUP) as f64 / steps.saturating_sub(WARMUP).max(1) as f64;
+    let cosine = 0.5 * (1.0 + (std::f64::consts::PI * done).cos());
+    LEARNING_RATE * (LAST_SHARE + (1.0 - LAST_SHARE) * cosine)
+}
+
+/// Writes `model.safetensors` in bf16 and returns the weights as rounded.
+fn save(weights: &Weights, out: &std::path::Path) -> Result<Weights> {
+    let mut rounded = Weights::new();
+    let mut stored: BTreeMap<&str, (Vec<usize>, Vec<u8>)> = BTreeMap::new();
+    for (name, weight) in weights {
+        let bf16 = weight.to_dtype(DType::BF16)?;
+        let values: Vec<half::bf16> = bf16.flatten_all()?.to_vec1()?;
+        let bytes = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        stored.insert(name, (weight.dims().to_vec(), bytes));
+        rounded.insert(name.clone(), bf16.to_dtype(DType::F32)?);
+    }
+    let views = stored
+        .iter()
+        .map(|(name, (shape, bytes))| {
+            Ok((
+                *name,
+                TensorView::new(safetensors::Dtype::BF16, shape.clone(), bytes)?,
+            ))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let metadata = std::collections::HashMap::from([("format".to_string(), "pt".to_string())]);
+    safetensors::serialize_to_file(views, Some(metadata), &out.join("model.safetensors"))?;
+    Ok(rounded)
+}
+
+/// exp of the mean loss over windows, each predicting its tokens but the first, as the program measures it.
+fn perplexity(twin: &Twin, weights: &Weights, tokens: &[u32]) -> Result<f64> {
+    let mut losses = Vec::new();
+    for window in tokens.chunks_exact(SEQLEN) {
+        let logits = twin.logits(weights, &twin::ids(window, SEQLEN)?)?;
+        let loss = twin::loss(
+            &logits.narrow(0, 0, SEQLEN - 1)?,
+            &twin::ids(&window[1..], SEQLEN - 1)?,
+        )?;
+        losses.push(f64::from(loss.to_scalar::<f32>()?));
+    }
+    Ok((losses.iter().sum::<f64>() / losses.len() as f64).exp())
+}

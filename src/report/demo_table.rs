@@ -1,0 +1,138 @@
+//! What `prune demo` found, as plain records and as a table of at most 80 columns.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+/// The columns a line may have.
+const COLUMNS: usize = 80;
+/// What stands before a sentence.
+const INDENT: &str = "    ";
+
+/// The whole demo.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct DemoTable {
+    /// Weights of the model.
+    pub parameters: u64,
+    /// What every model was given to go on with.
+    pub prompt: String,
+    /// The dense model first, then the pruned ones.
+    pub rows: Vec<DemoRow>,
+}
+
+/// One model.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct DemoRow {
+    /// `dense`, `wanda 60 %`, `magnitude 2:4`.
+    pub name: String,
+    /// The share of zeros in the decoder's matrices.
+    pub sparsity: f64,
+    /// On the test stories.
+    pub perplexity: f64,
+    /// What the model writes after the prompt, to the end of the sentence.
+    pub continuation: String,
+}
+
+impl DemoTable {
+    /// The table, ending in a newline.
+    pub fn text(&self) -> String {
+        let dense = self.rows.first().map_or(f64::NAN, |row| row.perplexity);
+        let mut text = String::new();
+        // Writing to a String cannot fail.
+        for line in wrapped(
+            &format!("Each model goes on after \"{}\"", self.prompt),
+            COLUMNS,
+        ) {
+            let _ = writeln!(text, "{line}");
+        }
+        let _ = writeln!(
+            text,
+            "\n{:<16}{:>8}{:>13}{:>12}",
+            "model", "zeros", "perplexity", "times dense"
+        );
+        for row in &self.rows {
+            let _ = writeln!(
+                text,
+                "{:<16}{:>6.1} %{:>13.2}{:>12.2}",
+                row.name,
+                100.0 * row.sparsity,
+                row.perplexity,
+                row.perplexity / dense
+            );
+            let width = COLUMNS - INDENT.len();
+            for line in wrapped(&format!("... {}", row.continuation), width) {
+                let _ = writeln!(text, "{INDENT}{line}");
+            }
+        }
+        text
+    }
+}
+
+/// Breaks a sentence at spaces. A word longer than a line keeps its length; what would move the cursor is shown as
+/// U+FFFD, since a badly pruned model may write anything.
+fn wrapped(sentence: &str, columns: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in sentence.split(' ') {
+        let word: String = word
+            .chars()
+            .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+            .collect();
+        let line = lines.last_mut().expect("there is always a line");
+        if line.is_empty() {
+            *line = word;
+        } else if line.chars().count() + 1 + word.chars().count() <= columns {
+            line.push(' ');
+            line.push_str(&word);
+        } else {
+            lines.push(word);
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_and_sentences_stand_in_at_most_eighty_columns() {
+        let row = |name: &str, sparsity, perplexity, continuation: &str| DemoRow {
+            name: name.into(),
+            sparsity,
+            perplexity,
+            continuation: continuation.into(),
+        };
+        let table = DemoTable {
+            parameters: 10,
+            prompt: format!("One {}", "day ".repeat(20)),
+            rows: vec![
+                row("dense", 0.0, 2.0, "One day."),
+                row(
+                    "magnitude 60 %",
+                    0.6,
+                    12_345.678,
+                    &format!("One\nday {}", "word ".repeat(20)),
+                ),
+            ],
+        };
+        let expected = format!(
+            "\
+Each model goes on after \"One {}day
+{}\"
+
+model              zeros   perplexity times dense
+dense              0.0 %         2.00        1.00
+    ... One day.
+magnitude 60 %    60.0 %     12345.68     6172.84
+    ... One\u{fffd}day {}word
+    {}
+",
+            "day ".repeat(12),
+            "day ".repeat(7),
+            "word ".repeat(11),
+            "word ".repeat(8)
+        );
+        assert_eq!(table.text(), expected);
+        assert!(expected.lines().all(|line| line.chars().count() <= COLUMNS));
+    }
+}

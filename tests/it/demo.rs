@@ -1,0 +1,335 @@
+//! `prune demo`: its table, its model, the twin its model was trained with, and its text with other models.
+
+#[path = "../../examples/train_demo/twin.rs"]
+mod twin;
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use anyhow::Result;
+use candle_core::{DType, Device, safetensors};
+use prune::checkpoint::Checkpoint;
+use prune::data::{self, DatasetSpec, TextCache, Tokenizer};
+use prune::demo::{RandomCheckpoint, embedded};
+use prune::generation::SmallModel;
+use prune::model::LlamaConfig;
+use prune::run::Silent;
+use twin::{Twin, Weights};
+
+use crate::support::prune_in_process;
+
+/// The folder of the embedded model.
+fn dense() -> Result<tempfile::TempDir> {
+    let folder = tempfile::tempdir()?;
+    embedded::write_model(folder.path())?;
+    Ok(folder)
+}
+
+fn open(folder: &Path) -> Result<(SmallModel, LlamaConfig, Tokenizer)> {
+    let config = LlamaConfig::load(folder)?;
+    let checkpoint = Arc::new(Checkpoint::open(folder)?);
+    let model = SmallModel::load(checkpoint, Arc::new(config.clone()))?;
+    Ok((model, config, Tokenizer::load(folder)?))
+}
+
+/// The first windows of the test stories.
+fn windows(tokenizer: &Tokenizer, seqlen: usize, count: usize) -> Result<Vec<u32>> {
+    let spec: DatasetSpec = "demo".parse()?;
+    let cache = TextCache::disabled();
+    Ok(data::evaluation(&spec, tokenizer, seqlen, Some(count), &cache, &Silent)?.tokens)
+}
+
+#[test]
+fn the_twin_that_was_trained_computes_what_the_program_computes() -> Result<()> {
+    let folder = dense()?;
+    let (model, config, tokenizer) = open(folder.path())?;
+    let seqlen = config.max_position_embeddings;
+    let stored = safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu)?;
+    let mut weights = Weights::new();
+    for (name, shape) in twin::shapes(&config) {
+        assert_eq!(stored[&name].dims(), shape, "{name}");
+        weights.insert(name.clone(), stored[&name].to_dtype(DType::F32)?);
+    }
+    assert_eq!(stored.len(), weights.len(), "no other tensors");
+
+    let tokens = windows(&tokenizer, seqlen, 2)?;
+    let twin = Twin::new(&config, seqlen)?;
+    let theirs = twin.logits(&weights, &twin::ids(&tokens, seqlen)?)?;
+    let flat: Vec<f32> = theirs.flatten_all()?.to_vec1()?;
+    let mut ours = Vec::new();
+    for window in tokens.chunks_exact(seqlen) {
+        ours.extend(model.logits(window)?);
+    }
+    assert_eq!(flat.len(), ours.len());
+    let difference = flat
+        .iter()
+        .zip(&ours)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, f32::max);
+    eprintln!("twin and program: logits differ by at most {difference:e}");
+    // f32 on both sides, sums in another order through five layers; logits reach some 20. A wrong rotation or a missing
+    // mask moves them by more than 1.
+    assert!(difference < 1e-3, "{difference}");
+
+    // The loss that was minimised is the one perplexity is made of.
+    let next: Vec<u32> = tokens[1..seqlen].to_vec();
+    let loss = twin::loss(
+        &theirs.narrow(0, 0, seqlen - 1)?,
+        &twin::ids(&next, seqlen - 1)?,
+    )?
+    .to_scalar::<f32>()?;
+    let vocab = config.vocab_size;
+    let by_hand = next
+        .iter()
+        .enumerate()
+        .map(|(at, &next)| {
+            let row = &ours[at * vocab..(at + 1) * vocab];
+            let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
+            sum.ln() - f64::from(row[next as usize])
+        })
+        .sum::<f64>()
+        / next.len() as f64;
+    assert!((f64::from(loss) - by_hand).abs() < 1e-4, "{loss} {by_hand}");
+    Ok(())
+}
+
+#[test]
+fn the_twin_has_gradients() -> Result<()> {
+    // Nudging one weight of each kind changes the loss as its gradient says.
+    let folder = dense()?;
+    let (_, config, tokenizer) = open(folder.path())?;
+    let seqlen = 16;
+    let tokens = windows(&tokenizer, seqlen + 1, 1)?;
+    let twin = Twin::new(&config, seqlen)?;
+    let stored = safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu)?;
+    let variables: std::collections::BTreeMap<String, candle_core::Var> = stored
+        .iter()
+        .map(|(name, weight)| {
+            let wide = weight.to_dtype(DType::F32)?;
+            Ok((name.clone(), candle_core::Var::from_tensor(&wide)?))
+        })
+        .collect::<Result<_>>()?;
+    let weights: Weights = variables
+        .iter()
+        .map(|(name, variable)| (name.clone(), variable.as_tensor().clone()))
+        .collect();
+    let loss = |weights: &Weights| -> Result<candle_core::Tensor> {
+        let logits = twin.logits(weights, &twin::ids(&tokens[..seqlen], seqlen)?)?;
+        Ok(twin::loss(&logits, &twin::ids(&tokens[1..], seqlen)?)?)
+    };
+    let gradients = loss(&weights)?.backward()?;
+    for name in [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.2.self_attn.v_proj.weight",
+        "model.layers.2.self_attn.o_proj.weight",
+        "model.layers.3.mlp.gate_proj.weight",
+        "model.layers.4.mlp.down_proj.weight",
+    ] {
+        let gradient = gradients
+            .get(&weights[name])
+            .unwrap_or_else(|| panic!("{name} has no gradient"));
+        // Along the gradient the slope is its length.
+        let length = gradient.sqr()?.sum_all()?.to_scalar::<f32>()?.sqrt();
+        let step = 0.01;
+        let nudged = |sign: f64| -> Result<f32> {
+            let mut other = weights.clone();
+            let moved = (weights[name].detach() + (gradient * (sign * step / f64::from(length)))?)?;
+            other.insert(name.to_string(), moved);
+            Ok(loss(&other)?.to_scalar::<f32>()?)
+        };
+        let slope = (nudged(1.0)? - nudged(-1.0)?) / (2.0 * step as f32);
+        // Differences of f32 losses near 1 over 0.02: 1e-5 absolute, and the curvature's third order.
+        assert!(
+            (slope - length).abs() < 0.05 * length + 1e-3,
+            "{name}: slope {slope}, gradient {length}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn greedy_writing_is_the_same_every_time() -> Result<()> {
+    let folder = dense()?;
+    let (model, config, tokenizer) = open(folder.path())?;
+    let first = model.sentence(&tokenizer, embedded::PROMPT, 40)?;
+    assert_eq!(first, model.sentence(&tokenizer, embedded::PROMPT, 40)?);
+    assert!(first.ends_with(['.', '!', '?', '"']), "{first}");
+    let prompt = tokenizer.encode(embedded::PROMPT)?;
+    let three = model.greedy(&prompt, 3, |_| Ok(false))?;
+    assert_eq!(three.len(), 3, "the limit holds");
+    let all = model.greedy(&prompt, usize::MAX / 2, |_| Ok(false))?;
+    assert_eq!(
+        all.len() + prompt.len(),
+        config.max_position_embeddings,
+        "it stops where positions end"
+    );
+    assert_eq!(all[..3], three);
+    Ok(())
+}
+
+/// Two significant digits: what holds across kernels and machines.
+fn rounded(number: f64) -> String {
+    let digits = number.log10().floor() as i32 - 1;
+    let unit = 10f64.powi(digits);
+    format!(
+        "{:.*}",
+        usize::try_from(-digits).unwrap_or(0),
+        (number / unit).round() * unit
+    )
+}
+
+#[test]
+fn the_demo_shows_that_wanda_keeps_what_magnitude_loses() -> Result<()> {
+    let temporary = tempfile::tempdir()?;
+    let ran = Command::new(env!("CARGO_BIN_EXE_prune"))
+        .args(["demo", "--threads", "2"])
+        .env("TMPDIR", temporary.path())
+        .output()?;
+    let stdout = String::from_utf8(ran.stdout)?;
+    let stderr = String::from_utf8(ran.stderr)?;
+    assert!(ran.status.success(), "{stderr}");
+    assert_eq!(
+        std::fs::read_dir(temporary.path())?.count(),
+        0,
+        "nothing is left behind"
+    );
+    for line in stdout.lines().chain(stderr.lines()) {
+        assert!(line.chars().count() <= 80, "{line}");
+    }
+
+    // name, zeros in percent, perplexity
+    let rows: Vec<(String, f64, f64)> = stdout
+        .lines()
+        .skip_while(|line| !line.starts_with("model "))
+        .skip(1)
+        .filter(|line| !line.starts_with(' '))
+        .map(|line| {
+            let words: Vec<&str> = line[16..].split_whitespace().collect();
+            Ok((
+                line[..16].trim().to_string(),
+                words[0].parse()?,
+                words[2].parse()?,
+            ))
+        })
+        .collect::<Result<_>>()?;
+    let perplexity = |name: &str| {
+        rows.iter()
+            .find(|row| row.0 == name)
+            .unwrap_or_else(|| panic!("no row `{name}` in\n{stdout}"))
+            .2
+    };
+    for share in ["50 %", "60 %", "2:4"] {
+        let wanda = perplexity(&format!("wanda {share}"));
+        let magnitude = perplexity(&format!("magnitude {share}"));
+        assert!(
+            perplexity("dense") < wanda && 1.05 * wanda < magnitude,
+            "{share}: {stdout}"
+        );
+    }
+
+    let sentence = stdout
+        .lines()
+        .skip_while(|line| !line.starts_with("dense "))
+        .nth(1)
+        .unwrap_or_default()
+        .trim();
+    let mut found: String = rows
+        .iter()
+        .map(|(name, zeros, perplexity)| format!("{name}\t{zeros:.0}\t{}\n", rounded(*perplexity)))
+        .collect();
+    found += sentence;
+    found.push('\n');
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/snapshots/demo.txt");
+    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
+        std::fs::write(&path, &found)?;
+    }
+    assert_eq!(
+        found,
+        std::fs::read_to_string(&path)?,
+        "where that is meant: UPDATE_SNAPSHOTS=1 cargo test the_demo_shows\n{stdout}"
+    );
+    Ok(())
+}
+
+#[test]
+fn the_demo_leaves_a_folder_alone_that_holds_something() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    std::fs::write(folder.path().join("mine"), "")?;
+    let ran = Command::new(env!("CARGO_BIN_EXE_prune"))
+        .args(["demo", "--save"])
+        .arg(folder.path())
+        .output()?;
+    assert_eq!(ran.status.code(), Some(1));
+    let stderr = String::from_utf8(ran.stderr)?;
+    assert!(stderr.contains("is not an empty folder"), "{stderr}");
+    assert_eq!(std::fs::read_dir(folder.path())?.count(), 1);
+    Ok(())
+}
+
+#[test]
+fn the_demo_text_serves_any_tokenizer_and_says_what_it_is() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let model = folder.path().join("random");
+    RandomCheckpoint::default().write(&model, &Silent)?;
+    let model = model.display().to_string();
+    let cache = folder.path().join("cache").display().to_string();
+    let manifest = prune_in_process(
+        &[
+            "--model",
+            &model,
+            "--sparsity-ratio",
+            "0.5",
+            "--dataset",
+            "demo",
+            "--eval-dataset",
+            "demo",
+            "--nsamples",
+            "2",
+            "--seqlen",
+            "64",
+            "--eval-windows",
+            "2",
+            "--text-cache",
+            &cache,
+        ],
+        None,
+    )?;
+    let calibration = manifest.calibration.expect("wanda calibrates");
+    assert_eq!(calibration["dataset"], "demo");
+    assert_eq!(calibration["path"], "built in");
+    assert_eq!(
+        calibration["convention"],
+        "demo calibration: 1200 generated stories, each ended by a newline, one tokenizer call, windows at uniform starts"
+    );
+    let evaluation = manifest.evaluation.expect("it evaluates");
+    assert_eq!(
+        evaluation["convention"],
+        "demo test: 250 generated stories, each ended by a newline, one tokenizer call"
+    );
+    assert_ne!(calibration["text_sha256"], evaluation["text_sha256"]);
+    Ok(())
+}
+
+#[test]
+fn the_demo_text_takes_no_path() {
+    let error = "demo:stories.txt"
+        .parse::<DatasetSpec>()
+        .expect_err("refused");
+    assert!(error.is_usage && error.message.contains("part of the program"));
+    assert_eq!(
+        "demo".parse::<DatasetSpec>().expect("a name").to_string(),
+        "demo"
+    );
+    assert_eq!(
+        "demo.txt"
+            .parse::<DatasetSpec>()
+            .expect("a file")
+            .to_string(),
+        "demo.txt"
+    );
+}
