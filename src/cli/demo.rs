@@ -19,8 +19,14 @@ use crate::model::LlamaConfig;
 use crate::report::demo_table::{DemoRow, DemoTable};
 use crate::run::{Events, Manifest};
 
+const EXAMPLES: &str = "\
+Examples:
+  prune demo
+  prune demo --save out/demo && prune report out/demo/*-*";
+
 /// Flags of `prune demo`.
 #[derive(Debug, Clone, Args)]
+#[command(after_help = EXAMPLES)]
 pub struct DemoArgs {
     /// Folder to keep the dense model and every run in; must not exist or be empty
     ///

@@ -219,6 +219,8 @@ impl Bars {
 
     /// Takes all of them away.
     pub(super) fn clear(&mut self) {
+        // Before the bars end one by one: a line above another one would stay.
+        let _ = self.screen.clear();
         self.end_phase();
         if let Some(bar) = self.run.take() {
             bar.finish_and_clear();
