@@ -18,6 +18,7 @@ pub mod report;
 mod run_folder;
 pub mod session;
 pub mod shell;
+mod terminal;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

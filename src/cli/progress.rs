@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
+use super::terminal;
+
 /// How often a plain line is written.
 pub(super) const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 /// How often a JSON line is written for progress.
@@ -163,7 +165,7 @@ impl Bars {
     /// None yet.
     pub(super) fn new() -> Self {
         Self {
-            screen: MultiProgress::new(),
+            screen: MultiProgress::with_draw_target(terminal::target()),
             phase: None,
             run: None,
         }
@@ -219,8 +221,6 @@ impl Bars {
 
     /// Takes all of them away.
     pub(super) fn clear(&mut self) {
-        // Before the bars end one by one: a line above another one would stay.
-        let _ = self.screen.clear();
         self.end_phase();
         if let Some(bar) = self.run.take() {
             bar.finish_and_clear();
@@ -233,13 +233,10 @@ impl Bars {
     }
 }
 
-/// Columns of a bar. The last columns of the terminal stay free: a `^C` behind a full line would go to the next one, and the
-/// bars could not be taken away cleanly.
+/// Columns of a bar.
 fn bar_width() -> u16 {
-    let columns =
-        terminal_size::terminal_size_of(std::io::stderr()).map_or(80, |(width, _)| width.0);
-    // Beside it: 28 of the phase, 5 of brackets and spaces, and up to 41 like "1100/1100 | 11.3 windows/s | ETA 12m05s".
-    columns.saturating_sub(74).clamp(6, 40)
+    // Beside it: 28 of the phase, 5 of brackets and spaces, and up to 38 like "166/166 | 11.3 windows/s | ETA 12m05s".
+    terminal::columns().saturating_sub(71).clamp(5, 40)
 }
 
 fn styled(bar: ProgressBar, template: &str, prefix: String) -> ProgressBar {
