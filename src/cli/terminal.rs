@@ -1,71 +1,106 @@
-//! The terminal as the bars see it: four columns narrower than it is.
+//! The terminal as the bars see it.
 //!
-//! `indicatif` fills the last line up to the terminal's width. The `^C` that a terminal writes when somebody interrupts would go to
-//! the next line then, every line would be taken away one too low, and the first bar would stay. So the last columns are kept free.
+//! `indicatif` fills every line with spaces up to the terminal's width and lets the terminal begin the next one. The `^C` that a
+//! terminal writes when somebody interrupts then stands on a line below the bars, all lines are taken away one too low, and the
+//! first bar stays. Here a line is ended by a line feed instead, and nothing stands behind the last one.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use console::Term;
 use indicatif::{ProgressDrawTarget, TermLike};
 
-/// Columns kept free: `^C` twice.
-const FREE: u16 = 4;
-
 /// Drawings per second, at most.
 const RATE: u8 = 20;
 
-/// Standard error, narrower.
+/// What erases from the cursor to the end of its line (ECMA-48, EL).
+const ERASE_REST: &str = "\x1b[K";
+
+/// Standard error, whose lines end where their text does.
 #[derive(Debug)]
-struct Narrow(Term);
+struct Unfilled {
+    term: Term,
+    /// A line was written and the next one has not begun.
+    at_end: AtomicBool,
+}
 
 /// Where bars are drawn.
 pub(super) fn target() -> ProgressDrawTarget {
-    ProgressDrawTarget::term_like_with_hz(Box::new(Narrow(Term::buffered_stderr())), RATE)
+    let unfilled = Unfilled {
+        term: Term::buffered_stderr(),
+        at_end: AtomicBool::new(false),
+    };
+    ProgressDrawTarget::term_like_with_hz(Box::new(unfilled), RATE)
 }
 
-/// Columns that may be drawn in.
+/// Columns there are.
 pub(super) fn columns() -> u16 {
-    TermLike::width(&Narrow(Term::stderr()))
+    Term::stderr().size().1
 }
 
-impl TermLike for Narrow {
+impl Unfilled {
+    /// The cursor goes elsewhere, or the drawing is done.
+    fn leave(&self) {
+        self.at_end.store(false, Ordering::Relaxed);
+    }
+}
+
+impl TermLike for Unfilled {
     fn width(&self) -> u16 {
-        self.0.size().1.saturating_sub(FREE)
+        self.term.size().1
     }
 
     fn height(&self) -> u16 {
-        self.0.size().0
+        self.term.size().0
     }
 
     fn move_cursor_up(&self, lines: usize) -> io::Result<()> {
-        self.0.move_cursor_up(lines)
+        self.leave();
+        self.term.move_cursor_up(lines)
     }
 
     fn move_cursor_down(&self, lines: usize) -> io::Result<()> {
-        self.0.move_cursor_down(lines)
+        self.leave();
+        self.term.move_cursor_down(lines)
     }
 
     fn move_cursor_right(&self, columns: usize) -> io::Result<()> {
-        self.0.move_cursor_right(columns)
+        self.leave();
+        self.term.move_cursor_right(columns)
     }
 
     fn move_cursor_left(&self, columns: usize) -> io::Result<()> {
-        self.0.move_cursor_left(columns)
+        self.leave();
+        self.term.move_cursor_left(columns)
     }
 
     fn write_line(&self, text: &str) -> io::Result<()> {
-        self.0.write_line(text)
+        self.leave();
+        self.term.write_line(text)
     }
 
+    /// Text as it is; only spaces, or nothing, are what fills up a line. A line that is full already has no rest to erase.
     fn write_str(&self, text: &str) -> io::Result<()> {
-        self.0.write_str(text)
+        if text.bytes().all(|byte| byte == b' ') {
+            self.at_end.store(true, Ordering::Relaxed);
+            return match text {
+                "" => Ok(()),
+                _ => self.term.write_str(ERASE_REST),
+            };
+        }
+        if self.at_end.swap(false, Ordering::Relaxed) && text != "\r" {
+            self.term.write_line("")?;
+        }
+        self.term.write_str(text)
     }
 
     fn clear_line(&self) -> io::Result<()> {
-        self.0.clear_line()
+        self.leave();
+        self.term.clear_line()
     }
 
     fn flush(&self) -> io::Result<()> {
-        self.0.flush()
+        self.leave();
+        self.term.flush()
     }
 }
