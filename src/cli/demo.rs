@@ -208,11 +208,13 @@ fn explanation(args: &DemoArgs) -> String {
             format!(
                 "The models are in `{save}`. Look closer:\n  \
                  prune eval --model {save}/wanda-60/model --eval-dataset demo\n  \
-                 prune --model {save}/dense --sparsity-ratio 0.7 --dataset demo --eval-dataset demo"
+                 prune --model {save}/dense --sparsity-ratio 0.7 \\\n        \
+                 --dataset demo --eval-dataset demo"
             )
         }
         None => "Keep the models with `prune demo --save DIR`. Then, on a model of your own:\n  \
-                 prune --model DIR --sparsity-ratio 0.5 --dataset demo --eval-dataset demo --save OUT"
+                 prune --model MODEL --sparsity-ratio 0.5 --save OUT \\\n        \
+                 --dataset demo --eval-dataset demo"
             .to_owned(),
     };
     format!(

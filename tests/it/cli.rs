@@ -1192,6 +1192,7 @@ fn help_is_what_the_snapshots_show() {
     for (arguments, snapshot) in [
         (&["--help"][..], "help.txt"),
         (&["eval", "--help"][..], "eval-help.txt"),
+        (&["demo", "--help"][..], "demo-help.txt"),
     ] {
         let ran = place.run(arguments);
         assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
