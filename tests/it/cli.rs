@@ -1215,6 +1215,7 @@ fn help_is_what_the_snapshots_show() {
         (&["--help"][..], "help.txt"),
         (&["eval", "--help"][..], "eval-help.txt"),
         (&["inspect", "--help"][..], "inspect-help.txt"),
+        (&["demo", "--help"][..], "demo-help.txt"),
     ] {
         let ran = place.run(arguments);
         assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
