@@ -72,29 +72,6 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Seconds since 1970 as `2026-03-01 12:34 UTC`.
-pub(super) fn utc(unix_seconds: u64) -> String {
-    let (days, seconds) = (unix_seconds / 86_400, unix_seconds % 86_400);
-    // The Gregorian calendar repeats every 146097 days; counted from 1 March of the year 0, a leap day is the last of its year.
-    let days = days + 719_468;
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era =
-        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month + 2) / 5 + 1;
-    let (month, year) = if month < 10 {
-        (month + 3, era * 400 + year_of_era)
-    } else {
-        (month - 9, era * 400 + year_of_era + 1)
-    };
-    format!(
-        "{year:04}-{month:02}-{day:02} {:02}:{:02} UTC",
-        seconds / 3600,
-        seconds % 3600 / 60
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,14 +102,5 @@ mod tests {
                 "3 h 07 min"
             ]
         );
-    }
-
-    #[test]
-    fn days_are_counted_as_the_calendar_does() {
-        // date -u -d @N
-        assert_eq!(utc(0), "1970-01-01 00:00 UTC");
-        assert_eq!(utc(951_782_400), "2000-02-29 00:00 UTC");
-        assert_eq!(utc(1_767_225_599), "2025-12-31 23:59 UTC");
-        assert_eq!(utc(1_772_368_440), "2026-03-01 12:34 UTC");
     }
 }

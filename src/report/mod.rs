@@ -7,9 +7,10 @@
 //! | `page` | the page of `prune report`, from one or several runs |
 //! | `comparison` | which runs may share a chart |
 //! | `plots/` | pictures as SVG |
-//! | `settings`, `html` | tables and escaped text |
+//! | `settings`, `html`, `date` | tables, escaped text, moments |
 
 pub mod comparison;
+mod date;
 pub mod demo_table;
 mod html;
 pub mod inspection;

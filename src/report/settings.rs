@@ -3,7 +3,8 @@
 use serde_json::Value;
 
 use super::comparison::{NamedRun, method_label, text_field};
-use super::html::{duration, facts, table, utc};
+use super::date::minute;
+use super::html::{duration, facts, table};
 use crate::bytes::ByteSize;
 use crate::run::Manifest;
 use crate::run::manifest::{MatrixReport, PerplexityReport};
@@ -81,7 +82,7 @@ pub(super) fn settings(manifest: &Manifest) -> String {
             )),
         ),
         ("hidden states", Some(manifest.hidden_states.clone())),
-        ("started", Some(utc(manifest.started_unix_seconds))),
+        ("started", Some(minute(manifest.started_unix_seconds))),
         ("time", Some(duration(manifest.seconds))),
         (
             "peak memory",
