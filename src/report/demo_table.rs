@@ -127,10 +127,10 @@ magnitude 60 %    60.0 %     12345.68     6172.84
     ... One\u{fffd}day {}word
     {}
 ",
-            "day ".repeat(12),
-            "day ".repeat(7),
-            "word ".repeat(11),
-            "word ".repeat(8)
+            "day ".repeat(11),
+            "day ".repeat(8),
+            "word ".repeat(12),
+            "word ".repeat(7)
         );
         assert_eq!(table.text(), expected);
         assert!(expected.lines().all(|line| line.chars().count() <= COLUMNS));
