@@ -11,6 +11,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 
+/// Bytes as lower-case hexadecimal digits: how hashes are written.
+pub fn hex(bytes: &[u8]) -> String {
+    use fmt::Write;
+    let mut text = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        // Writing to a String cannot fail.
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
+}
+
 /// A number of bytes. Sums saturate at `u64::MAX`, which no machine has.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,

@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use super::folder::{FolderWeights, find_weights};
 use super::header::{Header, TensorEntry};
 use super::positioned::read_exact_at;
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, hex};
 use crate::failure::Failure;
 
 /// Where weights come from: tensors by name, their bytes by range.
@@ -294,16 +294,4 @@ fn open_shard(
         file,
     };
     Ok((shard, entries))
-}
-
-/// Lower-case hexadecimal digits of `bytes`.
-pub(super) fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write;
-    bytes
-        .iter()
-        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-            // Writing to a String cannot fail.
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
 }

@@ -14,8 +14,9 @@ use sha2::{Digest, Sha256};
 use super::header::TensorEntry;
 use super::meter::Meter;
 use super::positioned::read_exact_at;
-use super::source::{Checkpoint, WeightSource, hex};
+use super::source::{Checkpoint, WeightSource};
 use super::verify_tensor::{Look, Looked, check_tensor};
+use crate::bytes::hex;
 use crate::failure::Failure;
 use crate::run::Events;
 

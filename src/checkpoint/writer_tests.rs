@@ -140,7 +140,7 @@ fn untouched_checkpoint_is_copied_byte_for_byte_with_its_hash() -> anyhow::Resul
     assert_eq!(verification.files[0].bytes, written.len() as u64);
     assert_eq!(
         verification.files[0].sha256,
-        super::source::hex(&sha2::Sha256::digest(&written))
+        crate::bytes::hex(&sha2::Sha256::digest(&written))
     );
     Ok(())
 }

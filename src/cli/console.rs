@@ -97,11 +97,6 @@ impl Console {
         self.state().warnings.clone()
     }
 
-    /// Whether results are wanted as JSON.
-    pub fn prints_json(&self) -> bool {
-        self.prints_json
-    }
-
     /// Takes the bars away; called before results are printed.
     pub fn clear(&self) {
         if let Some(mut bars) = self.state().bars.take() {

@@ -87,6 +87,9 @@ const RUNS: [DemoRun; 6] = [
     },
 ];
 
+/// Token ids of the demo text, shared by the runs.
+const TEXT_CACHE: &str = "text-cache";
+
 /// Tokens a sentence may have before it is cut.
 const SENTENCE_TOKENS: usize = 40;
 
@@ -165,6 +168,8 @@ fn prune_all(args: &DemoArgs, root: &Path, console: &Console) -> Result<DemoTabl
             started.elapsed().as_secs_f64()
         ));
     }
+    // Nobody looks for it beside the runs; what cannot be removed does no harm.
+    let _ = std::fs::remove_dir_all(root.join(TEXT_CACHE));
     Ok(DemoTable {
         parameters,
         prompt: embedded::PROMPT.to_owned(),
@@ -189,7 +194,7 @@ fn prune_once(args: &DemoArgs, root: &Path, run: &DemoRun, sides: &str) -> Resul
         "prune".into(),
         folder("--model=", "dense"),
         folder("--save=", run.folder),
-        folder("--text-cache=", "text-cache"),
+        folder("--text-cache=", TEXT_CACHE),
         "--dataset=demo".into(),
         "--eval-dataset=demo".into(),
         format!("--eval={sides}").into(),

@@ -4,8 +4,12 @@
 //! unlinked as soon as they are opened. So the process may end at any point.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::console::Console;
+
+/// How long the last words may take.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Ends the process on SIGINT and SIGTERM, with the exit code shells use: 128 and the signal's number. SIGHUP is left as it is,
 /// so that `nohup` works.
@@ -27,7 +31,12 @@ pub(super) fn watch(console: &Arc<Console>) {
                 } else {
                     "SIGTERM"
                 };
-                console.interrupted(name);
+                // Whoever reads our messages may have stopped reading: the last words must not keep the process.
+                let words = std::thread::spawn(move || console.interrupted(name));
+                let began = Instant::now();
+                while !words.is_finished() && began.elapsed() < PATIENCE {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
                 std::process::exit(128 + signal);
             }
         });

@@ -1,8 +1,8 @@
 //! SHA-256 in hex, of bytes and of token ids: what the run record states about texts, so that two runs can be compared.
 
-use std::fmt::Write;
-
 use sha2::{Digest, Sha256};
+
+use crate::bytes::hex;
 
 /// SHA-256 of some bytes in lower-case hex, as `sha256sum` prints it.
 pub(super) fn of_bytes(bytes: &[u8]) -> String {
@@ -21,16 +21,6 @@ pub(super) fn of_ids(ids: &[u32]) -> String {
 /// Ids as the bytes a file holds them in.
 pub(super) fn little_endian(ids: &[u32]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.to_le_bytes()).collect()
-}
-
-/// Bytes in lower-case hex.
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes
-        .iter()
-        .fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
-            write!(text, "{byte:02x}").expect("writing to a String cannot fail");
-            text
-        })
 }
 
 #[cfg(test)]

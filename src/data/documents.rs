@@ -115,7 +115,7 @@ impl Documents {
 
     /// SHA-256 of the text as JSON lines: of the file itself where it is that, of its unpacked content otherwise.
     pub(super) fn sha256(&self) -> String {
-        super::digest::hex(&self.header.sha256)
+        crate::bytes::hex(&self.header.sha256)
     }
 
     /// The text of one document, counted from 0.

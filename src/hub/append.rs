@@ -15,7 +15,7 @@ use super::http::{Answer, Passing, Request, Trouble, header};
 use super::meter::Meter;
 use super::refusal;
 use super::transfer::{Remote, Transfer};
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, hex};
 use crate::failure::Failure;
 
 /// Bytes read at once.
@@ -73,7 +73,7 @@ impl Transfer<'_> {
             meter.at(have);
         }
         let Some(answer) = answer else {
-            return Ok(hex(hash));
+            return Ok(hex(&hash.finalize()));
         };
         let (origin, started) = (answer.origin, have);
         let mut body = answer.response.into_body().into_reader();
@@ -116,7 +116,7 @@ impl Transfer<'_> {
                 meter.at(have);
             }
         }
-        Ok(hex(hash))
+        Ok(hex(&hash.finalize()))
     }
 
     fn request(
@@ -276,13 +276,6 @@ fn content_range(value: &str) -> Option<(u64, Option<u64>)> {
         total => Some(total.parse().ok()?),
     };
     Some((start.trim().parse().ok()?, total))
-}
-
-fn hex(hash: Sha256) -> String {
-    hash.finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Which weights of a matrix are pruned, one bit each.
 
+use crate::bytes::hex;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
@@ -96,10 +97,7 @@ impl Mask {
 
     /// SHA-256 of the packed bits, in hex: two runs that chose the same weights have the same hash.
     pub fn sha256(&self) -> String {
-        Sha256::digest(&self.bits)
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect()
+        hex(&Sha256::digest(&self.bits))
     }
 }
 
