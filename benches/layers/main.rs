@@ -24,7 +24,7 @@ use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSink, W
 use prune::demo::RandomCheckpoint;
 use prune::linalg::attention::{self, Heads};
 use prune::linalg::matmul::{Threads, View, matmul};
-use prune::linalg::{Linear, StoredDtype, StoredMatrix, tensor};
+use prune::linalg::{Linear, Panel, StoredDtype, StoredMatrix, tensor};
 use prune::model::{DecoderLayer, LayerContext, LlamaConfig, Observation, Observer, observe::Need};
 use prune::pruning::{METHODS, Pattern, Request, Target};
 use prune::run::Silent;
@@ -76,16 +76,29 @@ fn products(criterion: &mut Criterion) {
         );
         for dtype in [StoredDtype::F32, StoredDtype::Bf16, StoredDtype::F16] {
             let linear = Linear {
-                weight: StoredMatrix::from_f32(dtype, out, inner, &weight),
+                weight: StoredMatrix::from_f32(dtype, out, inner, &weight).into(),
                 bias: None,
             };
-            let mut panel = Vec::new();
+            let mut panel = Panel::new();
             group.bench_function(
                 BenchmarkId::new(format!("linear, {} weight", dtype.name()), &shape),
                 |bencher| {
-                    bencher.iter(|| linear.forward_into(&x, &mut y, &mut panel));
+                    bencher.iter(|| {
+                        linear
+                            .forward_into(&x, &mut y, &mut panel)
+                            .expect("in memory")
+                    });
                 },
             );
+            if tokens == 1 {
+                // Read it as bytes: half the FLOP/s times the bytes of a weight.
+                group.bench_function(
+                    BenchmarkId::new(format!("straight, {} weight", dtype.name()), &shape),
+                    |bencher| {
+                        bencher.iter(|| linear.forward_few_into(&x, &mut y, &mut panel));
+                    },
+                );
+            }
         }
     }
 }
@@ -119,7 +132,7 @@ fn blocked_attention(criterion: &mut Criterion) {
         );
         let mut out = vec![0.0; q.len()];
         group.bench_function(name, |bencher| {
-            bencher.iter(|| attention::causal(heads, &q, &k, &v, &mut out))
+            bencher.iter(|| attention::causal(heads, 0, &q, &k, &v, &mut out))
         });
     }
 }

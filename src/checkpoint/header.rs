@@ -112,6 +112,19 @@ impl Header {
         Self::parse(json, data_bytes, path)
     }
 
+    /// Checks a header that came from elsewhere, of a file `file_bytes` long; `path` is for messages.
+    pub(super) fn of(json: Vec<u8>, file_bytes: u64, path: &Path) -> anyhow::Result<Self> {
+        let data_bytes = file_bytes
+            .checked_sub(LENGTH_BYTES + json.len() as u64)
+            .ok_or_else(|| {
+                Failure::new(format!(
+                    "cannot read `{}`: {file_bytes} bytes are too few for its header",
+                    path.display()
+                ))
+            })?;
+        Self::parse(json, data_bytes, path)
+    }
+
     /// Checks a header against the `data_bytes` that follow it.
     fn parse(json: Vec<u8>, data_bytes: u64, path: &Path) -> anyhow::Result<Self> {
         let bad = |why: String| Failure::new(format!("cannot read `{}`: {why}", path.display()));

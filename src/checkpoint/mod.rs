@@ -23,6 +23,7 @@ mod atomic;
 mod elements;
 mod folder;
 mod header;
+mod headers_only;
 mod masks;
 mod meter;
 pub(crate) mod positioned;
@@ -46,6 +47,7 @@ mod writer_tests;
 
 pub use atomic::{sync_folder, write_atomic};
 pub use header::{TensorEntry, encode_header};
+pub use headers_only::HeadersOnly;
 pub use masks::{MASKS_FILE, MaskWriter};
 pub(crate) use meter::Meter;
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};

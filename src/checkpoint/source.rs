@@ -6,6 +6,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::folder::{FolderWeights, find_weights};
@@ -258,6 +259,22 @@ impl WeightSource for Checkpoint {
     }
 }
 
+/// The tensors of file `index`, by offset.
+pub(super) fn entries_of(header: &Header, index: usize) -> Vec<TensorEntry> {
+    let data_start = header.data_start();
+    let entry = |(name, info): &(String, TensorInfo)| TensorEntry {
+        name: name.clone(),
+        dtype: info.dtype,
+        shape: info.shape.clone(),
+        shard: index,
+        offset: data_start + info.data_offsets.0 as u64,
+        bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
+    };
+    let mut entries: Vec<TensorEntry> = header.tensors.iter().map(entry).collect();
+    entries.sort_by_key(|entry| (entry.offset, entry.bytes));
+    entries
+}
+
 /// Opens one file and lists its tensors by offset.
 fn open_shard(
     path: &Path,
@@ -272,19 +289,7 @@ fn open_shard(
     let header = Header::read(&file, file_bytes, path)?;
     let data_start = header.data_start();
     let output_header = header.with_format();
-    let mut entries: Vec<TensorEntry> = header
-        .tensors
-        .into_iter()
-        .map(|(name, info)| TensorEntry {
-            name,
-            dtype: info.dtype,
-            shape: info.shape,
-            shard: index,
-            offset: data_start + info.data_offsets.0 as u64,
-            bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
-        })
-        .collect();
-    entries.sort_by_key(|entry| (entry.offset, entry.bytes));
+    let entries = entries_of(&header, index);
     let shard = Shard {
         file_name,
         header: header.json,

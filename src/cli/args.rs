@@ -12,7 +12,9 @@ use crate::data::DatasetSpec;
 use crate::eval::Side;
 use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Selection};
+use crate::placement::{Budget, Policy, Resting};
 use crate::pruning::{METHODS, Pattern};
+use crate::run::Knobs;
 
 /// What is read.
 #[derive(Debug, Clone, Args)]
@@ -37,7 +39,9 @@ pub struct ModelArgs {
 
     /// Arithmetic of the forward pass
     ///
-    /// Never changes the dtype of the output, which is the source's. `auto` is f32 on the CPU.
+    /// Never changes the dtype of the output, which is the source's. `auto` is f32 on the CPU. `bf16` multiplies bf16 weights by
+    /// activations rounded to bf16, accumulating in f32: several times as fast where the CPU has such products (AMD from Zen 4,
+    /// Intel from Sapphire Rapids on), and masks differ in some near-ties.
     #[arg(long, value_name = "DTYPE", default_value = "auto")]
     pub dtype: ComputeDtype,
 }
@@ -49,6 +53,8 @@ pub enum ComputeDtype {
     Auto,
     /// Single precision
     F32,
+    /// bf16 products with f32 accumulation, for bf16 checkpoints
+    Bf16,
 }
 
 /// Where it runs.
@@ -71,16 +77,31 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
 
+    /// How much memory may be used, like cpu=24GiB [default: 80 % of what is available]
+    ///
+    /// GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
+    /// control group (of a batch job, a container) allows. The run is planned to stay below; what cannot fit is refused before it
+    /// begins. Results do not depend on it.
+    #[arg(long, value_name = "DEVICE=SIZE")]
+    pub max_memory: Option<Budget>,
+
     /// Where hidden states rest between layers
     ///
-    /// `auto` takes RAM where all of them fit into 80 % of the available memory beside the rest, else the disk, and says so.
-    /// Results do not depend on it.
+    /// `auto` leaves it to the plan: RAM where they fit beside the rest, else the disk, and says so. Results do not depend on it.
     #[arg(long, value_name = "WHERE", default_value = "auto")]
     pub hidden_states: HiddenStatesArg,
 
     /// Folder for hidden states on disk [default: the run folder, else the system's temporary folder]
     #[arg(long, value_name = "DIR")]
     pub offload_folder: Option<PathBuf>,
+
+    /// How the work is cut up, as JSON; for tests
+    #[arg(long, value_name = "JSON", hide = true, value_parser = knobs)]
+    pub knobs: Option<Knobs>,
+}
+
+fn knobs(json: &str) -> std::result::Result<Knobs, serde_json::Error> {
+    serde_json::from_str(json)
 }
 
 /// A device by name, as given; [`DeviceArgs::check`] says what this build makes of it.
@@ -128,6 +149,15 @@ impl DeviceArgs {
         }
     }
 
+    /// What the flags leave to the plan.
+    pub fn policy(&self) -> Policy {
+        Policy {
+            budget: self.max_memory.clone().unwrap_or_default(),
+            resting: self.hidden_states.resting(),
+            ..Policy::default()
+        }
+    }
+
     /// Whether the CPU was asked for, and not only taken because there is nothing else.
     pub fn names_the_cpu(&self) -> bool {
         self.use_cpu || self.device == DeviceArg::Cpu
@@ -143,6 +173,17 @@ pub enum HiddenStatesArg {
     Ram,
     /// A spill file in the offload folder
     Disk,
+}
+
+impl HiddenStatesArg {
+    /// What is decided; `None` leaves it to the plan.
+    pub fn resting(self) -> Option<Resting> {
+        match self {
+            Self::Auto => None,
+            Self::Ram => Some(Resting::Ram),
+            Self::Disk => Some(Resting::Disk),
+        }
+    }
 }
 
 /// What perplexity is measured on.

@@ -48,6 +48,8 @@ struct State {
     progress: Progress,
     bars: Option<Bars>,
     memory_log: Option<MemoryLog>,
+    /// Standard output stands within a line of streamed text.
+    is_within_line: bool,
     /// What an interruption leaves behind, in words.
     unfinished: Option<String>,
     /// A folder that an interruption removes.
@@ -119,6 +121,17 @@ impl Console {
         let _ = std::io::stdout().flush();
     }
 
+    /// A part of a text that is written as it comes, on standard output. Says whether anybody reads it still.
+    pub(super) fn stream(&self, part: &str) -> bool {
+        let written = std::io::stdout()
+            .write_all(part.as_bytes())
+            .and_then(|()| std::io::stdout().flush());
+        if let Some(last) = part.chars().last() {
+            self.state().is_within_line = last != '\n';
+        }
+        written.is_ok()
+    }
+
     /// A result that is a record: as one JSON object with `--json`, else as `text`.
     ///
     /// # Errors
@@ -137,6 +150,7 @@ impl Console {
     /// An error, after everything else.
     pub fn error(&self, text: &str) {
         self.clear();
+        self.state().end_line();
         let unfinished = self.state().unfinished.take();
         if let Some(unfinished) = unfinished.filter(|_| self.level >= Level::Normal) {
             self.state().print(self.form, "note", &unfinished);
@@ -184,6 +198,7 @@ impl Console {
         if let Some(mut bars) = state.bars.take() {
             bars.clear();
         }
+        state.end_line();
         let phase = state.progress.phase();
         let place = if phase.is_empty() {
             String::new()
@@ -216,6 +231,13 @@ fn print_line(text: &str) {
 }
 
 impl State {
+    /// What is told next begins at the left of a terminal that shows both streams.
+    fn end_line(&mut self) {
+        if std::mem::take(&mut self.is_within_line) && std::io::stdout().is_terminal() {
+            let _ = std::io::stdout().write_all(b"\n");
+        }
+    }
+
     fn print(&self, form: Form, event: &str, text: &str) {
         match (&self.bars, form) {
             (_, Form::Json) => print_line(&json!({"event": event, "text": text}).to_string()),

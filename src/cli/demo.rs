@@ -14,10 +14,10 @@ use crate::checkpoint::Checkpoint;
 use crate::data::Tokenizer;
 use crate::demo::embedded;
 use crate::failure::Failure;
-use crate::generation::SmallModel;
+use crate::generation::{self, Generator};
 use crate::model::LlamaConfig;
 use crate::report::demo_table::{DemoRow, DemoTable};
-use crate::run::{Events, Manifest};
+use crate::run::{Events, Manifest, Silent};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -217,7 +217,8 @@ fn sentence(folder: &Path) -> Result<String> {
     let config = Arc::new(LlamaConfig::load(folder)?);
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
     let tokenizer = Tokenizer::load(folder)?;
-    SmallModel::load(checkpoint, config)?.sentence(&tokenizer, embedded::PROMPT, SENTENCE_TOKENS)
+    let mut model = Generator::load_all(checkpoint, config, &Silent)?;
+    generation::sentence(&mut model, &tokenizer, embedded::PROMPT, SENTENCE_TOKENS)
 }
 
 /// What the table says, and what to type next.

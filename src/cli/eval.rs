@@ -12,9 +12,9 @@ use super::outcome::{Outcome, gate};
 use super::run_folder::RunFolder;
 use super::session::Session;
 use crate::checkpoint::WeightSource;
-use crate::data::TextCache;
+use crate::data::{Role, TextCache};
 use crate::eval::Side;
-use crate::pipeline::Workload;
+use crate::pipeline::Job;
 use crate::report;
 use crate::run::{Event, Events, Manifest};
 use crate::runtime::{Passenger, Sweep, memory};
@@ -70,23 +70,35 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         false,
         args.force,
     )?;
+    session.plan(
+        &Job {
+            windows: 1,
+            sides: 1,
+            ..session.job()
+        },
+        &args.device,
+    )?;
     let dataset = session.check_evaluation(&args.evaluation, console)?;
     let cache = TextCache::open(args.evaluation.text_cache.clone());
+    let expected = Job {
+        windows: 1,
+        sides: 1,
+        tokenise: session.tokenising([(&dataset, Role::Evaluation)], &cache)?,
+        ..session.job()
+    };
+    session.plan(&expected, &args.device)?;
     let windows = {
         let tokenizer = session.tokenizer()?;
         session.evaluation(&args.evaluation, &dataset, &tokenizer, &cache, console)?
     };
     memory::release_freed();
     session.clock.mark("02_model_loaded", console);
-    let workload = Workload::new(
-        &session.config,
-        session.dtype(),
-        session.seqlen,
-        &[windows.windows],
-        true,
-        session.threads,
-    );
-    let rest = session.settle_hidden_states(&args.device, &workload, args.save.as_deref(), console);
+    let job = Job {
+        windows: windows.windows,
+        ..expected
+    };
+    let plan = session.plan(&job, &args.device)?;
+    let rest = session.rest(&plan, &args.device, args.save.as_deref(), console);
     console.line(&format!(
         "evaluating {} on {}: {} windows of {} tokens",
         session.folder.display(),
@@ -94,12 +106,17 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         windows.windows,
         session.seqlen
     ));
+    for line in report::plan::text(&plan).lines() {
+        console.line(line);
+    }
     let mut perplexity = session.perplexity(Side::Dense, &rest, &windows, console)?;
     let source: Arc<dyn WeightSource> = session.checkpoint.clone();
     let sweep = Sweep {
         source,
         config: Arc::clone(&session.config),
         seqlen: session.seqlen,
+        knobs: plan.knobs.clone(),
+        products: session.products,
         clock: &session.clock,
         events: console,
     };
@@ -111,9 +128,13 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     console.emit(Event::SweepDone);
     session.clock.mark("09_end", console);
     let mut manifest = session.manifest("eval", arguments, &rest)?;
+    manifest.plan = Some(plan);
     manifest.perplexity.dense = perplexity.report();
     manifest.gate = gate(&args.evaluation, manifest.perplexity.dense);
     manifest.evaluation = Some(serde_json::to_value(&windows.protocol)?);
+    if let Some(exceeded) = manifest.exceeded_plan() {
+        console.warn(exceeded);
+    }
     manifest.warnings = console.warnings();
     folder.prepare()?;
     folder.record(&manifest)?;

@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 use super::args::ModelArgs;
-use crate::checkpoint::is_model_file;
+use crate::checkpoint::{self, HeadersOnly, WeightSource, is_model_file};
 use crate::data::{DatasetSpec, Role};
 use crate::failure::Failure;
 use crate::hub::{Hub, HubRepo, ModelFiles, Settings};
-use crate::model::LlamaConfig;
+use crate::linalg::StoredDtype;
+use crate::model::{DecoderLayer, LlamaConfig, Projection, stored_dtype};
 use crate::run::Events;
 
 /// A model that came from the hub, for the manifest.
@@ -46,12 +47,7 @@ pub(super) fn model(args: &ModelArgs, events: &dyn Events) -> Result<(PathBuf, O
     })?;
     if given.exists() {
         if let Some(revision) = &args.revision {
-            return Err(Failure::usage(format!(
-                "--revision {revision} is for a model on the hub, and `{}` is a local folder",
-                given.display()
-            ))
-            .hint("leave --revision out, or start where no such folder is")
-            .into());
+            return Err(revision_of_a_folder(revision, given).into());
         }
         return Ok((given.to_path_buf(), None));
     }
@@ -66,6 +62,50 @@ pub(super) fn model(args: &ModelArgs, events: &dyn Events) -> Result<(PathBuf, O
         commit: snapshot.commit,
     };
     Ok((snapshot.folder, Some(model)))
+}
+
+/// Shape and dtype of a checkpoint from `config.json` and headers alone.
+///
+/// # Errors
+/// Fails when the model is neither a folder nor an id, or its headers cannot be read.
+pub(super) fn headers(
+    model: &Path,
+    revision: Option<&str>,
+    cache_dir: Option<&Path>,
+    events: &dyn Events,
+) -> Result<(LlamaConfig, StoredDtype)> {
+    let source: Box<dyn WeightSource>;
+    let config;
+    if model.exists() {
+        if let Some(revision) = revision {
+            return Err(revision_of_a_folder(revision, model).into());
+        }
+        config = LlamaConfig::load(model)?;
+        source = Box::new(checkpoint::Checkpoint::open(model)?);
+    } else {
+        let repo = model.to_str().and_then(HubRepo::model);
+        let repo = repo.ok_or_else(|| missing_folder(model))?;
+        let repo = repo.at(revision.unwrap_or("main"))?;
+        let headers = hub(cache_dir)?.model_headers(&repo, &Checkpoint, events)?;
+        config = LlamaConfig::load(&headers.snapshot.folder)?;
+        let shards = headers.shards.into_iter();
+        let shards = shards.map(|shard| (shard.name, shard.json, shard.file_bytes));
+        source = Box::new(HeadersOnly::new(repo.id(), shards)?);
+    }
+    for layer in 0..config.num_hidden_layers {
+        DecoderLayer::check(&*source, &config, layer)?;
+    }
+    let first = source.entry(&Projection::Q.tensor_name(0));
+    let dtype = first.map(stored_dtype).transpose()?;
+    Ok((config, dtype.unwrap_or(StoredDtype::F32)))
+}
+
+fn revision_of_a_folder(revision: &str, folder: &Path) -> Failure {
+    Failure::usage(format!(
+        "--revision {revision} is for a model on the hub, and `{}` is a local folder",
+        folder.display()
+    ))
+    .hint("leave --revision out, or start where no such folder is")
 }
 
 /// The dataset with the hub's file at hand, where it was named without a path.

@@ -6,12 +6,15 @@ pub mod args;
 pub mod console;
 pub mod demo;
 pub mod eval;
+pub mod generate;
 pub mod inspect;
 mod interrupt;
 mod located;
 pub mod make_checkpoint;
 mod memory_log;
 pub mod outcome;
+pub mod plan;
+mod planned;
 mod progress;
 pub mod prune;
 pub mod report;
@@ -71,8 +74,14 @@ enum Command {
     /// Measure the perplexity of a checkpoint, layer by layer
     #[command(after_help = eval::EXAMPLES)]
     Eval(eval::EvalArgs),
+    /// Let a checkpoint go on from a prompt, or two, to compare them
+    #[command(after_help = generate::EXAMPLES)]
+    Generate(generate::GenerateArgs),
     /// Show the sparsity of a checkpoint, and whether it is a pruned copy of a dense one
     Inspect(inspect::InspectArgs),
+    /// Show what a run would take: memory per phase and device, and time
+    #[command(after_help = plan::EXAMPLES)]
+    Plan(plan::PlanArgs),
     /// Draw finished runs: pictures and one page
     Report(report::ReportArgs),
     /// Print a completion script for a shell
@@ -92,7 +101,9 @@ impl Cli {
             None => self.prune.messages,
             Some(Command::Eval(args)) => args.messages,
             Some(Command::Demo(args)) => args.messages,
+            Some(Command::Generate(args)) => args.messages,
             Some(Command::Inspect(args)) => args.messages,
+            Some(Command::Plan(args)) => args.messages,
             Some(Command::Report(args)) => args.messages,
             Some(Command::Completions(_) | Command::Man | Command::MakeCheckpoint(_)) => {
                 MessageArgs::default()
@@ -153,7 +164,9 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         None => return prune::command(&cli.prune, arguments, console),
         Some(Command::Eval(args)) => return eval::command(args, arguments, console),
         Some(Command::Demo(args)) => demo::command(args, console),
+        Some(Command::Generate(args)) => generate::command(args, console),
         Some(Command::Inspect(args)) => inspect::command(args, console),
+        Some(Command::Plan(args)) => plan::command(args, console),
         Some(Command::Report(args)) => report::command(args, console),
         Some(Command::Completions(args)) => shell::completions(args, command(), console),
         Some(Command::Man) => shell::man(command(), console),

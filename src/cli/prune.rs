@@ -133,6 +133,8 @@ pub fn execute(
         source,
         config: Arc::clone(&session.config),
         seqlen: session.seqlen,
+        knobs: job.plan.knobs.clone(),
+        products: session.products,
         clock: &session.clock,
         events: console,
     };
@@ -143,7 +145,7 @@ pub fn execute(
     session.clock.mark("03_before_pruning", console);
     console.emit(Event::SweepStarted {
         layers: session.config.num_hidden_layers,
-        passes: session.passes(texts.streams()[0], texts.windows(), texts.sides),
+        passes: session.passes(texts.samples(), texts.windows(), texts.sides),
     });
     let swept = sweep.run(Some(&mut pruner as &mut dyn Editor), &mut riders);
     console.emit(Event::SweepDone);
@@ -154,6 +156,7 @@ pub fn execute(
     console.set_unfinished(None);
     session.clock.mark("09_end", console);
     let mut manifest = session.manifest("prune", arguments, rest)?;
+    manifest.plan = Some(job.plan.clone());
     manifest.sparsity = Some(record::sparsity(&layers));
     manifest.layers = layers;
     manifest.pruning = Some(record::settings(
@@ -181,6 +184,9 @@ pub fn execute(
     manifest.masks = job.masks.as_ref().map(|path| path.display().to_string());
     manifest.gate = gate(&args.evaluation, manifest.perplexity.pruned);
     record::warn_of_infinite(&manifest, console);
+    if let Some(exceeded) = manifest.exceeded_plan() {
+        console.warn(exceeded);
+    }
     manifest.warnings = console.warnings();
     folder.record(&manifest)?;
     Ok(manifest)

@@ -7,19 +7,21 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 
-use super::args::{DeviceArgs, EvaluationArgs, HiddenStatesArg, ModelArgs};
+use super::args::{ComputeDtype, DeviceArgs, EvaluationArgs, HiddenStatesArg, ModelArgs};
 use super::located::{self, HubModel};
+use super::planned;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, WeightSource};
+use crate::data::footprint::{self, TokenizerSize};
 use crate::data::{self, DatasetSpec, Evaluation, Role, TextCache, Tokenizer};
 use crate::eval::{Perplexity, Side};
 use crate::failure::Failure;
-use crate::linalg::{StoredDtype, kernel};
+use crate::linalg::{Products, StoredDtype, bf16, kernel};
 use crate::model::{DecoderLayer, Embedding, Head, LlamaConfig, Projection};
-use crate::pipeline::{Workload, embed};
-use crate::placement::inventory;
+use crate::pipeline::{Job, embed};
+use crate::placement::Inventory;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, Perplexities, SCHEMA};
-use crate::run::{Event, Events};
+use crate::run::{Event, Events, Knobs, Plan};
 use crate::runtime::{Clock, HiddenStates, Rest};
 
 /// Tokens per sample unless said otherwise: what the literature after the original compares at.
@@ -40,6 +42,10 @@ pub struct Session {
     pub seqlen: usize,
     /// Worker threads.
     pub threads: usize,
+    /// `--knobs`: the one setting that may be planned.
+    knobs: Option<Knobs>,
+    /// How products with bf16 weights are computed.
+    pub products: Products,
     /// Where time goes.
     pub clock: Clock,
     started: (Instant, u64),
@@ -72,7 +78,7 @@ impl Session {
         }
         let seqlen = check_seqlen(seqlen, &config)?;
         let threads = worker_threads(device)?;
-        Ok(Self {
+        let mut session = Self {
             checkpoint,
             config,
             folder,
@@ -80,9 +86,13 @@ impl Session {
             cache_dir: model.cache_dir.clone(),
             seqlen,
             threads,
+            knobs: device.knobs.clone(),
+            products: Products::F32,
             clock,
             started,
-        })
+        };
+        session.products = products(model.dtype, session.dtype())?;
+        Ok(session)
     }
 
     /// The dtype of the first decoder matrix: what memory estimates are made with.
@@ -174,42 +184,90 @@ impl Session {
         }
     }
 
-    /// Decides where hidden states rest, and says so where that is the disk.
-    pub fn settle_hidden_states(
+    /// A run of this checkpoint in numbers, before its texts are known: nothing is calibrated or evaluated yet.
+    pub fn job(&self) -> Job<'_> {
+        Job {
+            config: &self.config,
+            dtype: self.dtype(),
+            seqlen: self.seqlen,
+            samples: 0,
+            windows: 0,
+            sides: 0,
+            prunes: false,
+            saves: false,
+            threads: self.threads,
+            packs_bf16: self.products != Products::F32,
+            tokenise: ByteSize::ZERO,
+            knobs: self.knobs.clone(),
+        }
+    }
+
+    /// What tokenising these texts takes at its peak; nothing without texts.
+    ///
+    /// # Errors
+    /// Fails when a text or the tokenizer is missing or cannot be read.
+    pub fn tokenising<'t>(
         &self,
+        texts: impl IntoIterator<Item = (&'t DatasetSpec, Role)>,
+        cache: &TextCache,
+    ) -> Result<ByteSize> {
+        let mut peak = ByteSize::ZERO;
+        let mut tokenizer = None;
+        for (text, role) in texts {
+            let size = match (tokenizer, || TokenizerSize::of(&self.folder)) {
+                (Some(size), _) => size,
+                (None, of) => match of() {
+                    Ok(size) => *tokenizer.insert(size),
+                    Err(error) if error.is::<Failure>() => return Err(error),
+                    // Of another kind than we count in; loading it says whether it is one at all.
+                    Err(_) => return Ok(peak),
+                },
+            };
+            let outlook = data::outlook(text, role, &self.folder, cache)?;
+            // Documents are tokenised one by one, or some of them joined: they are small beside the tokenizer.
+            let bytes = outlook.text.unwrap_or_default();
+            let needed = footprint::tokenise(size, bytes, self.threads, outlook.is_cached);
+            peak = peak.max(needed);
+        }
+        Ok(peak)
+    }
+
+    /// Plans a job on this machine.
+    ///
+    /// # Errors
+    /// Fails where it does not fit, with the shortage and flags that do.
+    pub fn plan(&self, job: &Job<'_>, device: &DeviceArgs) -> Result<Plan> {
+        Ok(planned::plan(
+            job,
+            &Inventory::here(self.threads),
+            &device.policy(),
+        )?)
+    }
+
+    /// Where the plan lets hidden states rest, said aloud where that is the disk without having been asked for.
+    pub fn rest(
+        &self,
+        plan: &Plan,
         device: &DeviceArgs,
-        workload: &Workload,
         run_folder: Option<&Path>,
         events: &dyn Events,
     ) -> Rest {
-        let folder = || {
-            device
-                .offload_folder
-                .clone()
-                .unwrap_or_else(|| run_folder.map_or_else(std::env::temp_dir, Path::to_path_buf))
-        };
-        if workload.hidden_states == ByteSize::ZERO {
+        if plan.hidden_states.rest == "ram" {
             return Rest::Ram;
         }
-        match device.hidden_states {
-            HiddenStatesArg::Ram => Rest::Ram,
-            HiddenStatesArg::Disk => Rest::Spill(folder()),
-            HiddenStatesArg::Auto => {
-                let available = inventory::available_memory();
-                if workload.fits_in_ram(available) {
-                    return Rest::Ram;
-                }
-                let folder = folder();
-                events.warn(format!(
-                    "hidden states ({}) do not fit beside {} into 80 % of the available {}: they spill to `{}`",
-                    workload.hidden_states,
-                    workload.without_hidden_states(),
-                    available.unwrap_or_default(),
-                    folder.display()
-                ));
-                Rest::Spill(folder)
-            }
+        let folder = device
+            .offload_folder
+            .clone()
+            .unwrap_or_else(|| run_folder.map_or_else(std::env::temp_dir, Path::to_path_buf));
+        if device.hidden_states == HiddenStatesArg::Auto {
+            let budget = plan.cpu().and_then(|cpu| cpu.budget).unwrap_or_default();
+            events.warn(format!(
+                "hidden states ({}) do not fit beside the rest into {budget}: they spill to `{}`",
+                plan.hidden_states.bytes,
+                folder.display()
+            ));
         }
+        Rest::Spill(folder)
     }
 
     /// A stream of embedded samples, `tokens` `[samples, seqlen]`.
@@ -307,8 +365,15 @@ impl Session {
             },
             arithmetic: Arithmetic {
                 device: "cpu".to_string(),
-                dtype: "f32".to_string(),
-                kernel: kernel::KERNEL.to_string(),
+                dtype: match self.products {
+                    Products::F32 => "f32",
+                    Products::Bf16(_) => "bf16",
+                }
+                .to_string(),
+                kernel: match self.products {
+                    Products::F32 => kernel::KERNEL.to_string(),
+                    Products::Bf16(kernel) => kernel.name().to_string(),
+                },
                 cpu_features: kernel::cpu_features()
                     .into_iter()
                     .map(str::to_string)
@@ -326,6 +391,7 @@ impl Session {
                 Rest::Ram => "ram".to_string(),
                 Rest::Spill(_) => "spill".to_string(),
             },
+            plan: None,
             peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
             phases,
             memory: self.clock.samples(),
@@ -336,7 +402,29 @@ impl Session {
     }
 }
 
-fn check_seqlen(seqlen: Option<usize>, config: &LlamaConfig) -> Result<usize> {
+/// How products are computed in this arithmetic with weights of this dtype.
+fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Products> {
+    if dtype != ComputeDtype::Bf16 {
+        return Ok(Products::F32);
+    }
+    if stored != StoredDtype::Bf16 {
+        return Err(Failure::usage(format!(
+            "--dtype bf16 is for bf16 checkpoints, and this one is {}",
+            stored.name()
+        ))
+        .hint("use --dtype f32, or leave --dtype out")
+        .into());
+    }
+    bf16::Kernel::best().map(Products::Bf16).ok_or_else(|| {
+        Failure::new("--dtype bf16: this CPU has no bf16 products that are faster than f32's")
+            .detail("they need AMX tiles (Intel from Sapphire Rapids on, Linux from 5.16 on) or AVX-512 of AMD from Zen 4 on")
+            .hint("use --dtype f32, or leave --dtype out")
+            .into()
+    })
+}
+
+/// Tokens per sample: as asked, else the default.
+pub(super) fn check_seqlen(seqlen: Option<usize>, config: &LlamaConfig) -> Result<usize> {
     let limit = config.max_position_embeddings;
     let is_stretched = matches!(
         config.rope_scaling,
@@ -359,8 +447,8 @@ fn check_seqlen(seqlen: Option<usize>, config: &LlamaConfig) -> Result<usize> {
     Ok(seqlen)
 }
 
-/// Starts the global pool, once per process.
-fn worker_threads(device: &DeviceArgs) -> Result<usize> {
+/// Worker threads: as asked, else what the batch system or the machine gives this process.
+pub(super) fn threads(asked: Option<u16>) -> usize {
     let slurm = || {
         std::env::var("SLURM_CPUS_PER_TASK")
             .ok()?
@@ -370,11 +458,15 @@ fn worker_threads(device: &DeviceArgs) -> Result<usize> {
             .filter(|&threads| threads > 0)
     };
     let affinity = || std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = device
-        .threads
+    asked
         .map(usize::from)
         .or_else(slurm)
-        .unwrap_or_else(affinity);
+        .unwrap_or_else(affinity)
+}
+
+/// Starts the global pool, once per process.
+fn worker_threads(device: &DeviceArgs) -> Result<usize> {
+    let threads = threads(device.threads);
     // Fails when a pool exists already: in tests, where several runs share a process and keep its first pool.
     let _ = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)

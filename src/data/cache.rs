@@ -20,6 +20,8 @@ use crate::run::Events;
 const TOKENS_MAGIC: &[u8; 8] = b"PRNTOK1\n";
 /// Magic, count (u64 LE), SHA-256 of the ids that follow as u32 LE.
 const TOKENS_HEADER: usize = 8 + 8 + 32;
+/// Ids read or written at once.
+const CHUNK: usize = 1 << 16;
 
 /// The folder, or none.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,10 +85,7 @@ impl TextCache {
         events: &dyn Events,
         tokenize: impl FnOnce() -> anyhow::Result<Vec<u32>>,
     ) -> anyhow::Result<Vec<u32>> {
-        let key = short(&digest::of_bytes(
-            format!("{tokenizer_sha256}\n{text_sha256}").as_bytes(),
-        ));
-        let Some(path) = self.place(&format!("tokens-{key}.bin")) else {
+        let Some(path) = self.tokens_place(tokenizer_sha256, text_sha256) else {
             return tokenize();
         };
         if let Some(ids) = read_tokens(&path) {
@@ -106,6 +105,21 @@ impl TextCache {
         }
         Ok(ids)
     }
+
+    /// Whether the ids of a text seem to be in the cache: their file is there and of the size it states. Its checksum is not
+    /// looked at, which would read all of it.
+    pub(super) fn has_token_ids(&self, tokenizer_sha256: &str, text_sha256: &str) -> bool {
+        self.tokens_place(tokenizer_sha256, text_sha256)
+            .is_some_and(|path| open_tokens(&path).is_some())
+    }
+
+    /// The place of the ids of a text.
+    fn tokens_place(&self, tokenizer_sha256: &str, text_sha256: &str) -> Option<PathBuf> {
+        let key = short(&digest::of_bytes(
+            format!("{tokenizer_sha256}\n{text_sha256}").as_bytes(),
+        ));
+        self.place(&format!("tokens-{key}.bin"))
+    }
 }
 
 /// Enough of a hash to name a file.
@@ -113,44 +127,51 @@ fn short(hex: &str) -> String {
     hex.chars().take(32).collect()
 }
 
-/// Reads a file of token ids; none where it is absent, cut short, or does not match its checksum.
-fn read_tokens(path: &Path) -> Option<Vec<u32>> {
+/// A file of token ids behind its header: the file, the number of ids, the checksum. None where it is absent or cut short.
+fn open_tokens(path: &Path) -> Option<(File, usize, [u8; 32])> {
     let mut file = File::open(path).ok()?;
     let mut header = [0u8; TOKENS_HEADER];
     file.read_exact(&mut header).ok()?;
     let (magic, rest) = header.split_first_chunk::<8>()?;
     let (count, checksum) = rest.split_first_chunk::<8>()?;
-    let bytes = u64::from_le_bytes(*count).checked_mul(4)?;
+    let count = u64::from_le_bytes(*count);
     // Checked before allocating: a damaged count must not ask for the whole memory.
-    if magic != TOKENS_MAGIC
-        || file.metadata().ok()?.len() != bytes.checked_add(TOKENS_HEADER as u64)?
-    {
+    let bytes = count.checked_mul(4)?.checked_add(TOKENS_HEADER as u64)?;
+    if magic != TOKENS_MAGIC || file.metadata().ok()?.len() != bytes {
         return None;
     }
-    let mut payload = Vec::with_capacity(usize::try_from(bytes).ok()?);
-    file.read_to_end(&mut payload).ok()?;
-    if Sha256::digest(&payload)[..] != *checksum {
-        return None;
+    Some((file, usize::try_from(count).ok()?, *checksum.first_chunk()?))
+}
+
+/// Reads a file of token ids, [`CHUNK`] of them at a time; none where it is absent, cut short, or does not match its checksum.
+fn read_tokens(path: &Path) -> Option<Vec<u32>> {
+    let (mut file, count, checksum) = open_tokens(path)?;
+    let (mut ids, mut hasher) = (Vec::with_capacity(count), Sha256::new());
+    let mut bytes = vec![0; 4 * CHUNK.min(count)];
+    while ids.len() < count {
+        bytes.truncate(4 * (count - ids.len()));
+        file.read_exact(&mut bytes).ok()?;
+        hasher.update(&bytes);
+        let words = bytes.as_chunks::<4>().0;
+        ids.extend(words.iter().map(|word| u32::from_le_bytes(*word)));
     }
-    Some(
-        payload
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .map(|word| u32::from_le_bytes(*word))
-            .collect(),
-    )
+    (hasher.finalize()[..] == checksum).then_some(ids)
 }
 
 /// Writes a file of token ids.
 fn write_tokens(path: &Path, ids: &[u32]) -> io::Result<()> {
-    let payload = digest::little_endian(ids);
     let mut staged = Staged::beside(path)?;
     let mut file = staged.file();
     file.write_all(TOKENS_MAGIC)?;
     file.write_all(&(ids.len() as u64).to_le_bytes())?;
-    file.write_all(&Sha256::digest(&payload))?;
-    file.write_all(&payload)?;
+    let mut hasher = Sha256::new();
+    for chunk in ids.chunks(CHUNK) {
+        hasher.update(digest::little_endian(chunk));
+    }
+    file.write_all(&hasher.finalize())?;
+    for chunk in ids.chunks(CHUNK) {
+        file.write_all(&digest::little_endian(chunk))?;
+    }
     staged.commit(path)
 }
 

@@ -7,12 +7,17 @@
 
 mod cache;
 mod calibration;
+mod chat;
+mod cut;
 mod dataset;
 mod digest;
 mod documents;
+mod encoder;
 mod evaluation;
+pub mod footprint;
 mod joined;
 mod line_index;
+mod outlook;
 mod parquet_text;
 mod python_random;
 pub mod stories;
@@ -32,8 +37,10 @@ use serde::{Deserialize, Serialize};
 
 pub use cache::TextCache;
 pub use calibration::{Calibration, calibration};
+pub use chat::ChatTemplate;
 pub use dataset::{DatasetSpec, HubFile};
 pub use evaluation::{Evaluation, evaluation};
+pub use outlook::{TextOutlook, outlook};
 pub use python_random::PythonRandom;
 pub use tokenizer::Tokenizer;
 
@@ -71,8 +78,7 @@ impl Role {
 /// Which ids were used and how they came about; goes into the run record, so that two runs can be compared.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TextProtocol {
-    /// "wikitext2", "c4", "ptb", "text" (a plain file) or "documents".
-    /// "wikitext2", "c4", "demo", "text" (a plain file) or "documents".
+    /// "wikitext2", "c4", "ptb", "demo", "text" (a plain file) or "documents".
     pub dataset: String,
     /// The file read; several are separated by commas; "built in" for the demo text.
     pub path: String,

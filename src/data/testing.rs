@@ -55,6 +55,24 @@ impl Recorded {
     }
 }
 
+impl Recorded {
+    /// The steps of a phase that counts `unit`, and what was told to be done of it.
+    pub(super) fn progress(&self, name: &str, counted: &str) -> (u64, Vec<u64>) {
+        let events = self.0.lock().expect("no test panics while it emits");
+        let mut of_phase = events.iter().skip_while(
+            |event| !matches!(event, Event::PhaseStarted { phase, unit, .. } if phase == name && *unit == counted),
+        );
+        let Some(Event::PhaseStarted { steps, .. }) = of_phase.next() else {
+            return (0, Vec::new());
+        };
+        let done = of_phase.map_while(|event| match event {
+            Event::Progress { done } => Some(*done),
+            _ => None,
+        });
+        (*steps, done.collect())
+    }
+}
+
 /// Writes a parquet file of one string column as the hub's are: nullable, compressed by snappy; one row group per slice.
 pub(super) fn write_parquet(path: &Path, column: &str, groups: &[&[String]]) {
     let groups: Vec<Vec<Option<&str>>> = groups

@@ -4,14 +4,23 @@
 //! lives outside `tokenizer.json`: for the Llama classes, `transformers` rebuilds the post-processor from
 //! `add_bos_token` / `add_eos_token` of `tokenizer_config.json`, whatever `tokenizer.json` says.
 
-use std::fs;
-use std::io::ErrorKind;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use anyhow::Result;
 use serde_json::Value;
+use sha2::{Digest, Sha256};
+use tokenizers::models::bpe::BPE;
+use tokenizers::{
+    DecoderWrapper, Encoding, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Token,
+    TokenizerImpl,
+};
 
+use super::cut::CutRule;
 use super::digest;
+use super::encoder::Encoder;
+use crate::bytes::hex;
 use crate::failure::Failure;
 
 /// A model's tokenizer.
@@ -21,6 +30,18 @@ pub struct Tokenizer {
     largest_id: u32,
     /// Set only where `tokenizer_config.json` asks for other special tokens than `tokenizer.json` adds.
     special: Option<SpecialTokens>,
+    cuts: Option<Cuts>,
+}
+
+/// How a long text is encoded in pieces.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Cuts {
+    /// Where pieces end.
+    pub(super) rule: CutRule,
+    /// Special ids before the whole text.
+    pub(super) before: Vec<u32>,
+    /// Special ids behind it.
+    pub(super) after: Vec<u32>,
 }
 
 /// Ids put around a text in place of the post-processor's.
@@ -44,18 +65,15 @@ impl Tokenizer {
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(no_tokenizer(model_folder).into());
             }
-            Err(error) => {
-                return Err(
-                    Failure::new(format!("cannot read `{}`: {error}", path.display())).into(),
-                );
-            }
+            Err(error) => return Err(unreadable(&path, &error).into()),
         };
         let damaged = |why: String| {
             Failure::new(format!("`{}` is not a tokenizer we can read: {why}", path.display()))
                 .hint("copy it from the model's page again, or write it anew with a current `transformers` (save_pretrained)")
         };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)
-            .map_err(|error| damaged(error.to_string()))?;
+        let mut inner = parse(&bytes).map_err(|error| damaged(error.to_string()))?;
+        let sha256 = digest::of_bytes(&bytes);
+        drop(bytes);
         // A file may have been saved with truncation or padding switched on; transformers switches both off for a plain call.
         inner
             .with_truncation(None)
@@ -69,13 +87,15 @@ impl Tokenizer {
             .ok_or_else(|| damaged("its vocabulary is empty".into()))?;
         let mut tokenizer = Self {
             inner,
-            sha256: digest::of_bytes(&bytes),
+            sha256,
             largest_id,
             special: None,
+            cuts: None,
         };
         if let Some(special) = tokenizer.configured_special_tokens(model_folder)? {
             tokenizer.apply(special)?;
         }
+        tokenizer.cuts = tokenizer.find_cuts();
         Ok(tokenizer)
     }
 
@@ -90,23 +110,32 @@ impl Tokenizer {
         self.largest_id
     }
 
-    /// The ids of a text, special tokens included, in one call: the whole text is one sequence.
+    /// The ids of a text, special tokens included: those of one call over the whole text. Where it is proven safe for this
+    /// tokenizer, a long text is encoded in pieces by several threads, in memory that does not grow with it.
     ///
     /// # Errors
     ///
     /// Fails when the tokenizer's model cannot express the text (no unknown token and no byte fallback).
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        // `encode_fast` skips the offsets, which nobody here reads. The encoding also holds a string per token: it goes
-        // before anything else is allocated.
-        let encoding = self
-            .inner
-            .encode_fast(text, self.special.is_none())
-            .map_err(|error| {
-                Failure::new(format!(
-                    "cannot tokenize a text of {} bytes: {error}",
-                    text.len()
-                ))
-            })?;
+        let mut nobody = |_| ();
+        let mut encoder = Encoder::new(self, &mut nobody);
+        encoder.push(text)?;
+        encoder.finish()
+    }
+
+    /// Whether long texts are encoded in pieces. Where they are not, one call takes memory in proportion to the text.
+    pub fn is_bounded(&self) -> bool {
+        self.cuts.is_some()
+    }
+
+    /// How a long text is cut; none where no cut is proven safe.
+    pub(super) fn cuts(&self) -> Option<&Cuts> {
+        self.cuts.as_ref()
+    }
+
+    /// The ids of a text in one call, special tokens included.
+    pub(super) fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.encoded(text, self.special.is_none())?;
         let SpecialTokens { bos, eos } = self.special.unwrap_or(SpecialTokens {
             bos: None,
             eos: None,
@@ -116,6 +145,72 @@ impl Tokenizer {
             .chain(encoding.get_ids().iter().copied())
             .chain(eos)
             .collect())
+    }
+
+    /// The ids of a text as it stands: special tokens that it spells become theirs, none is added.
+    ///
+    /// # Errors
+    ///
+    /// As [`Tokenizer::encode`].
+    pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_bare(text)
+    }
+
+    /// The id of a token by its name, like `</s>`.
+    pub fn id_of(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The ids of a text in one call, without special tokens.
+    pub(super) fn encode_bare(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.encoded(text, false)?.get_ids().to_vec())
+    }
+
+    /// One call. `encode_fast` skips the offsets, which nobody here reads. The encoding also holds a string per token.
+    fn encoded(&self, text: &str, has_special_tokens: bool) -> Result<Encoding> {
+        let encoding = self.inner.encode_fast(text, has_special_tokens);
+        Ok(encoding.map_err(|error| {
+            Failure::new(format!(
+                "cannot tokenize a text of {} bytes: {error}",
+                text.len()
+            ))
+        })?)
+    }
+
+    /// The rule for this tokenizer's cuts, and what stands around a whole text; none where either is not known for sure.
+    fn find_cuts(&self) -> Option<Cuts> {
+        let rule = CutRule::of(&self.inner)?;
+        // Pieces are encoded without special tokens, which must then be none.
+        let (before, after) = self.around(false)?;
+        if !before.is_empty() || !after.is_empty() {
+            return None;
+        }
+        let (before, after) = match self.special {
+            None => self.around(true)?,
+            Some(SpecialTokens { bos, eos }) => {
+                (bos.into_iter().collect(), eos.into_iter().collect())
+            }
+        };
+        Some(Cuts {
+            rule,
+            before,
+            after,
+        })
+    }
+
+    /// What the post-processor puts before and behind a text, told by one that consists of an id nobody has.
+    fn around(&self, has_special_tokens: bool) -> Option<(Vec<u32>, Vec<u32>)> {
+        const TEXT: u32 = u32::MAX;
+        let text = Encoding::from_tokens(vec![Token::new(TEXT, String::new(), (0, 0))], 0);
+        let processed = self
+            .inner
+            .post_process(text, None, has_special_tokens)
+            .ok()?;
+        let (before, after) = processed
+            .get_ids()
+            .split_at(processed.get_ids().iter().position(|id| *id == TEXT)?);
+        let after = &after[1..];
+        (!after.contains(&TEXT)).then(|| (before.to_vec(), after.to_vec()))
     }
 
     /// The text of some ids, without special tokens.
@@ -140,11 +235,7 @@ impl Tokenizer {
         let bytes = match fs::read(&path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => {
-                return Err(
-                    Failure::new(format!("cannot read `{}`: {error}", path.display())).into(),
-                );
-            }
+            Err(error) => return Err(unreadable(&path, &error).into()),
         };
         let config: Value = serde_json::from_slice(&bytes).map_err(|error| {
             Failure::new(format!("`{}` is not valid JSON: {error}", path.display()))
@@ -195,24 +286,72 @@ impl Tokenizer {
     fn apply(&mut self, special: SpecialTokens) -> Result<()> {
         // Templates do not depend on the text, so one probe tells.
         const PROBE: &str = "a";
-        let as_file_says = self.encode(PROBE)?;
+        let as_file_says = self.encode_whole(PROBE)?;
         self.special = Some(special);
-        if self.encode(PROBE)? == as_file_says {
+        if self.encode_whole(PROBE)? == as_file_says {
             self.special = None;
             return Ok(());
         }
-        self.sha256 += match (special.bos, special.eos) {
-            (Some(_), Some(_)) => "+bos+eos",
-            (Some(_), None) => "+bos",
-            (None, Some(_)) => "+eos",
-            (None, None) => "+plain",
-        };
+        self.sha256 += suffix(special.bos.is_some(), special.eos.is_some());
         Ok(())
+    }
+
+    /// The values that [`Tokenizer::sha256`] may have for a model folder, found without loading the tokenizer: the hash of
+    /// `tokenizer.json`, and that with each mark that `tokenizer_config.json` can add.
+    ///
+    /// # Errors
+    ///
+    /// Fails when there is no `tokenizer.json` or it cannot be read.
+    pub(super) fn possible_hashes(model_folder: &Path) -> Result<Vec<String>> {
+        let mut hasher = Sha256::new();
+        let path = model_folder.join("tokenizer.json");
+        match File::open(&path).and_then(|mut file| io::copy(&mut file, &mut hasher)) {
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return Err(no_tokenizer(model_folder).into());
+            }
+            Err(error) => return Err(unreadable(&path, &error).into()),
+        }
+        let sha256 = hex(&hasher.finalize());
+        let marks = [(true, true), (true, false), (false, true), (false, false)];
+        let marked = marks.map(|(bos, eos)| format!("{sha256}{}", suffix(bos, eos)));
+        Ok(marked.into_iter().chain([sha256]).collect())
+    }
+}
+
+/// What is appended to the hash where the configuration overrules `tokenizer.json`.
+fn suffix(has_bos: bool, has_eos: bool) -> &'static str {
+    match (has_bos, has_eos) {
+        (true, true) => "+bos+eos",
+        (true, false) => "+bos",
+        (false, true) => "+eos",
+        (false, false) => "+plain",
+    }
+}
+
+/// The failure for a file that is there and cannot be read.
+pub(super) fn unreadable(path: &Path, error: &io::Error) -> Failure {
+    Failure::new(format!("cannot read `{}`: {error}", path.display()))
+}
+
+/// Reads a `tokenizer.json`. The library reads the model of one into generic values twice before it looks at its type; told
+/// the type, it does without. Nearly all are byte-pair models, and for the others it decides again.
+fn parse(bytes: &[u8]) -> tokenizers::Result<tokenizers::Tokenizer> {
+    type OfBytePairs = TokenizerImpl<
+        BPE,
+        NormalizerWrapper,
+        PreTokenizerWrapper,
+        PostProcessorWrapper,
+        DecoderWrapper,
+    >;
+    match serde_json::from_slice::<OfBytePairs>(bytes) {
+        Ok(tokenizer) => Ok(tokenizer.into()),
+        Err(_) => tokenizers::Tokenizer::from_bytes(bytes),
     }
 }
 
 /// The failure for a folder without `tokenizer.json`.
-fn no_tokenizer(folder: &Path) -> Failure {
+pub(super) fn no_tokenizer(folder: &Path) -> Failure {
     let shown = folder.display();
     if folder.join("tokenizer.model").is_file() {
         return Failure::new(format!("`{shown}` has only `tokenizer.model`; we read `tokenizer.json`")).hint(format!(

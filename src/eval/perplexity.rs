@@ -3,9 +3,12 @@
 //! For window w of L tokens: ℓ_w = (1/(L−1)) Σ_{t<L} −ln p(x_{t+1} | x_{≤t}), perplexity = exp(mean_w ℓ_w). No beginning-of-text
 //! token is put back and the tail is dropped. Reference: `eval_ppl_wikitext` in locuslab/wanda (which multiplies by L and
 //! divides by L again). −ln p is taken from logits in f32 with a log-sum-exp accumulated in f64. Logits exist for
-//! a few hundred tokens at a time.
+//! a few hundred tokens at a time, and for a part of the vocabulary where the head is read in parts: then all windows see
+//! one part after the other, and each token keeps three numbers from one to the next.
 
-use anyhow::Result;
+use std::ops::Range;
+
+use anyhow::{Context, Result};
 use rayon::prelude::*;
 
 use crate::linalg::exp;
@@ -136,41 +139,105 @@ impl Passenger for Perplexity<'_> {
             (self.clock, self.events, &mut self.hidden, self.seqlen);
         let tokens = self.tokens;
         let losses = clock.measure("head", || -> Result<Vec<f64>> {
-            let mut logits = Vec::new();
-            let panel = context.workspace().panel();
-            let mut losses = Vec::with_capacity(hidden.samples());
-            for (window, tokens) in tokens.chunks_exact(seqlen).enumerate() {
-                let mut sum = 0.0;
-                head.logits(&hidden.get(window)?, &mut logits, panel, |first, logits| {
-                    sum += next_token_losses(logits, head.vocab_size(), &tokens[first + 1..])
-                        .iter()
-                        .sum::<f64>();
-                    Ok(())
-                })?;
-                losses.push(sum / (seqlen - 1) as f64);
-                events.emit(Event::Progress {
-                    done: window as u64 + 1,
-                });
+            let mut seen = vec![NextToken::default(); steps as usize * seqlen];
+            let parts = head.chunks().len();
+            for (part, rows) in head.chunks().enumerate() {
+                let chunk = head.chunk(rows.clone())?;
+                let windows = tokens
+                    .chunks_exact(seqlen)
+                    .zip(seen.chunks_exact_mut(seqlen));
+                for (window, (tokens, seen)) in windows.enumerate() {
+                    chunk.logits(&hidden.get(window)?, context, |first, logits| {
+                        let (seen, next) = (&mut seen[first..], &tokens[first + 1..]);
+                        see(seen, logits, &rows, next);
+                        Ok(())
+                    })?;
+                    // A window has passed when it has seen every part.
+                    let passed = part * steps as usize + window + 1;
+                    events.emit(Event::Progress {
+                        done: (passed / parts) as u64,
+                    });
+                }
             }
-            Ok(losses)
+            let group = SUMMED_AT_ONCE / head.vocab_size().max(1);
+            seen.chunks_exact(seqlen)
+                .map(|seen| window_loss(seen, group))
+                .collect()
         })?;
         self.report = Some(summarise(&losses, self.seqlen));
         Ok(())
     }
 }
 
-/// −ln softmax(logits_t)[next_t] for each row that has a next token, in order.
-fn next_token_losses(logits: &[f32], vocab_size: usize, next: &[u32]) -> Vec<f64> {
-    logits
-        .par_chunks_exact(vocab_size)
+/// The losses of this many logits' tokens are added up before they join the sum of the window, whether or not that many logits
+/// exist at once.
+const SUMMED_AT_ONCE: usize = 1 << 25;
+
+/// What is known of a token's prediction after some of the vocabulary's rows.
+#[derive(Debug, Clone, Copy)]
+struct NextToken {
+    /// The largest logit so far.
+    largest: f32,
+    /// The logit of the token that follows, once its row was seen.
+    logit: Option<f32>,
+    /// Σ e^(logit − largest) so far.
+    sum: f64,
+}
+
+impl Default for NextToken {
+    fn default() -> Self {
+        Self {
+            largest: f32::NEG_INFINITY,
+            logit: None,
+            sum: 0.0,
+        }
+    }
+}
+
+impl NextToken {
+    /// Takes the logits of the vocabulary's `rows`. With all rows at once this is a plain log-sum-exp.
+    fn see(&mut self, logits: &[f32], rows: &Range<usize>, next: usize) {
+        let largest = exp::largest(logits).max(self.largest);
+        // What was added up relative to a smaller maximum is scaled, and new exponentials are relative to the largest so far:
+        // once the row's maximum was seen, they are those of the whole row.
+        if largest != self.largest {
+            self.sum *= (f64::from(self.largest) - f64::from(largest)).exp();
+            self.largest = largest;
+        }
+        self.sum += exp::sum_exp_minus(logits, largest);
+        if rows.contains(&next) {
+            self.logit = Some(logits[next - rows.start]);
+        }
+    }
+
+    /// −ln p of the token that follows, after all rows.
+    fn loss(&self) -> Option<f64> {
+        Some(self.sum.ln() + f64::from(self.largest) - f64::from(self.logit?))
+    }
+}
+
+/// Shows logits `[tokens, rows.len()]` to each token that has a next one.
+fn see(seen: &mut [NextToken], logits: &[f32], rows: &Range<usize>, next: &[u32]) {
+    seen.par_iter_mut()
+        .zip(logits.par_chunks_exact(rows.len().max(1)))
         .zip(next)
-        .map(|(row, &next)| {
-            let largest = exp::largest(row);
-            let sum = exp::sum_exp_minus(row, largest);
-            // Ids were checked against the embedding, which has as many rows as there are logits.
-            sum.ln() + f64::from(largest) - f64::from(row[next as usize])
-        })
-        .collect()
+        .for_each(|((seen, logits), &next)| seen.see(logits, rows, next as usize));
+}
+
+/// ℓ of one window; `seen` has all its tokens, the last of which predicts nothing.
+fn window_loss(seen: &[NextToken], group: usize) -> Result<f64> {
+    let predicting = &seen[..seen.len() - 1];
+    let mut sum = 0.0;
+    for group in predicting.chunks(group.max(1)) {
+        let losses = group.iter().map(NextToken::loss);
+        // Ids were checked against the embedding, which has as many rows as there are logits.
+        let losses: Option<Vec<f64>> = losses.collect();
+        sum += losses
+            .context("a token is beyond the head's vocabulary")?
+            .iter()
+            .sum::<f64>();
+    }
+    Ok(sum / predicting.len() as f64)
 }
 
 fn summarise(losses: &[f64], seqlen: usize) -> PerplexityReport {
@@ -191,14 +258,61 @@ fn summarise(losses: &[f64], seqlen: usize) -> PerplexityReport {
 mod tests {
     use super::*;
 
+    /// Losses of tokens whose logits are `[next.len() + 1, vocabulary]`, seen `at_once` rows of the vocabulary at a time.
+    fn losses(logits: &[f32], vocabulary: usize, next: &[u32], at_once: usize) -> Vec<f64> {
+        let mut seen = vec![NextToken::default(); next.len() + 1];
+        for start in (0..vocabulary).step_by(at_once) {
+            let rows = start..(start + at_once).min(vocabulary);
+            let part: Vec<f32> = logits
+                .chunks(vocabulary)
+                .flat_map(|logits| logits[rows.clone()].to_vec())
+                .collect();
+            see(&mut seen, &part, &rows, next);
+        }
+        let seen = &seen[..next.len()];
+        seen.iter().map(|seen| seen.loss().unwrap()).collect()
+    }
+
     #[test]
     fn losses_are_negative_log_probabilities_of_the_next_token() {
         // Row 0: p = softmax(0, ln 3) = (1/4, 3/4). Row 1: p = (1/2, 1/2), far from zero. Row 2 has no next token.
         let logits = [0.0, 3f32.ln(), 1e4, 1e4, 5.0, 6.0];
-        let losses = next_token_losses(&logits, 2, &[1, 0]);
-        assert_eq!(losses.len(), 2);
-        assert!((losses[0] - (4.0f64 / 3.0).ln()).abs() < 1e-7, "f32 logits");
-        assert!((losses[1] - 2f64.ln()).abs() < 1e-12);
+        for at_once in [2, 1] {
+            let losses = losses(&logits, 2, &[1, 0], at_once);
+            assert!((losses[0] - (4.0f64 / 3.0).ln()).abs() < 1e-7, "f32 logits");
+            assert!((losses[1] - 2f64.ln()).abs() < 1e-12);
+        }
+    }
+
+    #[test]
+    fn a_vocabulary_in_parts_gives_the_losses_of_the_whole() {
+        let (vocabulary, next) = (1000, [3, 999, 500, 0]);
+        let logits: Vec<f32> = (0..5 * vocabulary)
+            .map(|i| 30.0 * (i as f32 * 0.37).sin())
+            .collect();
+        let whole = losses(&logits, vocabulary, &next, vocabulary);
+        for (row, (loss, &next)) in whole.iter().zip(&next).enumerate() {
+            let logits = &logits[row * vocabulary..][..vocabulary];
+            let sum: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
+            let exact = sum.ln() - f64::from(logits[next as usize]);
+            // Two units in the last place of an f32 exponential.
+            assert!((loss - exact).abs() < 1e-6, "{loss} {exact}");
+        }
+        for at_once in [1, 129, 600] {
+            let parts = losses(&logits, vocabulary, &next, at_once);
+            for (part, whole) in parts.iter().zip(&whole) {
+                // Parts before the one with the maximum have their exponentials rounded relative to another.
+                assert!((part - whole).abs() < 1e-6, "{at_once}: {part} {whole}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_number_is_not_lost_between_parts() {
+        let logits = [1.0, f32::NAN, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0];
+        for at_once in [1, 2, 4] {
+            assert!(losses(&logits, 4, &[2], at_once)[0].is_nan(), "{at_once}");
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@
 mod append;
 mod cache;
 mod dataset;
+mod headers;
 mod http;
 mod id;
 mod listing;
@@ -25,6 +26,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
+pub use headers::{ModelHeaders, ShardHeader};
 pub use id::{HubRepo, RepoKind};
 pub use settings::{Settings, Token};
 

@@ -21,9 +21,9 @@ use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::run::Events;
 
-const CONFIG: &str = "config.json";
-const INDEX: &str = "model.safetensors.index.json";
-const SINGLE: &str = "model.safetensors";
+pub(super) const CONFIG: &str = "config.json";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+pub(super) const SINGLE: &str = "model.safetensors";
 const TOKENIZER: &str = "tokenizer.json";
 
 /// The part of the index that names the shards.
@@ -185,7 +185,7 @@ impl Hub {
 }
 
 /// The shards that the index in `folder` names, in order.
-fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
+pub(super) fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
     let path = folder.join(INDEX);
     let unusable = |why: String| {
         Failure::new(format!(
@@ -211,7 +211,7 @@ fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
 }
 
 /// Refuses by the list alone what is no model in safetensors.
-fn refuse_other_repositories(repo: &HubRepo, list: &Listing) -> Result<(), Failure> {
+pub(super) fn refuse_other_repositories(repo: &HubRepo, list: &Listing) -> Result<(), Failure> {
     let id = repo.id();
     let has = |name: &str| list.files.contains_key(name);
     let with = |endings: &[&str]| {

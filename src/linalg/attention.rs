@@ -16,6 +16,9 @@ use super::matmul::{Threads, View, matmul};
 /// Queries per block: the score block of 2048 keys is 1 MiB, the L2 cache of one core.
 const QUERIES_AT_ONCE: usize = 128;
 
+/// Keys that a task of a single query sees at least, all its heads together.
+const KEYS_PER_TASK: usize = 256;
+
 /// The head counts and width of an attention layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
@@ -27,21 +30,63 @@ pub struct Heads {
     pub head_dim: usize,
 }
 
-/// Bytes of scratch [`causal`] holds while it works on sequences of `seqlen` tokens with `threads` threads.
-pub fn scratch_bytes(seqlen: usize, threads: usize) -> usize {
-    4 * seqlen * QUERIES_AT_ONCE.min(seqlen) * threads
+/// Bytes of scratch [`causal`] holds while it works on `queries` tokens that see `keys` at the end, with `threads` threads.
+pub fn scratch_bytes(queries: usize, keys: usize, threads: usize) -> usize {
+    4 * keys * QUERIES_AT_ONCE.min(queries) * threads
 }
 
-/// Causal self-attention of one sequence; writes the context of every head side by side.
+/// Causal self-attention of one sequence, or of the tokens that follow `past` cached ones; writes the context of every head
+/// side by side.
 ///
 /// # Arguments
+/// * `past`: tokens before the first query, 0 for a whole sequence
 /// * `q`: `[seqlen, num_heads * head_dim]`, rotary positions applied
-/// * `k`, `v`: `[seqlen, num_key_value_heads * head_dim]`
+/// * `k`, `v`: `[past + seqlen, num_key_value_heads * head_dim]`
 /// * `out`: `[seqlen, num_heads * head_dim]`
 ///
 /// # Panics
 /// When a slice does not have the size its shape says.
-pub fn causal(heads: Heads, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) {
+pub fn causal(heads: Heads, past: usize, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) {
+    let columns = Columns {
+        width: heads.num_heads * heads.head_dim,
+        first: 0,
+    };
+    if q.len() == columns.width {
+        return one_query(heads, past, q, k, v, out);
+    }
+    causal_columns(heads, past, q, k, v, out, columns);
+}
+
+/// Where the context of some heads goes in that of all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Columns {
+    /// Columns of the context of all heads.
+    pub width: usize,
+    /// Where the first head's context goes.
+    pub first: usize,
+}
+
+/// [`causal`] for some of a layer's heads: their context goes into some columns of the context of all.
+///
+/// # Arguments
+/// * `heads`: those that are computed
+/// * `out`: `[seqlen, columns.width]`
+///
+/// # Panics
+/// When a slice does not have the size its shape says.
+pub fn causal_columns(
+    heads: Heads,
+    past: usize,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    out: &mut [f32],
+    columns: Columns,
+) {
+    let Columns {
+        width: out_width,
+        first: first_column,
+    } = columns;
     let Heads {
         num_heads,
         num_key_value_heads,
@@ -54,33 +99,32 @@ pub fn causal(heads: Heads, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) {
         seqlen * query_width,
         "q must be [seqlen, num_heads * head_dim]"
     );
-    assert_eq!(
-        out.len(),
-        q.len(),
-        "out must be [seqlen, num_heads * head_dim]"
+    assert!(
+        out.len() == seqlen * out_width && first_column + query_width <= out_width,
+        "out must be [seqlen, out_width], and the heads' columns inside"
     );
     assert_eq!(
         k.len(),
-        seqlen * key_width,
-        "k must be [seqlen, num_key_value_heads * head_dim]"
+        (past + seqlen) * key_width,
+        "k must be [past + seqlen, num_key_value_heads * head_dim]"
     );
     assert_eq!(
         v.len(),
         k.len(),
-        "v must be [seqlen, num_key_value_heads * head_dim]"
+        "v must be [past + seqlen, num_key_value_heads * head_dim]"
     );
     let queries_per_key = num_heads / num_key_value_heads;
     let scale = 1.0 / (head_dim as f32).sqrt();
-    out.par_chunks_mut(QUERIES_AT_ONCE * query_width)
+    out.par_chunks_mut(QUERIES_AT_ONCE * out_width)
         .enumerate()
         .rev()
         .with_max_len(1)
         .for_each_init(
-            || vec![0.0f32; QUERIES_AT_ONCE.min(seqlen) * seqlen],
+            || vec![0.0f32; QUERIES_AT_ONCE.min(seqlen) * (past + seqlen)],
             |scores, (block, out)| {
                 let first = block * QUERIES_AT_ONCE;
-                let queries = out.len() / query_width;
-                let keys = first + queries;
+                let queries = out.len() / out_width;
+                let keys = past + first + queries;
                 for head in 0..num_heads {
                     let key_offset = head / queries_per_key * head_dim;
                     let q = View::strided(
@@ -94,18 +138,54 @@ pub fn causal(heads: Heads, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) {
                     let scores = &mut scores[..queries * keys];
                     matmul(scores, keys, scale, q, k.transposed(), Threads::One);
                     for (query, row) in scores.chunks_exact_mut(keys).enumerate() {
-                        softmax_prefix(row, first + query + 1);
+                        softmax_prefix(row, past + first + query + 1);
                     }
                     let scores = View::strided(scores, queries, keys, keys);
                     matmul(
-                        &mut out[head * head_dim..],
-                        query_width,
+                        &mut out[first_column + head * head_dim..],
+                        out_width,
                         1.0,
                         scores,
                         v,
                         Threads::One,
                     );
                 }
+            },
+        );
+}
+
+/// The last token's attention: the query heads that share a key head are one product.
+fn one_query(heads: Heads, past: usize, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) {
+    let Heads {
+        num_heads,
+        num_key_value_heads,
+        head_dim,
+    } = heads;
+    let key_width = num_key_value_heads * head_dim;
+    let keys = past + 1;
+    assert!(
+        k.len() == keys * key_width && v.len() == k.len() && out.len() == q.len(),
+        "k and v must be [past + 1, num_key_value_heads * head_dim], out as q"
+    );
+    let queries = num_heads / num_key_value_heads;
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    out.par_chunks_mut(queries * head_dim)
+        .zip(q.par_chunks(queries * head_dim))
+        .enumerate()
+        // A task of few keys is not worth handing out.
+        .with_min_len((KEYS_PER_TASK / keys.max(1)).max(1))
+        .for_each_init(
+            || vec![0.0f32; queries * keys],
+            |scores, (key_head, (out, q))| {
+                let q = View::strided(q, queries, head_dim, head_dim);
+                let k = View::strided(&k[key_head * head_dim..], keys, head_dim, key_width);
+                let v = View::strided(&v[key_head * head_dim..], keys, head_dim, key_width);
+                matmul(scores, keys, scale, q, k.transposed(), Threads::One);
+                for row in scores.chunks_exact_mut(keys) {
+                    softmax_prefix(row, keys);
+                }
+                let scores = View::strided(scores, queries, keys, keys);
+                matmul(out, head_dim, 1.0, scores, v, Threads::One);
             },
         );
 }
@@ -184,13 +264,25 @@ mod tests {
             let k = wave(seqlen * num_key_value_heads * head_dim, 0.37);
             let v = wave(seqlen * num_key_value_heads * head_dim, 0.53);
             let mut out = vec![f32::NAN; q.len()];
-            causal(heads, &q, &k, &v, &mut out);
-            for (got, exact) in out.iter().zip(plain(heads, &q, &k, &v)) {
-                // Scores reach 4·√32, so exp amplifies their rounding of 1e-6 by about that much.
-                assert!(
-                    (f64::from(*got) - exact).abs() < 1e-5,
-                    "{got} {exact} at seqlen {seqlen}"
-                );
+            causal(heads, 0, &q, &k, &v, &mut out);
+            let exact = plain(heads, &q, &k, &v);
+            // Scores reach 4·√32, so exp amplifies their rounding of 1e-6 by about that much.
+            let is_close = |got: &[f32], exact: &[f64], what: &str| {
+                for (got, exact) in got.iter().zip(exact) {
+                    assert!(
+                        (f64::from(*got) - exact).abs() < 1e-5,
+                        "{got} {exact} at seqlen {seqlen}, {what}"
+                    );
+                }
+            };
+            is_close(&out, &exact, "the whole sequence");
+            let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
+            for (first, last) in [(0, 1), (seqlen - 1, seqlen), (seqlen / 2, seqlen)] {
+                let own = first * query_width..last * query_width;
+                let mut part = vec![f32::NAN; own.len()];
+                let (k, v) = (&k[..last * key_width], &v[..last * key_width]);
+                causal(heads, first, &q[own.clone()], k, v, &mut part);
+                is_close(&part, &exact[own], "behind cached keys");
             }
         }
     }

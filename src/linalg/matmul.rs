@@ -1,7 +1,8 @@
 //! Dense f32 products with strides: the one place that calls the `gemm` crate.
 //!
 //! C = alpha · A·B, A `[rows, inner]`, B `[inner, columns]`, accumulated in f32 along `inner` in an order that depends
-//! on `inner` alone, so that neither the thread count nor the number of rows changes a result.
+//! on `inner` alone, so that neither the thread count nor, beyond small products (`parts`), the number of rows or columns
+//! changes a result.
 
 use gemm::Parallelism;
 

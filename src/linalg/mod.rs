@@ -4,17 +4,22 @@
 //! [`matmul::matmul`], so that kernels can change without a layer changing.
 
 pub mod attention;
+pub mod bf16;
 pub mod columns;
 pub mod elementwise;
 pub mod exp;
 pub mod kernel;
 pub mod linear;
 pub mod matmul;
+mod matvec;
+pub mod parts;
 pub mod select;
 pub mod stored;
 pub mod tensor;
+pub mod weight;
 pub mod workspace;
 
 pub use linear::Linear;
 pub use stored::{StoredDtype, StoredMatrix};
+pub use weight::{MatrixAtRest, Panel, Products, RowSource, Weight};
 pub use workspace::Workspace;

@@ -1,12 +1,15 @@
 //! Scratch memory of a decoder layer: taken once, reused for every sample of every layer.
+//!
+//! Attention, MLP and head each cut the same memory into what they need, so it is as large as the largest of them and not as
+//! their sum.
 
-/// Three growing buffers; what the forward pass needs beside its results.
+use super::weight::{Panel, grow};
+
+/// One growing buffer of activations, and the rows of a weight that are multiplied at once.
 #[derive(Debug, Default)]
 pub struct Workspace {
-    /// Rows of a weight widened to f32 for one product.
-    pub(super) panel: Vec<f32>,
-    first: Vec<f32>,
-    second: Vec<f32>,
+    panel: Panel,
+    activations: Vec<f32>,
 }
 
 impl Workspace {
@@ -15,22 +18,42 @@ impl Workspace {
         Self::default()
     }
 
-    /// Two activation buffers of `length` elements each, of unspecified content, and the rest of the workspace.
-    pub fn two_buffers(&mut self, length: usize) -> (&mut [f32], &mut [f32], &mut Vec<f32>) {
-        for buffer in [&mut self.first, &mut self.second] {
-            if buffer.len() < length {
-                buffer.resize(length, 0.0);
-            }
-        }
-        (
-            &mut self.first[..length],
-            &mut self.second[..length],
-            &mut self.panel,
-        )
+    /// Activation buffers of these lengths in elements, of unspecified content, and the rest of the workspace.
+    pub fn buffers<const N: usize>(
+        &mut self,
+        lengths: [usize; N],
+    ) -> ([&mut [f32]; N], &mut Panel) {
+        let mut rest = grow(&mut self.activations, lengths.iter().sum());
+        let buffers = lengths.map(|length| {
+            let (buffer, behind) = std::mem::take(&mut rest).split_at_mut(length);
+            rest = behind;
+            buffer
+        });
+        (buffers, &mut self.panel)
     }
 
-    /// The buffer for widened weights alone.
-    pub fn panel(&mut self) -> &mut Vec<f32> {
+    /// The rows of weights alone.
+    pub fn panel(&mut self) -> &mut Panel {
         &mut self.panel
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_cut_from_one_that_only_grows() {
+        let mut workspace = Workspace::new();
+        let ([first, second, none], _) = workspace.buffers([3, 5, 0]);
+        assert_eq!((first.len(), second.len(), none.len()), (3, 5, 0));
+        first.fill(1.0);
+        second.fill(2.0);
+        let ([all], _) = workspace.buffers([8]);
+        assert_eq!(all, [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0]);
+        assert_eq!(
+            workspace.buffers([4, 5]).0.map(|buffer| buffer.len()),
+            [4, 5]
+        );
     }
 }

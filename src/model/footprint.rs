@@ -1,87 +1,330 @@
-//! What a model's parts weigh in memory, from its configuration alone: the numbers a plan is made of.
+//! What each phase of a run holds in memory, from the model's shape and the [`Knobs`]: the numbers a plan is made of.
+//!
+//! Symbols: L tokens of a sample, H hidden_size, I intermediate_size, Q and K the widths of all queries and all keys, V
+//! vocab_size, e bytes of a stored element. Sizes are bytes; what is computed is f32, 4 bytes an element.
+//!
+//! | function | holds |
+//! | --- | --- |
+//! | [`layer_weights`] | one decoder layer while it is in use or waits: weights, or masks; norms and biases |
+//! | [`context`] | from the first layer to the end of the run: rotary tables, what products pack and keep |
+//! | [`forward`], [`capture`] | a sample on its way through a layer |
+//! | [`score`] | a matrix while it is scored |
+//! | [`head`] | the head, logits, what tokens keep from one part of the vocabulary to the next |
+//! | [`hidden_states`] | one sample's states at rest |
+//!
+//! A plan adds up what exists together: `layer_weights` (twice when reading ahead) + `context` + one of the phases + hidden
+//! states at rest; in the head's phase no layer. The workspace that [`forward`] grew stays until the run ends, so
+//! [`score`] comes on top of it ([`workspace`]), and [`head`] takes it over. Not counted here, because others own it: statistics
+//! and rows for output errors (`pipeline`), one state per stream on its way to disk, the program, tokens and tokenizer.
 
 use super::config::LlamaConfig;
-use super::head::logit_rows;
-use super::layer::{MLP_TOKENS, Projection};
+use super::head::{largest_chunk, largest_tokens};
+use super::layer::{AttentionLayout, Projection};
+use super::rotary::Rotary;
 use crate::bytes::ByteSize;
+use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::{Linear, StoredDtype, attention};
+use crate::run::knobs::{Knobs, WeightsHeld};
 
-/// The weights of one decoder layer in their stored dtype.
-pub fn layer_weights(config: &LlamaConfig, dtype: StoredDtype) -> ByteSize {
-    Projection::ALL
+/// Bytes of an f32.
+const F32: usize = 4;
+
+/// Products pack the rows of large weights in pieces, into as much per thread as the second-level cache of its core has: 2 MiB
+/// on recent servers, less elsewhere. It is kept.
+const PACKED_PER_THREAD: usize = 2 << 20;
+
+/// Products sum over at most this many elements at a time, and pack as many of each row they pack at once.
+const PACKED_DEPTH: usize = 512;
+
+/// Weights of at most this many rows are packed whole (measured with AVX-512 kernels).
+const PACKED_WHOLE: usize = 1024;
+
+/// Beyond this many rows of a weight the other factor is packed, too (measured with AVX-512 kernels).
+const PACKS_BOTH: usize = 8192;
+
+/// One decoder layer: e · (2·H·Q + 2·H·K + 3·H·I) of weights; 1 bit per weight of masks instead where matrices rest on disk;
+/// 4 · 2·H of norms, 4 bytes per bias.
+pub fn layer_weights(config: &LlamaConfig, dtype: StoredDtype, knobs: &Knobs) -> ByteSize {
+    let mut bytes = ByteSize::of(2 * config.hidden_size, F32);
+    for projection in Projection::ALL {
+        let (rows, columns) = projection.shape(config);
+        bytes = bytes
+            + match knobs.weights {
+                WeightsHeld::Layer => ByteSize::of(rows * columns, dtype.bytes()),
+                WeightsHeld::Matrix => ByteSize::of((rows * columns).div_ceil(8), 1),
+            };
+        if projection.has_bias(config) {
+            bytes = bytes + ByteSize::of(rows, F32);
+        }
+    }
+    bytes
+}
+
+/// All weights of a model without biases: decoder linears, norms, embedding and, where it has one of its own, the head.
+pub fn parameters(config: &LlamaConfig) -> u64 {
+    let linears: usize = Projection::ALL
         .iter()
         .map(|projection| projection.shape(config))
-        .map(|(rows, columns)| ByteSize::of(rows * columns, dtype.bytes()))
-        .sum()
+        .map(|(rows, columns)| rows * columns)
+        .sum();
+    let hidden = config.hidden_size as u64;
+    let ends = if config.tie_word_embeddings { 1 } else { 2 };
+    config.num_hidden_layers as u64 * (linears as u64 + 2 * hidden)
+        + hidden
+        + ends * config.vocab_size as u64 * hidden
 }
 
-/// The hidden states of one sample of `seqlen` tokens, in f32.
+/// The hidden states of one sample of `seqlen` tokens: 4·L·H.
 pub fn hidden_states(config: &LlamaConfig, seqlen: usize) -> ByteSize {
-    ByteSize::of(seqlen * config.hidden_size, 4)
+    ByteSize::of(seqlen * config.hidden_size, F32)
 }
 
-/// Scratch and activations while one sample passes a layer: the larger of attention and MLP, plus widened weights.
+/// What stands beside every phase from the first layer on: rotary tables, 4·L·head_dim; what products pack and keep, 2 MiB per
+/// thread.
+pub fn context(config: &LlamaConfig, seqlen: usize, threads: usize) -> ByteSize {
+    ByteSize::of(Rotary::bytes(config.head_dim, seqlen), 1)
+        + ByteSize::of(threads, PACKED_PER_THREAD)
+}
+
+/// What a product of `tokens` with a weight `[rows, columns]` packs while it runs, rows being those multiplied at once: 4·512 per
+/// row of a weight of at most 1024 rows, or per token beyond 8192 rows; else nothing.
+fn packed(rows: usize, columns: usize, tokens: usize) -> ByteSize {
+    let packed = match rows {
+        0..=PACKED_WHOLE => rows,
+        rows if rows > PACKS_BOTH => tokens,
+        _ => 0,
+    };
+    ByteSize::of(packed * columns.min(PACKED_DEPTH), F32)
+}
+
+/// Rows of a weight that are multiplied at once: all of them where they are f32 in memory.
+fn rows_at_once(
+    dtype: StoredDtype,
+    rows: usize,
+    columns: usize,
+    tokens: usize,
+    held: WeightsHeld,
+) -> usize {
+    match (dtype, held) {
+        (StoredDtype::F32, WeightsHeld::Layer) => rows,
+        _ => Linear::panel_rows(columns, rows, tokens),
+    }
+}
+
+/// What stays from sample to sample once one has passed a layer: [`activations`] and the [`widest_panel`].
 pub fn workspace(
     config: &LlamaConfig,
     dtype: StoredDtype,
     seqlen: usize,
-    threads: usize,
+    knobs: &Knobs,
 ) -> ByteSize {
-    let hidden = seqlen * config.hidden_size;
-    let queries = seqlen * config.num_attention_heads * config.head_dim;
-    let keys = seqlen * config.num_key_value_heads * config.head_dim;
-    // hidden, normed, q, k, v and one more of q while it is rotated, the context, o's output
-    let attention = 4 * (2 * hidden + 2 * queries + 2 * keys + queries.max(hidden))
-        + attention::scratch_bytes(seqlen, threads);
-    let tokens = seqlen.min(MLP_TOKENS);
-    let mlp =
-        4 * (hidden + 2 * tokens * config.hidden_size + 2 * tokens * config.intermediate_size);
-    let panel = match dtype {
-        StoredDtype::F32 => 0,
-        StoredDtype::F16 | StoredDtype::Bf16 => Projection::ALL
-            .iter()
-            .map(|projection| projection.shape(config))
-            .map(|(rows, columns)| Linear::panel_bytes(columns, rows))
-            .max()
-            .unwrap_or(0),
-    };
-    // The MLP's two wide buffers stay allocated while attention runs.
-    let kept = 4 * 2 * tokens * config.intermediate_size;
-    ByteSize((attention + kept).max(mlp) as u64) + ByteSize(panel as u64)
+    activations(config, seqlen, knobs) + widest_panel(config, dtype, seqlen, knobs)
 }
 
-/// Norm and head while logits are made: the head's weight, one chunk of logits, widened rows.
-pub fn head(config: &LlamaConfig, dtype: StoredDtype, seqlen: usize) -> ByteSize {
-    let panel = if dtype == StoredDtype::F32 {
-        0
-    } else {
-        Linear::panel_bytes(config.hidden_size, config.vocab_size)
-    };
-    ByteSize::of(config.vocab_size * config.hidden_size, dtype.bytes())
-        + ByteSize::of(
-            logit_rows(config.vocab_size).min(seqlen) * config.vocab_size,
-            4,
-        )
-        + ByteSize(panel as u64)
+/// 4 bytes times the larger of attention and MLP:
+///
+/// * attention: L·max(H, Q) + L·Q + 2·L·K; in p groups of heads L·H + L·Q + (L·Q + 2·L·K) / p
+/// * MLP: t·(H + 2·I), t the tokens it takes at once
+pub fn activations(config: &LlamaConfig, seqlen: usize, knobs: &Knobs) -> ByteSize {
+    let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, knobs);
+    let attention: usize = layout.buffers().iter().sum();
+    let tokens = largest_part(seqlen, knobs.mlp_tokens, LEAST_ROWS);
+    let mlp = tokens * (config.hidden_size + 2 * config.intermediate_size);
+    ByteSize::of(attention.max(mlp), F32)
 }
+
+/// The rows of a weight that are multiplied at once, of the matrix where that is most: 4·in·r, r rows with r·in about 2²², where
+/// weights are not f32 in memory; (4 + e)·in·r where they rest on disk and are not f32.
+pub fn widest_panel(
+    config: &LlamaConfig,
+    dtype: StoredDtype,
+    seqlen: usize,
+    knobs: &Knobs,
+) -> ByteSize {
+    let panels = Projection::ALL.map(|projection| {
+        let (rows, columns) = projection.shape(config);
+        panel(dtype, rows, columns, seqlen, knobs.weights)
+    });
+    panels.into_iter().max().unwrap_or_default()
+}
+
+/// The rows of a weight `[rows, columns]` that are multiplied at once.
+fn panel(
+    dtype: StoredDtype,
+    rows: usize,
+    columns: usize,
+    tokens: usize,
+    held: WeightsHeld,
+) -> ByteSize {
+    let elements = Linear::panel_rows(columns, rows, tokens) * columns;
+    match (dtype, held) {
+        (StoredDtype::F32, WeightsHeld::Layer) => ByteSize::ZERO,
+        (StoredDtype::F32, WeightsHeld::Matrix) => ByteSize::of(elements, F32),
+        (_, WeightsHeld::Layer) => ByteSize::of(elements, F32),
+        (_, WeightsHeld::Matrix) => ByteSize::of(elements, F32 + dtype.bytes()),
+    }
+}
+
+/// A sample passes a layer (propagate, evaluate): the [`workspace`]; the larger of a block of scores per thread, 4·128·L, and of
+/// 4·L·H that goes out with what a product packs. What came in is counted by its owner.
+pub fn forward(
+    config: &LlamaConfig,
+    dtype: StoredDtype,
+    seqlen: usize,
+    threads: usize,
+    knobs: &Knobs,
+) -> ByteSize {
+    let packed = Projection::ALL.map(|projection| {
+        let (rows, columns) = projection.shape(config);
+        let rows = rows_at_once(dtype, rows, columns, seqlen, knobs.weights);
+        packed(rows, columns, seqlen)
+    });
+    let packed = packed.into_iter().max().unwrap_or_default();
+    let scores = ByteSize::of(attention::scratch_bytes(seqlen, seqlen, threads), 1);
+    workspace(config, dtype, seqlen, knobs) + scores.max(hidden_states(config, seqlen) + packed)
+}
+
+/// A model writes: the prompt passes in blocks of `block` tokens, the last of which sees `capacity` cached ones, as
+/// [`forward`] without reading ahead; one row of logits, 4·V; the [`context`] of all positions.
+pub fn writing(
+    config: &LlamaConfig,
+    dtype: StoredDtype,
+    block: usize,
+    capacity: usize,
+    threads: usize,
+) -> ByteSize {
+    let block = block.min(capacity);
+    let behind_a_cache = attention::scratch_bytes(block, capacity, threads)
+        .saturating_sub(attention::scratch_bytes(block, block, threads));
+    forward(config, dtype, block, threads, &Knobs::default())
+        + ByteSize::of(behind_a_cache, 1)
+        + ByteSize::of(config.vocab_size, F32)
+        + context(config, capacity, threads)
+}
+
+/// The head's weight in its stored dtype: e·V·H.
+pub fn head_weight(config: &LlamaConfig, dtype: StoredDtype) -> ByteSize {
+    ByteSize::of(config.vocab_size * config.hidden_size, dtype.bytes())
+}
+
+/// A sample is observed inside a layer (calibrate): as [`forward`], since what leaves attention is the MLP's input too.
+pub fn capture(
+    config: &LlamaConfig,
+    dtype: StoredDtype,
+    seqlen: usize,
+    threads: usize,
+    knobs: &Knobs,
+) -> ByteSize {
+    forward(config, dtype, seqlen, threads, knobs)
+}
+
+/// A matrix is scored, beside layer and workspace: 1 bit per weight of mask (part of the layer where matrices rest on disk, and
+/// counted twice for one of them); e·in·out of the matrix where it is not part of the layer; per thread a row of scores and a row
+/// of their keys, 8·in, or 5·2¹⁹ of counters for a threshold over the whole matrix; a list of rows, 8·out; column factors, 4·in.
+pub fn score(config: &LlamaConfig, dtype: StoredDtype, threads: usize, knobs: &Knobs) -> ByteSize {
+    let scored = Projection::ALL.map(|projection| {
+        let (rows, columns) = projection.shape(config);
+        let matrix = match knobs.weights {
+            WeightsHeld::Layer => ByteSize::ZERO,
+            WeightsHeld::Matrix => ByteSize::of(rows * columns, dtype.bytes()),
+        };
+        matrix
+            + ByteSize::of((rows * columns).div_ceil(8), 1)
+            + ByteSize::of(threads, (2 * F32 * columns).max(COUNTERS))
+            + ByteSize::of(rows, size_of::<usize>())
+            + ByteSize::of(columns, F32)
+    });
+    scored.into_iter().max().unwrap_or_default()
+}
+
+/// Histograms of 2¹⁶ counters of 8 bytes: the one being filled, and what it and its neighbours' are merged from and into.
+const COUNTERS: usize = 5 * (8 << 16);
+
+/// Norm and head while logits are made, beside [`context`]:
+///
+/// * e·c·H of the head's weight, c = V or the rows in memory at once; 4·H of the norm
+/// * 4·t·(H + c) of normed states and logits, t tokens with 4·t·c about the bytes logits may take; at least the [`activations`]
+///   that layers left
+/// * the panel of the head, or the [`widest_panel`] that layers left; what its product packs
+/// * 24 bytes per token of all windows of one side: largest logit, sum of exponentials, the next token's logit
+pub fn head(
+    config: &LlamaConfig,
+    dtype: StoredDtype,
+    seqlen: usize,
+    windows: usize,
+    knobs: &Knobs,
+) -> ByteSize {
+    let (columns, held) = (config.hidden_size, WeightsHeld::Layer);
+    let rows = largest_chunk(config.vocab_size, knobs.head_rows);
+    let tokens = largest_tokens(seqlen, knobs.logits_bytes, rows);
+    let panel = panel(dtype, rows, columns, tokens, held);
+    let at_once = rows_at_once(dtype, rows, columns, tokens, held);
+    ByteSize::of(rows * columns, dtype.bytes())
+        + ByteSize::of(columns, F32)
+        + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, knobs))
+        + panel.max(widest_panel(config, dtype, seqlen, knobs))
+        + packed(at_once, columns, tokens)
+        + ByteSize::of(windows * seqlen, PER_PREDICTION)
+}
+
+/// What a token keeps from one part of the vocabulary to the next.
+const PER_PREDICTION: usize = 24;
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
 
-    #[test]
-    fn a_llama_2_7b_layer_weighs_what_its_parameters_say() {
-        let config = LlamaConfig::from_json(
+    fn llama_2_7b() -> LlamaConfig {
+        LlamaConfig::from_json(
             &json!({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
             "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}),
         )
-        .unwrap();
-        // 4·4096² + 3·4096·11008 = 202,375,168 weights of two bytes.
+        .unwrap()
+    }
+
+    #[test]
+    fn a_llama_2_7b_layer_weighs_what_its_parameters_say() {
+        let (config, mut knobs) = (llama_2_7b(), Knobs::default());
+        // 4·4096² + 3·4096·11008 = 202,375,168 weights of two bytes, and two norms of 4096 f32.
+        let norms = 2 * 4096 * 4;
         assert_eq!(
-            layer_weights(&config, StoredDtype::Bf16),
-            ByteSize(404_750_336)
+            layer_weights(&config, StoredDtype::Bf16, &knobs),
+            ByteSize(404_750_336 + norms)
+        );
+        knobs.weights = WeightsHeld::Matrix;
+        assert_eq!(
+            layer_weights(&config, StoredDtype::Bf16, &knobs),
+            ByteSize(202_375_168 / 8 + norms)
         );
         assert_eq!(hidden_states(&config, 2048), ByteSize(32 << 20));
+    }
+
+    #[test]
+    fn every_knob_makes_its_phase_smaller() {
+        let (config, default) = (llama_2_7b(), Knobs::default());
+        let dtype = StoredDtype::Bf16;
+        let pass = |knobs: &Knobs| workspace(&config, dtype, 2048, knobs);
+        // Attention: four times 2048·4096 elements (128 MiB); MLP: 1024·(4096 + 2·11008) (102 MiB); a panel of 16 MiB.
+        assert_eq!(pass(&default), ByteSize((128 << 20) + (16 << 20)));
+        let half = Knobs {
+            attention_heads: Some(16),
+            mlp_tokens: 512,
+            ..default.clone()
+        };
+        // normed and context, half of q, k and v: 2 + 1.5 times 32 MiB.
+        assert_eq!(pass(&half), ByteSize((112 << 20) + (16 << 20)));
+        let end = |knobs: &Knobs| head(&config, dtype, 2048, 166, knobs);
+        let parts = Knobs {
+            head_rows: Some(4000),
+            logits_bytes: ByteSize(8 << 20),
+            ..default.clone()
+        };
+        assert!(end(&parts) < end(&half) && end(&half) <= end(&default));
+        let matrix = Knobs {
+            weights: WeightsHeld::Matrix,
+            ..default.clone()
+        };
+        assert!(score(&config, dtype, 2, &matrix) > score(&config, dtype, 2, &default));
     }
 }

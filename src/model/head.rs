@@ -1,32 +1,70 @@
-//! The end of the model: the last norm and the language-model head, applied a few rows at a time.
+//! The end of the model: the last norm and the language-model head, applied to some tokens and some rows of the vocabulary at a
+//! time.
+//!
+//! The head's weight is the largest matrix of a model. It is held whole, or it rests in the checkpoint and a range of the
+//! vocabulary is read at a time ([`Head::chunks`]); hidden states are normed anew for each.
 
-use anyhow::Result;
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
 use candle_core::Tensor;
 
 use super::config::LlamaConfig;
 use super::embedding::EMBEDDING;
-use super::{read_matrix, read_vector};
+use super::layer::LayerContext;
+use super::{matrix_at_rest, read_matrix, read_vector};
+use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::linalg::{Linear, tensor};
+use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
+use crate::linalg::{Linear, Weight, elementwise, tensor};
 
-/// Logits that exist at once, in elements: 128 MiB of f32, 1048 tokens of a vocabulary of 32 000 or 261 of 128 256.
-const LOGITS_AT_ONCE: usize = 1 << 25;
-
-/// Tokens whose logits exist at once.
-pub fn logit_rows(vocab_size: usize) -> usize {
-    (LOGITS_AT_ONCE / vocab_size.max(1)).max(1)
+/// Tokens whose logits exist at once, at most, where all of them may take `bytes` of f32 and each has `vocabulary`.
+pub fn logit_rows(bytes: ByteSize, vocabulary: usize) -> usize {
+    usize::try_from(bytes.0 / 4 / vocabulary.max(1) as u64)
+        .unwrap_or(usize::MAX)
+        .max(1)
 }
+
+/// Rows of the vocabulary in the largest part that is in memory at once.
+pub(super) fn largest_chunk(vocab_size: usize, head_rows: Option<usize>) -> usize {
+    largest_part(
+        vocab_size,
+        head_rows.unwrap_or(usize::MAX),
+        LEAST_VOCABULARY,
+    )
+}
+
+/// Tokens of the largest part whose logits for one chunk of the vocabulary exist at once.
+pub(super) fn largest_tokens(seqlen: usize, bytes: ByteSize, vocabulary: usize) -> usize {
+    largest_part(seqlen, logit_rows(bytes, vocabulary), LEAST_ROWS)
+}
+
+/// A part of the vocabulary this large has the bits of the whole in a product of any number of tokens from two.
+const LEAST_VOCABULARY: usize = 129;
 
 /// The last norm's weight.
 pub const NORM: &str = "model.norm.weight";
 const LM_HEAD: &str = "lm_head.weight";
 
-/// Norm and head, in memory.
+/// Norm and head, in memory or at rest.
 #[derive(Debug)]
 pub struct Head {
-    norm: Tensor,
+    norm: Vec<f32>,
     rms_norm_eps: f32,
     lm_head: Linear,
+    /// Rows of the vocabulary in memory at once.
+    rows_at_once: Option<usize>,
+}
+
+/// Some of the vocabulary's rows, in memory.
+#[derive(Debug)]
+pub struct HeadChunk<'a> {
+    head: &'a Head,
+    /// Which rows.
+    pub rows: Range<usize>,
+    /// Those rows; `None` where they are the head's own weight.
+    read: Option<Linear>,
 }
 
 impl Head {
@@ -57,20 +95,41 @@ impl Head {
     /// # Errors
     /// As [`Head::check`], and when reading fails.
     pub fn load(source: &dyn WeightSource, config: &LlamaConfig) -> Result<Self> {
-        let norm = tensor::from_vec(
-            read_vector(source, NORM, config.hidden_size)?,
-            &[config.hidden_size],
-        )?;
-        let weight = read_matrix(
-            source,
-            Self::tensor_name(config),
-            config.vocab_size,
-            config.hidden_size,
-        )?;
+        let (name, rows) = (Self::tensor_name(config), config.vocab_size);
+        let weight = read_matrix(source, name, rows, config.hidden_size)?;
+        Self::with_weight(source, config, weight.into(), None)
+    }
+
+    /// Reads the norm; `rows_at_once` rows of the vocabulary are read when they are needed.
+    ///
+    /// # Errors
+    /// As [`Head::check`], and when reading fails.
+    pub fn at_rest(
+        source: &Arc<dyn WeightSource>,
+        config: &LlamaConfig,
+        rows_at_once: usize,
+    ) -> Result<Self> {
+        let (name, rows) = (Self::tensor_name(config), config.vocab_size);
+        let weight = matrix_at_rest(source, name, rows, config.hidden_size)?;
+        Self::with_weight(
+            &**source,
+            config,
+            Weight::AtRest(weight),
+            Some(rows_at_once),
+        )
+    }
+
+    fn with_weight(
+        source: &dyn WeightSource,
+        config: &LlamaConfig,
+        weight: Weight,
+        rows_at_once: Option<usize>,
+    ) -> Result<Self> {
         Ok(Self {
-            norm,
+            norm: read_vector(source, NORM, config.hidden_size)?,
             rms_norm_eps: config.rms_norm_eps as f32,
             lm_head: Linear { weight, bias: None },
+            rows_at_once,
         })
     }
 
@@ -79,40 +138,127 @@ impl Head {
         self.lm_head.out_features()
     }
 
-    /// Calls `body(first_token, logits)` with logits `[tokens, vocab_size]` of at most [`logit_rows`] tokens at a time.
+    /// The parts of the vocabulary that are in memory one at a time; all of it where the head is held.
+    pub fn chunks(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
+        let at_most = self.rows_at_once.unwrap_or(usize::MAX);
+        parts(self.vocab_size(), at_most, LEAST_VOCABULARY)
+    }
+
+    /// Reads one of [`Head::chunks`], where it is not held anyway.
+    ///
+    /// # Errors
+    /// Fails when it cannot be read.
+    pub fn chunk(&self, rows: Range<usize>) -> Result<HeadChunk<'_>> {
+        let read = match &self.lm_head.weight {
+            Weight::AtRest(weight) => Some(Linear {
+                weight: weight.read(rows.clone())?.into(),
+                bias: None,
+            }),
+            Weight::Held(_) => None,
+        };
+        Ok(HeadChunk {
+            head: self,
+            rows,
+            read,
+        })
+    }
+
+    /// Calls `body(first_token, logits)` with logits `[tokens, vocab_size]` of as many tokens at a time as the knobs allow.
     ///
     /// # Arguments
     /// * `hidden`: `[seqlen, hidden_size]`, what left the last layer
-    /// * `logits`, `panel`: scratch, grown on first use
     ///
     /// # Errors
-    /// Fails when `hidden` is not a whole number of tokens, and when `body` does.
+    /// Fails when `hidden` is not a whole number of tokens, when a head at rest cannot be read, and when `body` does.
     pub fn logits(
         &self,
         hidden: &Tensor,
+        context: &mut LayerContext,
+        body: impl FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let whole = 0..self.vocab_size();
+        self.some_logits(&self.lm_head, whole, hidden, context, body)
+    }
+
+    /// Writes the logits `[vocab_size]` after the last token of `hidden` `[tokens, hidden_size]`, what a writing model asks for.
+    ///
+    /// # Arguments
+    /// * `logits`: becomes as long as the vocabulary
+    ///
+    /// # Errors
+    /// Fails when `hidden` is not a whole number of tokens, or none, and when a head at rest cannot be read.
+    pub fn last_logits(
+        &self,
+        hidden: &Tensor,
+        context: &mut LayerContext,
         logits: &mut Vec<f32>,
-        panel: &mut Vec<f32>,
+    ) -> Result<()> {
+        let (tokens, hidden_size) = hidden.dims2()?;
+        ensure!(
+            tokens > 0 && hidden_size == self.norm.len(),
+            "{tokens} hidden states are {hidden_size} wide, the head takes {}",
+            self.norm.len()
+        );
+        logits.resize(self.vocab_size(), 0.0);
+        tensor::with_slice(hidden, |hidden| {
+            let ([normed], panel) = context.workspace().buffers([hidden_size]);
+            let last = &hidden[(tokens - 1) * hidden_size..];
+            elementwise::rms_norm(last, &self.norm, self.rms_norm_eps, normed);
+            self.lm_head.forward_few_into(normed, logits, panel)
+        })?
+    }
+
+    /// Logits of some `rows` of `linear`.
+    fn some_logits(
+        &self,
+        linear: &Linear,
+        rows: Range<usize>,
+        hidden: &Tensor,
+        context: &mut LayerContext,
         mut body: impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let (seqlen, _) = hidden.dims2()?;
-        let rows = logit_rows(self.vocab_size());
-        for first in (0..seqlen).step_by(rows) {
-            let tokens = rows.min(seqlen - first);
-            let normed = candle_nn::ops::rms_norm(
-                &hidden.narrow(0, first, tokens)?,
-                &self.norm,
-                self.rms_norm_eps,
-            )?;
-            let length = tokens * self.vocab_size();
-            if logits.len() < length {
-                logits.resize(length, 0.0);
+        let (seqlen, hidden_size) = hidden.dims2()?;
+        ensure!(
+            hidden_size == self.norm.len(),
+            "hidden states are {hidden_size} wide, the head takes {}",
+            self.norm.len()
+        );
+        let at_most = logit_rows(context.knobs().logits_bytes, rows.len());
+        tensor::with_slice(hidden, |hidden| -> Result<()> {
+            for part in parts(seqlen, at_most, LEAST_ROWS) {
+                let ([normed, logits], panel) = context
+                    .workspace()
+                    .buffers([part.len() * hidden_size, part.len() * rows.len()]);
+                let hidden = &hidden[part.start * hidden_size..part.end * hidden_size];
+                elementwise::rms_norm(hidden, &self.norm, self.rms_norm_eps, normed);
+                linear.forward_rows_into(rows.clone(), normed, logits, panel)?;
+                body(part.start, logits)?;
             }
-            tensor::with_slice(&normed, |normed| {
-                self.lm_head
-                    .forward_into(normed, &mut logits[..length], panel)
-            })?;
-            body(first, &logits[..length])?;
+            Ok(())
+        })?
+    }
+}
+
+impl HeadChunk<'_> {
+    /// As [`Head::logits`], for these rows of the vocabulary: logits are `[tokens, rows.len()]`.
+    ///
+    /// # Errors
+    /// As [`Head::logits`].
+    pub fn logits(
+        &self,
+        hidden: &Tensor,
+        context: &mut LayerContext,
+        body: impl FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        match &self.read {
+            Some(read) => {
+                let rows = 0..self.rows.len();
+                self.head.some_logits(read, rows, hidden, context, body)
+            }
+            None => {
+                let (linear, rows) = (&self.head.lm_head, self.rows.clone());
+                self.head.some_logits(linear, rows, hidden, context, body)
+            }
         }
-        Ok(())
     }
 }

@@ -6,23 +6,39 @@
 //! ```
 //!
 //! norm(x) = x / √(mean(x²) + ε) ∘ w. Touvron et al. 2023, arXiv:2302.13971 §2.2; the arithmetic is that of transformers'
-//! `LlamaDecoderLayer` in f32 with eager attention. Norms and rotary are candle's fused operators; products,
-//! attention and the MLP work on slices with scratch from the workspace. The MLP runs over [`MLP_TOKENS`] tokens at a
-//! time, so its two wide activations never exist for a whole sequence.
+//! `LlamaDecoderLayer` in f32 with eager attention. Everything works on slices with scratch from the workspace. The MLP runs over
+//! some tokens at a time, so its two wide activations never exist for a whole sequence; attention may run over some
+//! key/value heads at a time, with the queries that belong to them. How many is a matter of the [`Knobs`] and changes no bit.
+//!
+//! What exists at once, in f32 elements, with L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries
+//! and of all keys:
+//!
+//! ```text
+//! always      L·H that came in (its owner counts it), L·H that goes out
+//! attention   L·max(H, Q) normed, then context; L·Q q; 2·L·K k and v; blocks of scores, one per thread
+//!   in parts  L·H normed; L·Q context; (L·Q + 2·L·K) / parts q, k and v; blocks of scores
+//! MLP         t·H normed, then down's output; 2·t·I gate and up, for t tokens at once
+//! ```
+//!
+//! The lines of attention and MLP share the workspace. Beside them stand the panel of weights being multiplied
+//! ([`Linear::panel_rows`]) and what the products pack (`footprint`).
 
-use anyhow::Result;
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
 use candle_core::Tensor;
 
 use super::config::LlamaConfig;
+use super::kv_cache::LayerCache;
 use super::observe::{Need, Observation, Observer};
 use super::rotary::Rotary;
-use super::{read_matrix, read_vector};
+use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::checkpoint::WeightSource;
 use crate::linalg::attention::{self, Heads};
-use crate::linalg::{Linear, Workspace, elementwise, tensor};
-
-/// Tokens the MLP handles at once.
-pub const MLP_TOKENS: usize = 1024;
+use crate::linalg::parts::{LEAST_ROWS, least_columns, parts};
+use crate::linalg::{Linear, Panel, Products, Weight, Workspace, elementwise, tensor};
+use crate::run::Knobs;
 
 /// The seven linear layers of a decoder layer, in the order of the reference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -96,7 +112,7 @@ impl Projection {
         }
     }
 
-    fn has_bias(self, config: &LlamaConfig) -> bool {
+    pub(super) fn has_bias(self, config: &LlamaConfig) -> bool {
         match self {
             Self::Q | Self::K | Self::V | Self::O => config.attention_bias,
             Self::Gate | Self::Up | Self::Down => config.mlp_bias,
@@ -104,23 +120,45 @@ impl Projection {
     }
 }
 
-/// What every layer of a model shares: rotary tables and scratch.
+/// What every layer of a model shares: rotary tables, scratch, and how the work is cut up.
 #[derive(Debug)]
 pub struct LayerContext {
     rotary: Rotary,
     workspace: Workspace,
+    knobs: Knobs,
 }
 
 impl LayerContext {
+    /// For sequences of up to `seqlen` tokens, cached ones included, the work cut up as by default.
+    ///
+    /// # Errors
+    /// None so far.
+    pub fn new(config: &LlamaConfig, seqlen: usize) -> Result<Self> {
+        Self::with_knobs(config, seqlen, Knobs::default())
+    }
+
     /// For sequences of up to `seqlen` tokens.
     ///
     /// # Errors
-    /// Fails only when a tensor cannot be built.
-    pub fn new(config: &LlamaConfig, seqlen: usize) -> Result<Self> {
+    /// None so far.
+    pub fn with_knobs(config: &LlamaConfig, seqlen: usize, knobs: Knobs) -> Result<Self> {
         Ok(Self {
-            rotary: Rotary::new(config, seqlen)?,
+            rotary: Rotary::new(config, seqlen),
             workspace: Workspace::new(),
+            knobs,
         })
+    }
+
+    /// The same with products computed otherwise.
+    #[must_use]
+    pub fn with_products(mut self, products: Products) -> Self {
+        self.workspace.panel().products = products;
+        self
+    }
+
+    /// How the work is cut up.
+    pub fn knobs(&self) -> &Knobs {
+        &self.knobs
     }
 
     /// The scratch memory, for products outside a layer.
@@ -135,8 +173,8 @@ pub struct DecoderLayer {
     index: usize,
     heads: Heads,
     rms_norm_eps: f32,
-    input_layernorm: Tensor,
-    post_attention_layernorm: Tensor,
+    input_layernorm: Vec<f32>,
+    post_attention_layernorm: Vec<f32>,
     linears: [Linear; 7],
 }
 
@@ -167,10 +205,35 @@ impl DecoderLayer {
     /// # Errors
     /// As [`DecoderLayer::check`], and when reading fails.
     pub fn load(source: &dyn WeightSource, config: &LlamaConfig, index: usize) -> Result<Self> {
+        Self::with_weights(source, config, index, |name, rows, columns| {
+            Ok(read_matrix(source, name, rows, columns)?.into())
+        })
+    }
+
+    /// A layer whose matrices stay where they are and are read at every product; norms and biases are in memory.
+    ///
+    /// # Errors
+    /// As [`DecoderLayer::check`], and when reading fails.
+    pub fn at_rest(
+        source: &Arc<dyn WeightSource>,
+        config: &LlamaConfig,
+        index: usize,
+    ) -> Result<Self> {
+        Self::with_weights(&**source, config, index, |name, rows, columns| {
+            Ok(Weight::AtRest(matrix_at_rest(source, name, rows, columns)?))
+        })
+    }
+
+    fn with_weights(
+        source: &dyn WeightSource,
+        config: &LlamaConfig,
+        index: usize,
+        weight: impl Fn(&str, usize, usize) -> Result<Weight>,
+    ) -> Result<Self> {
         let mut linears = Vec::with_capacity(7);
         for projection in Projection::ALL {
             let (rows, columns) = projection.shape(config);
-            let weight = read_matrix(source, &projection.tensor_name(index), rows, columns)?;
+            let weight = weight(&projection.tensor_name(index), rows, columns)?;
             let bias = projection
                 .has_bias(config)
                 .then(|| {
@@ -184,12 +247,11 @@ impl DecoderLayer {
             linears.push(Linear { weight, bias });
         }
         let norm = |name: &str| {
-            let weight = read_vector(
+            read_vector(
                 source,
                 &format!("model.layers.{index}.{name}.weight"),
                 config.hidden_size,
-            )?;
-            tensor::from_vec(weight, &[config.hidden_size])
+            )
         };
         Ok(Self {
             index,
@@ -221,10 +283,35 @@ impl DecoderLayer {
     /// Passes one sample through: `[seqlen, hidden_size]` in, the same shape out.
     ///
     /// # Errors
-    /// Fails when `hidden` is of another width, or longer than the context was made for.
+    /// Fails when `hidden` is of another width, or longer than the context was made for, and when a weight at rest cannot be
+    /// read.
     pub fn forward(&self, hidden: &Tensor, context: &mut LayerContext) -> Result<Tensor> {
-        let mut out = self.attend(hidden, context, None)?;
-        self.mlp(&mut out, context, None)?;
+        self.pass(hidden, context, None)
+    }
+
+    /// Passes the tokens through that follow those in `cache`, which takes them up: `[tokens, hidden_size]` in, the same shape
+    /// out. What leaves is what [`DecoderLayer::forward`] of the whole sequence has in these rows, but for rounding.
+    ///
+    /// # Errors
+    /// As [`DecoderLayer::forward`], and when the cache has no room.
+    pub fn forward_cached(
+        &self,
+        hidden: &Tensor,
+        cache: &mut LayerCache,
+        context: &mut LayerContext,
+    ) -> Result<Tensor> {
+        self.pass(hidden, context, Some(cache))
+    }
+
+    fn pass(
+        &self,
+        hidden: &Tensor,
+        context: &mut LayerContext,
+        cache: Option<&mut LayerCache>,
+    ) -> Result<Tensor> {
+        let product = Product::of(cache.is_some());
+        let mut out = self.attend(hidden, context, cache, None)?;
+        self.mlp(&mut out, context, product, None)?;
         tensor::from_vec(out, hidden.dims())
     }
 
@@ -238,8 +325,8 @@ impl DecoderLayer {
         context: &mut LayerContext,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let mut hidden = self.attend(hidden, context, Some(&mut *observer))?;
-        self.mlp(&mut hidden, context, Some(observer))
+        let mut hidden = self.attend(hidden, context, None, Some(&mut *observer))?;
+        self.mlp(&mut hidden, context, Product::Rows, Some(observer))
     }
 
     /// hidden + attention(norm(hidden))·Woᵀ
@@ -247,38 +334,85 @@ impl DecoderLayer {
         &self,
         hidden: &Tensor,
         context: &mut LayerContext,
+        cache: Option<&mut LayerCache>,
+        observer: Option<&mut dyn Observer>,
+    ) -> Result<Vec<f32>> {
+        let (_, width) = hidden.dims2()?;
+        let hidden_size = self.input_layernorm.len();
+        ensure!(
+            width == hidden_size,
+            "hidden states are {width} wide, the layer takes {hidden_size}"
+        );
+        tensor::with_slice(hidden, |hidden| {
+            self.attend_rows(hidden, context, cache, observer)
+        })?
+    }
+
+    fn attend_rows(
+        &self,
+        hidden: &[f32],
+        context: &mut LayerContext,
+        mut cache: Option<&mut LayerCache>,
         mut observer: Option<&mut dyn Observer>,
     ) -> Result<Vec<f32>> {
-        let Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        } = self.heads;
-        let panel = context.workspace.panel();
-        let (seqlen, _) = hidden.dims2()?;
-        let normed = candle_nn::ops::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps)?;
-        let (q, k, v) = tensor::with_slice(&normed, |a| {
-            show(&mut observer, Observation::AttentionInput, a);
-            let mut project = |projection| self.linear(projection).forward(a, panel);
-            (
-                project(Projection::Q),
-                project(Projection::K),
-                project(Projection::V),
-            )
-        })?;
-        drop(normed);
-        let q = context.rotary.apply(q, num_heads, head_dim)?;
-        let k = context.rotary.apply(k, num_key_value_heads, head_dim)?;
-        let mut attended = vec![0.0; seqlen * num_heads * head_dim];
-        tensor::with_slice(&q, |q| {
-            tensor::with_slice(&k, |k| {
-                attention::causal(self.heads, q, k, &v, &mut attended)
-            })
-        })??;
-        drop((q, k, v));
-        show(&mut observer, Observation::OInput, &attended);
-        let mut out = self.linear(Projection::O).forward(&attended, panel);
-        tensor::with_slice(hidden, |hidden| elementwise::add(&mut out, hidden))?;
+        let product = Product::of(cache.is_some());
+        let past = cache.as_ref().map_or(0, |cache| cache.tokens());
+        let hidden_size = self.input_layernorm.len();
+        let seqlen = hidden.len() / hidden_size;
+        let LayerContext {
+            rotary,
+            workspace,
+            knobs,
+        } = context;
+        // Cached keys are those of all heads.
+        let whole = Knobs {
+            attention_heads: None,
+            ..knobs.clone()
+        };
+        let knobs = if cache.is_some() { &whole } else { &*knobs };
+        let layout = AttentionLayout::new(self.heads, seqlen, hidden_size, knobs);
+        let ([shared, q, k, v, apart], panel) = workspace.buffers(layout.buffers());
+        let normed = &mut shared[..seqlen * hidden_size];
+        elementwise::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps, normed);
+        show(&mut observer, Observation::AttentionInput, normed);
+        for group in layout.groups() {
+            let normed = &shared[..seqlen * hidden_size];
+            let heads = layout.heads(&group);
+            let (queries, keys) = (layout.query_columns(&group), layout.key_columns(&group));
+            let q = &mut q[..seqlen * queries.len()];
+            let k = &mut k[..seqlen * keys.len()];
+            let v = &mut v[..seqlen * keys.len()];
+            for (projection, rows, out) in [
+                (Projection::Q, &queries, &mut *q),
+                (Projection::K, &keys, &mut *k),
+                (Projection::V, &keys, &mut *v),
+            ] {
+                let linear = self.linear(projection);
+                match product {
+                    Product::Rows => linear.forward_rows_into(rows.clone(), normed, out, panel)?,
+                    Product::Few => linear.forward_few_into(normed, out, panel)?,
+                }
+            }
+            rotary.apply(q, past, heads.num_heads, heads.head_dim)?;
+            rotary.apply(k, past, heads.num_key_value_heads, heads.head_dim)?;
+            let attended = layout.context(shared, apart);
+            if let Some(cache) = cache.as_deref_mut() {
+                cache.append(k, v)?;
+                attention::causal(heads, past, q, cache.keys(), cache.values(), attended);
+            } else {
+                let columns = attention::Columns {
+                    width: layout.query_width(),
+                    first: queries.start,
+                };
+                attention::causal_columns(heads, 0, q, k, v, attended, columns);
+            }
+        }
+        let attended = layout.context(shared, apart);
+        show(&mut observer, Observation::OInput, attended);
+        let o = self.linear(Projection::O);
+        let mut out = vec![0.0; seqlen * o.out_features()];
+        product.of_all(o, attended, &mut out, panel)?;
+        elementwise::add(&mut out, hidden);
         Ok(out)
     }
 
@@ -287,38 +421,138 @@ impl DecoderLayer {
         &self,
         hidden: &mut [f32],
         context: &mut LayerContext,
+        product: Product,
         mut observer: Option<&mut dyn Observer>,
     ) -> Result<()> {
-        let hidden_size = self.post_attention_layernorm.elem_count();
+        let norm = &self.post_attention_layernorm;
+        let hidden_size = norm.len();
         let intermediate_size = self.linear(Projection::Gate).out_features();
-        for rows in hidden.chunks_mut(MLP_TOKENS * hidden_size) {
-            let tokens = rows.len() / hidden_size;
-            let x = tensor::from_vec(rows.to_vec(), &[tokens, hidden_size])?;
-            let normed =
-                candle_nn::ops::rms_norm(&x, &self.post_attention_layernorm, self.rms_norm_eps)?;
-            drop(x);
-            let (gate, up, panel) = context.workspace.two_buffers(tokens * intermediate_size);
-            tensor::with_slice(&normed, |m| {
-                show(&mut observer, Observation::MlpInput, m);
-                self.linear(Projection::Gate).forward_into(m, gate, panel);
-                self.linear(Projection::Up).forward_into(m, up, panel);
-            })?;
-            drop(normed);
+        let seqlen = hidden.len() / hidden_size;
+        for part in parts(seqlen, context.knobs.mlp_tokens, LEAST_ROWS) {
+            let (tokens, rows) = (part.len(), part.start * hidden_size..part.end * hidden_size);
+            let rows = &mut hidden[rows];
+            let wide = tokens * intermediate_size;
+            let ([normed, gate, up], panel) =
+                context
+                    .workspace
+                    .buffers([tokens * hidden_size, wide, wide]);
+            elementwise::rms_norm(rows, norm, self.rms_norm_eps, normed);
+            show(&mut observer, Observation::MlpInput, normed);
+            let project = |projection| self.linear(projection);
+            product.of_all(project(Projection::Gate), normed, gate, panel)?;
+            product.of_all(project(Projection::Up), normed, up, panel)?;
             elementwise::silu_times(gate, up);
             show(&mut observer, Observation::DownInput, gate);
             if observer.is_none() {
-                // `up` is free again and at least as long where intermediate_size ≥ hidden_size; a new buffer otherwise.
-                let length = tokens * hidden_size;
-                if up.len() >= length {
-                    self.linear(Projection::Down)
-                        .forward_into(gate, &mut up[..length], panel);
-                    elementwise::add(rows, &up[..length]);
-                } else {
-                    elementwise::add(rows, &self.linear(Projection::Down).forward(gate, panel));
-                }
+                // No one needs the normed rows any more.
+                product.of_all(project(Projection::Down), gate, normed, panel)?;
+                elementwise::add(rows, normed);
             }
         }
         Ok(())
+    }
+}
+
+/// How attention lies in the workspace, and in which groups of key/value heads it is computed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AttentionLayout {
+    heads: Heads,
+    seqlen: usize,
+    hidden_size: usize,
+    /// Key/value heads per group, at most, and at least.
+    at_most: usize,
+    at_least: usize,
+}
+
+impl AttentionLayout {
+    pub(super) fn new(heads: Heads, seqlen: usize, hidden_size: usize, knobs: &Knobs) -> Self {
+        Self {
+            heads,
+            seqlen,
+            hidden_size,
+            at_most: knobs.attention_heads.unwrap_or(usize::MAX),
+            // The keys of a group are a part of a product.
+            at_least: least_columns(seqlen).div_ceil(heads.head_dim.max(1)),
+        }
+    }
+
+    /// Ranges of key/value heads.
+    fn groups(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
+        parts(self.heads.num_key_value_heads, self.at_most, self.at_least)
+    }
+
+    fn queries_per_key(&self) -> usize {
+        self.heads.num_heads / self.heads.num_key_value_heads.max(1)
+    }
+
+    fn query_width(&self) -> usize {
+        self.heads.num_heads * self.heads.head_dim
+    }
+
+    fn heads(&self, group: &Range<usize>) -> Heads {
+        Heads {
+            num_heads: group.len() * self.queries_per_key(),
+            num_key_value_heads: group.len(),
+            head_dim: self.heads.head_dim,
+        }
+    }
+
+    /// The columns of all keys, so the rows of their weight, that belong to a group.
+    fn key_columns(&self, group: &Range<usize>) -> Range<usize> {
+        group.start * self.heads.head_dim..group.end * self.heads.head_dim
+    }
+
+    fn query_columns(&self, group: &Range<usize>) -> Range<usize> {
+        let keys = self.key_columns(group);
+        keys.start * self.queries_per_key()..keys.end * self.queries_per_key()
+    }
+
+    /// Elements of: normed states, which become the context where there is one group only; q, k and v of the largest group;
+    /// the context where there are several.
+    pub(super) fn buffers(&self) -> [usize; 5] {
+        let largest = self.groups().map(|group| group.len()).max().unwrap_or(0);
+        let keys = self.seqlen * largest * self.heads.head_dim;
+        let queries = keys * self.queries_per_key();
+        let (normed, context) = (
+            self.seqlen * self.hidden_size,
+            self.seqlen * self.query_width(),
+        );
+        if self.groups().len() > 1 {
+            [normed, queries, keys, keys, context]
+        } else {
+            [normed.max(context), queries, keys, keys, 0]
+        }
+    }
+
+    fn context<'a>(&self, shared: &'a mut [f32], apart: &'a mut [f32]) -> &'a mut [f32] {
+        let length = self.seqlen * self.query_width();
+        if self.groups().len() > 1 {
+            apart
+        } else {
+            &mut shared[..length]
+        }
+    }
+}
+
+/// How a linear's product is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Product {
+    /// [`Linear::forward_into`]: a sample as a whole.
+    Rows,
+    /// [`Linear::forward_few_into`]: tokens behind those in a cache.
+    Few,
+}
+
+impl Product {
+    fn of(is_cached: bool) -> Self {
+        if is_cached { Self::Few } else { Self::Rows }
+    }
+
+    fn of_all(self, linear: &Linear, x: &[f32], out: &mut [f32], panel: &mut Panel) -> Result<()> {
+        match self {
+            Self::Rows => linear.forward_into(x, out, panel),
+            Self::Few => linear.forward_few_into(x, out, panel),
+        }
     }
 }
 

@@ -8,22 +8,27 @@ pub mod embedding;
 pub mod family;
 pub mod footprint;
 pub mod head;
+pub mod kv_cache;
 pub mod layer;
 pub mod observe;
 pub mod rotary;
+pub mod shapes;
 
 pub use config::{LlamaConfig, RopeScaling};
 pub use embedding::Embedding;
 pub use head::Head;
+pub use kv_cache::{KvCache, LayerCache};
 pub use layer::{DecoderLayer, LayerContext, Projection};
 pub use observe::{Observation, Observer};
 pub use rotary::Rotary;
+
+use std::sync::Arc;
 
 use anyhow::Result;
 
 use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::failure::Failure;
-use crate::linalg::{StoredDtype, StoredMatrix};
+use crate::linalg::{MatrixAtRest, RowSource, StoredDtype, StoredMatrix};
 
 /// The dtype a checkpoint stores a tensor in, where it is one we compute with.
 ///
@@ -54,6 +59,37 @@ pub(crate) fn read_matrix(
     let mut matrix = StoredMatrix::zeros(stored_dtype(entry)?, rows, columns)?;
     source.read(entry, 0, matrix.as_bytes_mut())?;
     Ok(matrix)
+}
+
+/// The rows of a tensor where it lies in a checkpoint.
+struct TensorRows {
+    source: Arc<dyn WeightSource>,
+    entry: TensorEntry,
+    row_bytes: u64,
+}
+
+impl RowSource for TensorRows {
+    fn read_rows(&self, first_row: usize, bytes: &mut [u8]) -> Result<()> {
+        self.source
+            .read(&self.entry, first_row as u64 * self.row_bytes, bytes)
+    }
+}
+
+/// A `[rows, columns]` weight that stays where it is until it is needed.
+pub(crate) fn matrix_at_rest(
+    source: &Arc<dyn WeightSource>,
+    name: &str,
+    rows: usize,
+    columns: usize,
+) -> Result<MatrixAtRest> {
+    let entry = source.require(name, &[rows, columns])?.clone();
+    let dtype = stored_dtype(&entry)?;
+    let tensor = TensorRows {
+        source: Arc::clone(source),
+        entry,
+        row_bytes: (columns * dtype.bytes()) as u64,
+    };
+    Ok(MatrixAtRest::new(Arc::new(tensor), dtype, rows, columns))
 }
 
 /// Reads a vector (a norm's weight, a bias) widened to f32.

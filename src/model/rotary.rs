@@ -3,29 +3,27 @@
 //! Su et al. 2021, arXiv:2104.09864 §3.2.2; the scalings follow transformers' `modeling_rope_utils` (`linear`, `dynamic`,
 //! `llama3`). Frequencies and angles are rounded to f32 at the same steps as there: an angle of 2000 rad in f32 is off
 //! by 10⁻⁴, so a table computed in f64 would be *more* exact than the model was trained with and would not reproduce
-//! the reference's statistics. The rotation itself is candle's fused `rope_thd` (first half paired with second half).
+//! the reference's statistics. The first half of a head is paired with its second half, as in transformers.
 
-use anyhow::Result;
-use candle_core::Tensor;
+use anyhow::{Result, ensure};
+use rayon::prelude::*;
 
 use super::config::{LlamaConfig, RopeScaling};
-use crate::linalg::tensor;
 
 /// cos and sin tables, `[seqlen, head_dim / 2]` each.
 #[derive(Debug, Clone)]
 pub struct Rotary {
-    cos: Tensor,
-    sin: Tensor,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
 }
+
+/// Tokens one task rotates.
+const TOKENS_PER_TASK: usize = 16;
 
 impl Rotary {
     /// Tables for sequences of up to `seqlen` tokens.
-    ///
-    /// # Errors
-    /// Fails only when a tensor cannot be built.
-    pub fn new(config: &LlamaConfig, seqlen: usize) -> Result<Self> {
+    pub fn new(config: &LlamaConfig, seqlen: usize) -> Self {
         let frequencies = frequencies(config, seqlen);
-        let shape = [seqlen, frequencies.len()];
         let table = |function: fn(f32) -> f32| {
             (0..seqlen)
                 .flat_map(|t| {
@@ -35,20 +33,51 @@ impl Rotary {
                 })
                 .collect()
         };
-        Ok(Self {
-            cos: tensor::from_vec(table(f32::cos), &shape)?,
-            sin: tensor::from_vec(table(f32::sin), &shape)?,
-        })
+        Self {
+            cos: table(f32::cos),
+            sin: table(f32::sin),
+        }
     }
 
-    /// Rotates every head of `x` `[seqlen, num_heads * head_dim]` by its position.
+    /// Bytes of the tables for `seqlen` tokens.
+    pub fn bytes(head_dim: usize, seqlen: usize) -> usize {
+        2 * 4 * seqlen * (head_dim / 2)
+    }
+
+    /// Rotates every head of `x` `[seqlen, num_heads * head_dim]` by its position, the first row's being `first`, in place: (a, b)
+    /// of a pair becomes (a·cos − b·sin, a·sin + b·cos).
     ///
     /// # Errors
-    /// Fails when `x` does not have that shape.
-    pub fn apply(&self, x: Vec<f32>, num_heads: usize, head_dim: usize) -> Result<Tensor> {
-        let seqlen = x.len() / (num_heads * head_dim);
-        let x = tensor::from_vec(x, &[1, seqlen, num_heads, head_dim])?;
-        Ok(candle_nn::rotary_emb::rope_thd(&x, &self.cos, &self.sin)?)
+    /// Fails when `x` does not have that shape, or reaches beyond the tables.
+    pub fn apply(
+        &self,
+        x: &mut [f32],
+        first: usize,
+        num_heads: usize,
+        head_dim: usize,
+    ) -> Result<()> {
+        let (width, half) = (num_heads * head_dim, head_dim / 2);
+        let seqlen = x.len() / width.max(1);
+        ensure!(
+            x.len() == seqlen * width && (first + seqlen) * half <= self.cos.len(),
+            "{} elements are no sequence of {num_heads} heads of {head_dim} that rotary tables were made for",
+            x.len()
+        );
+        x.par_chunks_mut(TOKENS_PER_TASK * width)
+            .zip(self.cos[first * half..].par_chunks(TOKENS_PER_TASK * half))
+            .zip(self.sin[first * half..].par_chunks(TOKENS_PER_TASK * half))
+            .for_each(|((x, cos), sin)| {
+                let tables = cos.chunks_exact(half).zip(sin.chunks_exact(half));
+                for (token, (cos, sin)) in x.chunks_exact_mut(width).zip(tables) {
+                    for head in token.chunks_exact_mut(head_dim) {
+                        let (first, second) = head.split_at_mut(half);
+                        for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+                            (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
+                        }
+                    }
+                }
+            });
+        Ok(())
     }
 }
 
@@ -132,6 +161,27 @@ mod tests {
             .zip(&stretched)
             .filter(|(plain, stretched)| *stretched < plain && **stretched > **plain / 32.0);
         assert!(ramp.count() > 0, "some frequencies lie on the ramp");
+    }
+
+    #[test]
+    fn the_rotation_has_candles_bits() {
+        let (seqlen, heads, head_dim) = (37, 3, 64);
+        let rotary = Rotary::new(&config(json!(null)), 40);
+        let mut x: Vec<f32> = (0..seqlen * heads * head_dim)
+            .map(|i| (i as f32 * 0.37).sin())
+            .collect();
+        let tensor = |values: &[f32], shape: &[usize]| {
+            crate::linalg::tensor::from_vec(values.to_vec(), shape).unwrap()
+        };
+        let shape = [1, seqlen, heads, head_dim];
+        let [cos, sin] = [&rotary.cos, &rotary.sin].map(|table| tensor(table, &[40, head_dim / 2]));
+        let candles = candle_nn::rotary_emb::rope_thd(&tensor(&x, &shape), &cos, &sin).unwrap();
+        rotary.apply(&mut x, 0, heads, head_dim).unwrap();
+        assert_eq!(x, candles.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        assert!(
+            rotary.apply(&mut [0.0; 41 * 64], 0, 1, head_dim).is_err(),
+            "longer than the tables"
+        );
     }
 
     #[test]

@@ -8,11 +8,14 @@
 //! | `targets` | which matrices lose how much, resolved before anything runs |
 //! | `layer_ratios` | ratios per layer, from a file |
 //! | `save_masks` | masks into a file, as they come |
-//! | `workload` | what a run will need in memory, and whether hidden states spill |
+//! | `workload`, `on_gpu` | a run in numbers, for the planner |
 
 pub mod calibrate;
 pub mod layer_ratios;
+mod on_gpu;
 mod output_error;
+#[cfg(test)]
+mod plan_tests;
 pub mod prune;
 pub mod save_masks;
 pub mod targets;
@@ -23,4 +26,4 @@ pub use layer_ratios::LayerRatios;
 pub use prune::{PrunedMatrix, Pruner, Watcher};
 pub use save_masks::SaveMasks;
 pub use targets::{Selection, TargetPlan};
-pub use workload::Workload;
+pub use workload::Job;

@@ -16,8 +16,10 @@
 //! Which tokens: the same number of each sample, spread evenly over its positions, from another first position in every sample.
 //! The choice depends on the number of samples and their length alone, not on threads nor on how rows are split into calls.
 
+use anyhow::Result;
+
 use crate::bytes::ByteSize;
-use crate::linalg::Linear;
+use crate::linalg::{Linear, Panel};
 use crate::model::{LlamaConfig, Observation, Projection};
 
 /// Tokens kept per layer, at most: 25 MiB of input rows for Llama-2-7B's shape.
@@ -130,15 +132,21 @@ pub(super) struct DenseOutput<'a> {
 
 impl<'a> DenseOutput<'a> {
     /// The output of a matrix that is not pruned yet; `panel` is scratch.
-    pub(super) fn of(linear: &mut Linear, rows: &'a [f32], panel: &mut Vec<f32>) -> Self {
-        let output = product(linear, rows, panel);
-        Self { rows, output }
+    ///
+    /// # Errors
+    /// Fails when a weight at rest cannot be read.
+    pub(super) fn of(linear: &mut Linear, rows: &'a [f32], panel: &mut Panel) -> Result<Self> {
+        let output = product(linear, rows, panel)?;
+        Ok(Self { rows, output })
     }
 
     /// The relative error of the same matrix, pruned now. `None` where it is not finite: an output overflows, or it was zero and
     /// is not any more.
-    pub(super) fn error_of(&self, linear: &mut Linear, panel: &mut Vec<f32>) -> Option<f64> {
-        let pruned = product(linear, self.rows, panel);
+    ///
+    /// # Errors
+    /// Fails when a weight at rest cannot be read.
+    pub(super) fn error_of(&self, linear: &mut Linear, panel: &mut Panel) -> Result<Option<f64>> {
+        let pruned = product(linear, self.rows, panel)?;
         let (mut difference, mut dense) = (0.0f64, 0.0f64);
         for (&y, &y_pruned) in self.output.iter().zip(&pruned) {
             difference += (f64::from(y) - f64::from(y_pruned)).powi(2);
@@ -149,12 +157,12 @@ impl<'a> DenseOutput<'a> {
         } else {
             (difference / dense).sqrt()
         };
-        error.is_finite().then_some(error)
+        Ok(error.is_finite().then_some(error))
     }
 }
 
 /// X·Wᵀ without the bias.
-fn product(linear: &mut Linear, rows: &[f32], panel: &mut Vec<f32>) -> Vec<f32> {
+fn product(linear: &mut Linear, rows: &[f32], panel: &mut Panel) -> Result<Vec<f32>> {
     let bias = linear.bias.take();
     let output = linear.forward(rows, panel);
     linear.bias = bias;
@@ -186,16 +194,19 @@ mod tests {
         let values = noise(outer * inner, 2);
         for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
             let mut linear = Linear {
-                weight: StoredMatrix::from_f32(dtype, outer, inner, &values),
+                weight: StoredMatrix::from_f32(dtype, outer, inner, &values).into(),
                 bias: Some(noise(outer, 3)),
             };
             let mut stored = vec![0.0; outer * inner];
-            linear.weight.widen_rows(0, &mut stored);
+            linear.weight.held().unwrap().widen_rows(0, &mut stored);
             let goes = |row: usize, column: usize| (row * 7 + column * 3) % 5 < 2;
 
-            let dense = DenseOutput::of(&mut linear, &x, &mut Vec::new());
-            linear.weight.zero_where(goes);
-            let error = dense.error_of(&mut linear, &mut Vec::new()).unwrap();
+            let dense = DenseOutput::of(&mut linear, &x, &mut Panel::new()).unwrap();
+            linear.weight.held_mut().unwrap().zero_where(goes);
+            let error = dense
+                .error_of(&mut linear, &mut Panel::new())
+                .unwrap()
+                .unwrap();
             assert!(linear.bias.is_some(), "the bias is put back");
 
             let (mut difference, mut norm) = (0.0f64, 0.0f64);
@@ -222,14 +233,24 @@ mod tests {
     #[test]
     fn nothing_lost_of_nothing_is_no_error_and_something_of_nothing_is_none() {
         let mut linear = Linear {
-            weight: StoredMatrix::from_f32(StoredDtype::F32, 1, 2, &[1.0, 1.0]),
+            weight: StoredMatrix::from_f32(StoredDtype::F32, 1, 2, &[1.0, 1.0]).into(),
             bias: None,
         };
-        let zeros = DenseOutput::of(&mut linear, &[0.0, 0.0], &mut Vec::new());
-        let cancelled = DenseOutput::of(&mut linear, &[1.0, -1.0], &mut Vec::new());
-        linear.weight.zero_where(|_, column| column == 0);
-        assert_eq!(zeros.error_of(&mut linear, &mut Vec::new()), Some(0.0));
-        assert_eq!(cancelled.error_of(&mut linear, &mut Vec::new()), None);
+        let zeros = DenseOutput::of(&mut linear, &[0.0, 0.0], &mut Panel::new()).unwrap();
+        let cancelled = DenseOutput::of(&mut linear, &[1.0, -1.0], &mut Panel::new()).unwrap();
+        linear
+            .weight
+            .held_mut()
+            .unwrap()
+            .zero_where(|_, column| column == 0);
+        assert_eq!(
+            zeros.error_of(&mut linear, &mut Panel::new()).unwrap(),
+            Some(0.0)
+        );
+        assert_eq!(
+            cancelled.error_of(&mut linear, &mut Panel::new()).unwrap(),
+            None
+        );
     }
 
     #[test]

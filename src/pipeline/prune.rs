@@ -2,7 +2,8 @@
 //!
 //! calibrate on the dense layer → score and mask its matrices → write them → pass the calibration samples through what
 //! is left. Statistics of all seven matrices come from the one dense pass, whose inputs come from pruned layers: the
-//! order of the reference.
+//! order of the reference. A matrix that rests on disk is held while it is scored and written, and goes back to rest with its
+//! mask, which from then on says what is zero.
 
 use std::time::Instant;
 
@@ -12,7 +13,7 @@ use super::calibrate::{CalibrationStream, LayerStatistics};
 use super::output_error::DenseOutput;
 use super::targets::TargetPlan;
 use crate::checkpoint::{ExpectedMatrix, WeightSink};
-use crate::linalg::StoredMatrix;
+use crate::linalg::{StoredMatrix, Weight};
 use crate::model::{DecoderLayer, LayerContext, Projection};
 use crate::pruning::{Mask, Pattern, PruningMethod, Request, Target};
 use crate::run::manifest::{LayerReport, MatrixReport};
@@ -79,7 +80,6 @@ impl Editor for Pruner<'_> {
         let index = layer.index();
         let statistics = self.calibrate(&layer, context)?;
         let matrices = self.mask(&mut layer, statistics.as_ref(), context)?;
-        self.clock.measure("write", || self.write(&layer))?;
         if index + 1 < self.num_hidden_layers {
             self.propagate(&layer, context)?;
         }
@@ -151,26 +151,42 @@ impl Pruner<'_> {
         context: &mut LayerContext,
     ) -> Result<Vec<MatrixReport>> {
         let mut matrices = Vec::with_capacity(Projection::ALL.len());
+        let clock = self.clock;
         for projection in Projection::ALL {
+            let weight = &mut layer.linear_mut(projection).weight;
+            let at_rest = match weight {
+                Weight::Held(_) => None,
+                Weight::AtRest(_) => clock.measure("read", || weight.hold())?,
+            };
             let rows = statistics
                 .filter(|_| self.targets.of(layer.index(), projection).is_some())
                 .map(|statistics| statistics.rows(projection));
             let dense = rows.map(|rows| {
-                self.clock.measure("output error", || {
+                clock.measure("output error", || {
                     let linear = layer.linear_mut(projection);
                     DenseOutput::of(linear, rows, context.workspace().panel())
                 })
             });
-            let clock = self.clock;
-            let mut report = clock.measure("score and mask", || {
+            let dense = dense.transpose()?;
+            let (mut report, mask) = clock.measure("score and mask", || {
                 self.mask_one(layer, projection, statistics)
             })?;
-            report.relative_output_error = dense.and_then(|dense| {
-                clock.measure("output error", || {
+            if let Some(dense) = dense {
+                report.relative_output_error = clock.measure("output error", || {
                     let linear = layer.linear_mut(projection);
                     dense.error_of(linear, context.workspace().panel())
-                })
-            });
+                })?;
+            }
+            if mask.is_some() {
+                clock.measure("write", || self.write(layer, projection))?;
+            }
+            // A weight that was changed and not only masked cannot be had from the source again.
+            if let Some(at_rest) = at_rest.filter(|_| !self.method.changes_weights()) {
+                layer.linear_mut(projection).weight = Weight::AtRest(match mask {
+                    Some(mask) => at_rest.without(mask.into_bits()),
+                    None => at_rest,
+                });
+            }
             self.events.emit(Event::MatrixPruned(report.clone()));
             matrices.push(report);
         }
@@ -182,14 +198,15 @@ impl Pruner<'_> {
         layer: &mut DecoderLayer,
         projection: Projection,
         statistics: Option<&LayerStatistics>,
-    ) -> Result<MatrixReport> {
+    ) -> Result<(MatrixReport, Option<Mask>)> {
         let index = layer.index();
         let name = projection.full_name(index);
-        let weight = &mut layer.linear_mut(projection).weight;
+        let weight = layer.linear_mut(projection).weight.held_mut();
+        let weight = weight.with_context(|| format!("`{name}` is scored in memory"))?;
         let zeros_before = weight.count_zeros();
         let shape = [weight.rows(), weight.columns()];
         let Some(target) = self.targets.of(index, projection) else {
-            return Ok(MatrixReport {
+            let report = MatrixReport {
                 name,
                 shape,
                 zeros_before,
@@ -197,7 +214,8 @@ impl Pruner<'_> {
                 pruned: None,
                 mask_sha256: None,
                 relative_output_error: None,
-            });
+            };
+            return Ok((report, None));
         };
         let statistics = statistics.map_or(&[][..], |statistics| statistics.of(projection));
         let request = Request {
@@ -228,7 +246,7 @@ impl Pruner<'_> {
             zeros: Some(zeros),
             group,
         });
-        Ok(MatrixReport {
+        let report = MatrixReport {
             name,
             shape,
             zeros_before,
@@ -236,20 +254,18 @@ impl Pruner<'_> {
             pruned: Some(mask.count()),
             mask_sha256: Some(mask.sha256()),
             relative_output_error: None,
-        })
+        };
+        Ok((report, Some(mask)))
     }
 
-    fn write(&mut self, layer: &DecoderLayer) -> Result<()> {
+    fn write(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
         let Some(sink) = self.sink.as_deref_mut() else {
             return Ok(());
         };
-        for projection in Projection::ALL {
-            if self.targets.of(layer.index(), projection).is_some() {
-                let name = projection.tensor_name(layer.index());
-                sink.write(&name, layer.linear(projection).weight.as_bytes())
-                    .with_context(|| format!("writing `{name}`"))?;
-            }
-        }
-        Ok(())
+        let name = projection.tensor_name(layer.index());
+        let weight = layer.linear(projection).weight.held();
+        let weight = weight.with_context(|| format!("`{name}` is written from memory"))?;
+        sink.write(&name, weight.as_bytes())
+            .with_context(|| format!("writing `{name}`"))
     }
 }

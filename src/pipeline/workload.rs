@@ -1,106 +1,402 @@
-//! What a run needs in memory, from shapes alone, and where its hidden states therefore rest.
+//! A job in numbers: model, texts and settings → the ways it can be done, for the planner.
+//!
+//! Every way is a setting of the knobs and a place for hidden states. What a phase holds is put together from
+//! `model/footprint.rs` and, for GPUs, from `on_gpu`; docs/memory-model.md has the formulas and holds them against measurements.
 
-use super::output_error;
+use super::{on_gpu, output_error};
 use crate::bytes::ByteSize;
-use crate::linalg::StoredDtype;
-use crate::model::{LlamaConfig, footprint};
+use crate::linalg::{StoredDtype, bf16};
+use crate::model::{LlamaConfig, Projection, footprint};
+use crate::placement::{Need, Resting, Way, Work, Workload};
+use crate::pruning::ColumnSquares;
+use crate::run::knobs::{Knobs, WeightsHeld};
+use crate::run::plan::Part;
 
-/// The parts of a run that are in memory at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Workload {
-    /// Two decoder layers in their stored dtype: the one in use and the one being read.
-    pub layers: ByteSize,
-    /// Scratch and activations of one sample; 0 where none passes the layers.
-    pub workspace: ByteSize,
-    /// The head and one chunk of logits, while perplexity is taken; 0 without evaluation.
-    pub head: ByteSize,
-    /// The hidden states of all streams.
-    pub hidden_states: ByteSize,
-    /// The calibration tokens on which output errors are measured, and one matrix's outputs for them; 0 without calibration.
-    pub output_errors: ByteSize,
+/// The program itself: what it has allocated before it opens a model, thread stacks, lists of tensors. Measured: 9 to 14 MiB.
+const PROGRAM: ByteSize = ByteSize(12 << 20);
+
+/// Files are copied, hashed and compared in pieces of this size, two at a time.
+const FILE_PIECES: ByteSize = ByteSize(16 << 20);
+
+/// Packing its weights costs a product about as much as this many more tokens.
+const PACKING_TOKENS: f64 = 64.0;
+
+/// Bytes per element of hidden states on the CPU.
+const F32: usize = size_of::<f32>();
+
+/// What a run is going to do, as far as memory and time go.
+#[derive(Debug, Clone)]
+pub struct Job<'a> {
+    /// The model's shape.
+    pub config: &'a LlamaConfig,
+    /// The dtype of its weights.
+    pub dtype: StoredDtype,
+    /// Tokens per sample and window.
+    pub seqlen: usize,
+    /// Calibration samples; 0 where the method needs none.
+    pub samples: usize,
+    /// Evaluation windows of one side.
+    pub windows: usize,
+    /// Sides that are evaluated: dense, pruned or both.
+    pub sides: usize,
+    /// Whether matrices are pruned.
+    pub prunes: bool,
+    /// Whether the model is written.
+    pub saves: bool,
+    /// Worker threads.
+    pub threads: usize,
+    /// Whether products are computed in bf16, from factors that are packed for it.
+    pub packs_bf16: bool,
+    /// What tokenising takes at its peak, tokenizer included.
+    pub tokenise: ByteSize,
+    /// The one setting of the knobs that may be chosen; `None` leaves it to the plan.
+    pub knobs: Option<Knobs>,
 }
 
-/// How much of the available memory a run plans to use; the rest is for the program itself and everyone else.
-const USABLE: f64 = 0.8;
+impl Job<'_> {
+    /// The ways, today's default first.
+    pub fn workload(&self) -> Workload {
+        let mut workload = Workload {
+            num_hidden_layers: self.config.num_hidden_layers,
+            layer: footprint::layer_weights(self.config, self.dtype, &Knobs::default()),
+            ..Workload::default()
+        };
+        for resting in [Resting::Ram, Resting::Disk] {
+            if resting == Resting::Disk && !self.passes_samples() {
+                continue;
+            }
+            for knobs in self.settings() {
+                workload.on_cpu.push(self.on_cpu(&knobs, resting));
+                if knobs.weights == WeightsHeld::Layer {
+                    workload.on_gpu.push(self.on_gpu(&knobs, resting));
+                }
+            }
+        }
+        workload
+    }
 
-impl Workload {
-    /// For streams with these numbers of samples, each of `seqlen` tokens.
-    pub fn new(
-        config: &LlamaConfig,
-        dtype: StoredDtype,
-        seqlen: usize,
-        streams: &[usize],
-        evaluates: bool,
-        threads: usize,
-    ) -> Self {
-        let layer = footprint::layer_weights(config, dtype);
-        let passes_samples = streams.iter().any(|&samples| samples > 0);
-        let state = footprint::hidden_states(config, seqlen);
-        Self {
-            layers: layer + layer,
-            workspace: if passes_samples {
-                footprint::workspace(config, dtype, seqlen, threads)
+    /// One sample's hidden states in elements of this size.
+    fn state(&self, element: usize) -> ByteSize {
+        ByteSize::of(self.seqlen.saturating_mul(self.config.hidden_size), element)
+    }
+
+    /// The hidden states of all streams.
+    fn hidden_states(&self, element: usize) -> ByteSize {
+        let samples = self.samples + self.windows * self.sides;
+        ByteSize(self.state(element).0.saturating_mul(samples as u64))
+    }
+
+    fn passes_samples(&self) -> bool {
+        self.samples + self.windows * self.sides > 0
+    }
+
+    /// All settings of the knobs a plan chooses from, the default first.
+    fn settings(&self) -> Vec<Knobs> {
+        if let Some(knobs) = &self.knobs {
+            return vec![knobs.clone()];
+        }
+        let default = Knobs::default();
+        let groups = self.config.num_key_value_heads;
+        let mut heads = vec![None];
+        heads.extend(
+            [2, 4, 8]
+                .iter()
+                .filter(|&&parts| groups > 1 && parts <= groups)
+                .map(|parts| Some(groups.div_ceil(*parts))),
+        );
+        let vocabulary = self.config.vocab_size;
+        let mut settings = Vec::new();
+        for weights in [WeightsHeld::Layer, WeightsHeld::Matrix] {
+            for prefetch in [true, false] {
+                if weights == WeightsHeld::Matrix && prefetch {
+                    continue;
+                }
+                for mlp_tokens in [default.mlp_tokens, 512, 256, 128, 64] {
+                    for attention_heads in heads.iter().copied() {
+                        for logits_bytes in
+                            [default.logits_bytes, ByteSize(32 << 20), ByteSize(8 << 20)]
+                        {
+                            for head_rows in [
+                                None,
+                                Some(vocabulary.div_ceil(4)),
+                                Some(vocabulary.div_ceil(16)),
+                            ] {
+                                settings.push(Knobs {
+                                    prefetch,
+                                    weights,
+                                    mlp_tokens,
+                                    attention_heads,
+                                    logits_bytes,
+                                    head_rows,
+                                });
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        settings
+    }
+
+    /// What the process holds all the time: itself, token ids, the states that rest in RAM or one per stream on its way to disk.
+    fn standing(&self, resting: Resting, element: usize) -> Vec<Part> {
+        let ids = ByteSize::of(
+            (self.samples + self.windows) * self.seqlen,
+            size_of::<u32>(),
+        );
+        let (what, states) = match resting {
+            Resting::Ram => ("hidden states", self.hidden_states(element)),
+            Resting::Disk => {
+                let streams =
+                    usize::from(self.samples > 0) + if self.windows > 0 { self.sides } else { 0 };
+                let state = footprint::hidden_states(self.config, self.seqlen);
+                (
+                    "hidden states on their way",
+                    ByteSize(state.0 * streams as u64),
+                )
+            }
+        };
+        vec![
+            part("program", PROGRAM),
+            part("token ids", ids),
+            part(what, states),
+        ]
+    }
+
+    /// Factors of bf16 products, kept from the first on.
+    fn packed(&self, knobs: &Knobs) -> ByteSize {
+        if !self.packs_bf16 {
+            return ByteSize::ZERO;
+        }
+        let layer = Projection::ALL.map(|projection| {
+            let is_mlp = projection.name().starts_with("mlp");
+            let tokens = if is_mlp {
+                knobs.mlp_tokens.min(self.seqlen)
             } else {
-                ByteSize::ZERO
-            },
-            head: if evaluates {
-                footprint::head(config, dtype, seqlen)
-            } else {
-                ByteSize::ZERO
-            },
-            hidden_states: ByteSize(
-                state
-                    .0
-                    .saturating_mul(streams.iter().map(|&samples| samples as u64).sum()),
+                self.seqlen
+            };
+            (tokens, projection.shape(self.config))
+        });
+        let vocabulary = self.config.vocab_size;
+        let rows = (knobs.logits_bytes.0 as usize / 4 / vocabulary.max(1)).clamp(1, self.seqlen);
+        let head = (rows, (vocabulary, self.config.hidden_size));
+        let head = (self.windows > 0).then_some(head);
+        ByteSize(bf16::packed_bytes(layer.into_iter().chain(head)) as u64)
+    }
+
+    /// Statistics of the four observation points, and the calibration rows output errors are measured on.
+    fn statistics(&self) -> Vec<Part> {
+        if self.samples == 0 {
+            return Vec::new();
+        }
+        let columns = output_error::widths(self.config)
+            .iter()
+            .map(|&width| ByteSize::of(ColumnSquares::bytes(width), 1))
+            .sum();
+        vec![
+            part("statistics", columns),
+            part(
+                "calibration rows",
+                output_error::bytes(self.config, self.samples * self.seqlen),
             ),
-            output_errors: ByteSize::ZERO,
+        ]
+    }
+
+    fn on_cpu(&self, knobs: &Knobs, resting: Resting) -> Way {
+        self.on_host(knobs, resting, F32)
+    }
+
+    /// What the process holds, with hidden states in elements of this size.
+    fn on_host(&self, knobs: &Knobs, resting: Resting, element: usize) -> Way {
+        let Self {
+            config,
+            dtype,
+            seqlen,
+            threads,
+            ..
+        } = *self;
+        let layer = footprint::layer_weights(config, dtype, knobs);
+        let mut layers = match knobs.weights {
+            WeightsHeld::Layer => vec![part("this layer", layer)],
+            WeightsHeld::Matrix => vec![part("masks of this layer", layer)],
+        };
+        if knobs.prefetch {
+            layers.push(part("the next layer", layer));
+        }
+        let context = part(
+            "rotary tables and packing",
+            footprint::context(config, seqlen, threads) + self.packed(knobs),
+        );
+        layers.push(context.clone());
+        let need = |phase, more: Vec<Part>| Need {
+            phase,
+            parts: [self.standing(resting, element), more].concat(),
+        };
+        let with_layers = |phase, more: Vec<Part>| need(phase, [layers.clone(), more].concat());
+        let mut host = vec![Need {
+            phase: "tokenise",
+            parts: vec![
+                part("program", PROGRAM),
+                part("tokenizer and texts", self.tokenise),
+            ],
+        }];
+        let forward = footprint::forward(config, dtype, seqlen, threads, knobs);
+        let capture = footprint::capture(config, dtype, seqlen, threads, knobs);
+        let kept = if self.passes_samples() {
+            footprint::workspace(config, dtype, seqlen, knobs)
+        } else {
+            ByteSize::ZERO
+        };
+        let workspace = part("workspace", forward);
+        if self.passes_samples() {
+            host.push(need("embed", Vec::new()));
+        }
+        host.push(with_layers("read", Vec::new()));
+        if self.samples > 0 {
+            host.push(with_layers(
+                "calibrate",
+                [vec![part("workspace", capture)], self.statistics()].concat(),
+            ));
+        }
+        if self.prunes {
+            let score = footprint::score(config, dtype, threads, knobs);
+            let scratch = vec![part("workspace", kept), part("scores and masks", score)];
+            host.push(with_layers(
+                "score and mask",
+                [scratch, self.statistics()].concat(),
+            ));
+        }
+        if self.samples > 0 {
+            host.push(with_layers("propagate", vec![workspace.clone()]));
+        }
+        if self.windows > 0 {
+            host.push(with_layers("evaluate", vec![workspace]));
+            host.push(need(
+                "head",
+                vec![
+                    part(
+                        "head and logits",
+                        footprint::head(config, dtype, seqlen, self.windows, knobs),
+                    ),
+                    context,
+                ],
+            ));
+        }
+        if self.saves {
+            host.push(need(
+                "save and verify",
+                vec![part("pieces of files", FILE_PIECES)],
+            ));
+        }
+        Way {
+            knobs: knobs.clone(),
+            resting,
+            hidden_states: self.hidden_states(element),
+            host,
+            device: Vec::new(),
+            work: self.work(knobs, resting, element),
         }
     }
 
-    /// With output errors measured on a part of this many calibration tokens.
-    #[must_use]
-    pub fn with_output_errors(mut self, config: &LlamaConfig, calibration_tokens: usize) -> Self {
-        self.output_errors = output_error::bytes(config, calibration_tokens);
-        self
+    /// Layers computed on GPUs: the process reads ahead and keeps hidden states, the GPU has the layer and one sample.
+    fn on_gpu(&self, knobs: &Knobs, resting: Resting) -> Way {
+        let element = on_gpu::element(self.dtype);
+        let mut way = self.on_host(knobs, resting, element);
+        // What is on its way to and from the GPUs takes the place of the CPU's workspace.
+        for need in &mut way.host {
+            for part in need
+                .parts
+                .iter_mut()
+                .filter(|part| part.what == "workspace" || part.what == "head and logits")
+            {
+                part.what = "samples on their way".to_string();
+                part.bytes = ByteSize(self.state(element).0.saturating_mul(4));
+            }
+        }
+        way.device = on_gpu::needs(self, knobs);
+        way
     }
 
-    /// The peak with hidden states on disk: layers and head never exist together.
-    pub fn without_hidden_states(&self) -> ByteSize {
-        self.layers.max(self.head) + self.workspace + self.output_errors
-    }
-
-    /// Whether hidden states fit beside the rest. Without knowledge of the machine they are assumed to.
-    pub fn fits_in_ram(&self, available: Option<ByteSize>) -> bool {
-        available.is_none_or(|available| {
-            (self.without_hidden_states() + self.hidden_states).0 as f64
-                <= available.0 as f64 * USABLE
-        })
+    /// Operations and bytes; `element` is that of the arithmetic.
+    fn work(&self, knobs: &Knobs, resting: Resting, element: usize) -> Work {
+        let Self {
+            config,
+            dtype,
+            seqlen,
+            ..
+        } = *self;
+        let weights = |projection: Projection| {
+            let (rows, columns) = projection.shape(config);
+            rows as f64 * columns as f64
+        };
+        let (attention, mlp): (Vec<Projection>, Vec<Projection>) = Projection::ALL
+            .iter()
+            .partition(|projection| projection.name().starts_with("self_attn"));
+        let sum = |projections: &[Projection]| {
+            projections
+                .iter()
+                .map(|projection| weights(*projection))
+                .sum::<f64>()
+        };
+        let (attention, mlp) = (sum(&attention), sum(&mlp));
+        let once_more = |tokens: usize| 1.0 + PACKING_TOKENS / tokens.min(seqlen).max(1) as f64;
+        let groups = knobs
+            .attention_heads
+            .map_or(1, |heads| config.num_key_value_heads.div_ceil(heads.max(1)));
+        // Two products of half the keys on average, for every query head; a group of heads more packs the activations again.
+        let scores = 2.0 * seqlen as f64 * (config.num_attention_heads * config.head_dim) as f64;
+        let per_token = 2.0 * attention * once_more(seqlen) * (1.0 + 0.02 * (groups - 1) as f64)
+            + 2.0 * mlp * once_more(knobs.mlp_tokens)
+            + scores;
+        let down = 2.0 * weights(Projection::Down) * once_more(knobs.mlp_tokens);
+        let layers = config.num_hidden_layers.max(1) as f64;
+        let (samples, windows) = (self.samples as f64, (self.windows * self.sides) as f64);
+        let tokens = |count: f64| count * seqlen as f64;
+        // Calibration samples go no further than the last layer's dense pass.
+        let propagated = samples * (layers - 1.0) / layers;
+        let layer_bytes = (attention + mlp) * dtype.bytes() as f64;
+        let states = tokens(1.0) * config.hidden_size as f64 * element as f64;
+        let mut moved = if self.saves { layer_bytes } else { 0.0 };
+        if resting == Resting::Disk {
+            moved += states * (samples + 2.0 * propagated + 2.0 * windows);
+        }
+        if knobs.weights == WeightsHeld::Matrix {
+            moved += layer_bytes * (samples + propagated + windows);
+        }
+        let ends = (config.vocab_size * config.hidden_size) as f64 * dtype.bytes() as f64;
+        let model =
+            layers * layer_bytes + if config.tie_word_embeddings { 1.0 } else { 2.0 } * ends;
+        let mut once_moved = if self.windows > 0 { ends } else { 0.0 };
+        if self.saves {
+            // Untouched tensors are copied, and everything is read back.
+            once_moved += model + 2.0 * (model - layers * layer_bytes);
+        }
+        if resting == Resting::Disk {
+            let head_parts = knobs
+                .head_rows
+                .map_or(1, |rows| config.vocab_size.div_ceil(rows.max(1)));
+            once_moved += states * (samples + windows * (1.0 + head_parts as f64));
+        }
+        let rows = (knobs.logits_bytes.0 as usize / 4 / config.vocab_size.max(1)).max(1);
+        let head = 2.0 * (config.vocab_size * config.hidden_size) as f64 * once_more(rows);
+        Work {
+            layer_flop: tokens(samples) * (per_token - down)
+                + tokens(propagated + windows) * per_token,
+            layer_read: layer_bytes,
+            layer_moved: moved,
+            layer_uploaded: layer_bytes,
+            layer_states: tokens(samples + 2.0 * propagated + 2.0 * windows)
+                * config.hidden_size as f64
+                * element as f64,
+            once_flop: tokens(windows) * head,
+            once_moved,
+        }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn wikitext2_on_a_7b_needs_what_the_design_says() {
-        let config = LlamaConfig::from_json(
-            &json!({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
-            "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}),
-        )
-        .unwrap();
-        let workload = Workload::new(&config, StoredDtype::Bf16, 2048, &[166], true, 2);
-        // 166 windows · 2048 tokens · 4096 · 4 bytes.
-        assert_eq!(workload.hidden_states, ByteSize(166 * 2048 * 4096 * 4));
-        assert!(
-            workload.fits_in_ram(Some(ByteSize(16 << 30)))
-                && !workload.fits_in_ram(Some(ByteSize(6 << 30)))
-        );
-        assert!(
-            workload.without_hidden_states() < ByteSize(3 << 29),
-            "{}",
-            workload.without_hidden_states()
-        );
+pub(super) fn part(what: &str, bytes: ByteSize) -> Part {
+    Part {
+        what: what.to_string(),
+        bytes,
     }
 }

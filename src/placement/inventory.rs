@@ -1,8 +1,165 @@
-//! What the machine has: memory that may still be used, under the limits of the machine and of the control group.
+//! What a machine has: this one, under its own limits and those of the control group, or another one described in a file.
+//!
+//! ```json
+//! {"cpu": {"memory": "60GiB", "threads": 16}, "gpus": [{"name": "A100", "memory": "80GiB"}], "rates": {"disk_gb_s": 2.0}}
+//! ```
 
 use std::path::{Path, PathBuf};
 
+use anyhow::Result;
+use serde::{Deserialize, Deserializer, Serialize};
+
 use crate::bytes::ByteSize;
+use crate::failure::Failure;
+
+/// A machine, as far as a plan needs to know it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Inventory {
+    /// Processors and their memory.
+    pub cpu: Cpu,
+    /// GPUs by index; none on a machine or in a build without.
+    #[serde(default)]
+    pub gpus: Vec<Gpu>,
+    /// How fast it is.
+    #[serde(default)]
+    pub rates: Rates,
+}
+
+/// Processors and their memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cpu {
+    /// Memory that may still be taken; absent where the system does not tell.
+    #[serde(default, deserialize_with = "size_or_nothing")]
+    pub memory: Option<ByteSize>,
+    /// Worker threads.
+    pub threads: usize,
+}
+
+/// One GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gpu {
+    /// As its driver calls it.
+    #[serde(default)]
+    pub name: String,
+    /// Memory that may still be taken, the context of our own process not yet made.
+    #[serde(deserialize_with = "size")]
+    pub memory: ByteSize,
+}
+
+/// Rates that times are estimated with. Estimates of order, unless measured on the machine.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Rates {
+    /// f32 products of one CPU thread, in 10⁹ floating-point operations per second.
+    pub cpu_thread_gflops: f64,
+    /// Half-precision products of one GPU, in 10¹² operations per second.
+    pub gpu_tflops: f64,
+    /// Reading and writing files, in 10⁹ bytes per second.
+    pub disk_gb_s: f64,
+    /// Between memory and one GPU, in 10⁹ bytes per second.
+    pub pcie_gb_s: f64,
+}
+
+impl Default for Rates {
+    /// Round figures on the careful side: a core with 8-wide multiply-add, a GPU of the size of an A10, a SATA-class disk
+    /// behind the page cache, PCIe 4 at half its peak.
+    fn default() -> Self {
+        Self {
+            cpu_thread_gflops: 50.0,
+            gpu_tflops: 40.0,
+            disk_gb_s: 1.0,
+            pcie_gb_s: 12.0,
+        }
+    }
+}
+
+impl Inventory {
+    /// This machine, as it is now: available memory under all limits, no GPUs.
+    pub fn here(threads: usize) -> Self {
+        Self {
+            cpu: Cpu {
+                memory: available_memory(),
+                threads,
+            },
+            gpus: Vec::new(),
+            rates: Rates::default(),
+        }
+    }
+
+    /// Reads the description of a machine.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read or is not such a description, and for rates that are not above zero.
+    pub fn load(path: &Path) -> Result<Self> {
+        let example = "write it like {\"cpu\": {\"memory\": \"64GiB\", \"threads\": 16}, \"gpus\": [{\"memory\": \"24GiB\"}]}";
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            Failure::new(format!(
+                "cannot read the inventory `{}`: {error}",
+                path.display()
+            ))
+            .hint(example)
+        })?;
+        let unusable = |why: String| {
+            Failure::new(format!(
+                "`{}` does not describe a machine: {why}",
+                path.display()
+            ))
+            .hint(example)
+        };
+        let inventory: Self =
+            serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
+        let rates = inventory.rates;
+        for (name, rate) in [
+            ("cpu_thread_gflops", rates.cpu_thread_gflops),
+            ("gpu_tflops", rates.gpu_tflops),
+            ("disk_gb_s", rates.disk_gb_s),
+            ("pcie_gb_s", rates.pcie_gb_s),
+        ] {
+            if !(rate > 0.0 && rate.is_finite()) {
+                return Err(unusable(format!("the rate {name} is {rate}")).into());
+            }
+        }
+        if inventory.cpu.threads == 0 {
+            return Err(unusable("it has no CPU threads".to_string()).into());
+        }
+        Ok(inventory)
+    }
+}
+
+/// Sizes are written by hand: "24GiB", or a number of bytes.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Written {
+    Text(String),
+    Bytes(u64),
+}
+
+impl Written {
+    fn bytes(self) -> Result<ByteSize, String> {
+        match self {
+            Self::Bytes(bytes) => Ok(ByteSize(bytes)),
+            Self::Text(text) => text.parse().map_err(|failure: Failure| failure.message),
+        }
+    }
+}
+
+fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ByteSize, D::Error> {
+    Written::deserialize(deserializer)?
+        .bytes()
+        .map_err(serde::de::Error::custom)
+}
+
+fn size_or_nothing<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<ByteSize>, D::Error> {
+    match Option::<Written>::deserialize(deserializer)? {
+        None => Ok(None),
+        Some(written) => written.bytes().map(Some).map_err(serde::de::Error::custom),
+    }
+}
 
 /// Memory that can still be taken: the smaller of the system's available memory and what the control group (v1 or v2)
 /// leaves. `None` where the system does not tell.
@@ -103,6 +260,45 @@ fn inactive_file(stat: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_machine_is_read_from_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("machine.json");
+        let read = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            Inventory::load(&path)
+        };
+        let machine = read(
+            r#"{"cpu": {"memory": "8GiB", "threads": 4}, "gpus": [{"name": "x", "memory": 12000}],
+            "rates": {"disk_gb_s": 2.5}}"#,
+        )
+        .unwrap();
+        assert_eq!(machine.cpu.memory, Some(ByteSize(8 << 30)));
+        assert_eq!(machine.gpus[0].memory, ByteSize(12000));
+        assert_eq!(
+            machine.rates,
+            Rates {
+                disk_gb_s: 2.5,
+                ..Rates::default()
+            }
+        );
+        let again = read(&serde_json::to_string(&machine).unwrap()).unwrap();
+        assert_eq!(again, machine, "what is written can be read");
+        for (text, why) in [
+            ("{", "EOF"),
+            (r#"{"cpu": {"threads": 0}}"#, "no CPU threads"),
+            (r#"{"cpu": {"threads": 1, "memory": "3 apples"}}"#, "apples"),
+            (
+                r#"{"cpu": {"threads": 1}, "rates": {"disk_gb_s": 0}}"#,
+                "disk_gb_s is 0",
+            ),
+            (r#"{"cpu": {"threads": 1}, "gpu": []}"#, "unknown field"),
+        ] {
+            let error = read(text).unwrap_err();
+            assert!(format!("{error}").contains(why), "{error}");
+        }
+    }
 
     #[test]
     fn available_memory_is_read_from_meminfo() {

@@ -95,6 +95,11 @@ impl Mask {
         &self.bits
     }
 
+    /// The packed bits, the mask given up.
+    pub fn into_bits(self) -> Vec<u8> {
+        self.bits
+    }
+
     /// SHA-256 of the packed bits, in hex: two runs that chose the same weights have the same hash.
     pub fn sha256(&self) -> String {
         hex(&Sha256::digest(&self.bits))

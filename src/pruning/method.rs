@@ -49,6 +49,12 @@ pub trait PruningMethod: Sync {
         false
     }
 
+    /// Whether [`PruningMethod::prune`] changes the weights it keeps. Those of such a method stay in memory until their layer is
+    /// done, whatever the plan says of weights that rest on disk.
+    fn changes_weights(&self) -> bool {
+        false
+    }
+
     /// Chooses what goes from `weight` `[out_features, in_features]`, and changes what stays where the method does that.
     /// The caller writes the zeros.
     ///

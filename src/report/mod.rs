@@ -19,6 +19,7 @@ pub mod log;
 mod made_up;
 pub mod memory_log;
 pub mod page;
+pub mod plan;
 pub mod plots;
 mod settings;
 pub mod table;

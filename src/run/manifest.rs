@@ -3,6 +3,7 @@
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
+use super::plan::Plan;
 use crate::bytes::ByteSize;
 
 /// The version of the schema; raised when a field changes its meaning or goes.
@@ -42,6 +43,9 @@ pub struct Manifest {
     /// What `--max-perplexity` made of it; absent without the flag.
     #[serde(default)]
     pub gate: Option<GateReport>,
+    /// What was planned before the work began; absent in records of versions that did not plan.
+    #[serde(default)]
+    pub plan: Option<Plan>,
     /// Where hidden states rested: `ram` or `spill`.
     pub hidden_states: String,
     /// Time and peak anonymous memory per phase.
@@ -58,6 +62,18 @@ pub struct Manifest {
     pub masks: Option<String>,
     /// Everything the user was warned of.
     pub warnings: Vec<String>,
+}
+
+impl Manifest {
+    /// A line where more memory was used than planned: more than a tenth of it, and more than 32 MiB.
+    pub fn exceeded_plan(&self) -> Option<String> {
+        let planned = self.plan.as_ref()?.cpu()?.peak;
+        let measured = self.peak_anonymous?;
+        let allowed = (planned.0 / 10).max(32 << 20).saturating_add(planned.0);
+        (measured.0 > allowed).then(|| {
+            format!("{measured} of memory were used at once, {planned} were planned; run.json has both per phase")
+        })
+    }
 }
 
 /// The checkpoint.

@@ -3,9 +3,15 @@
 //! Nothing here computes or prints; every other room may speak in these terms.
 
 pub mod events;
+pub mod generation;
 pub mod inspection;
+pub mod knobs;
 pub mod manifest;
+pub mod plan;
 
 pub use events::{Event, Events, Silent};
+pub use generation::GenerationReport;
 pub use inspection::Inspection;
+pub use knobs::{Knobs, WeightsHeld};
 pub use manifest::Manifest;
+pub use plan::Plan;

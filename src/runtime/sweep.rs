@@ -2,7 +2,7 @@
 //!
 //! For each layer: passengers see it dense, the editor changes it, passengers see it pruned. Weights are read once for
 //! calibration, pruning and all perplexities; peak memory is one layer, the next one's stored bytes, the hidden states
-//! and one workspace, whatever the depth.
+//! and one workspace, whatever the depth. With tighter [`Knobs`] it is less.
 
 use std::sync::Arc;
 
@@ -12,8 +12,9 @@ use super::clock::Clock;
 use super::loader::LayerLoader;
 use super::memory;
 use crate::checkpoint::WeightSource;
+use crate::linalg::Products;
 use crate::model::{DecoderLayer, Head, LayerContext, LlamaConfig};
-use crate::run::Events;
+use crate::run::{Events, Knobs};
 
 /// Changes layers: calibrates, prunes, writes.
 pub trait Editor {
@@ -53,6 +54,10 @@ pub struct Sweep<'a> {
     pub config: Arc<LlamaConfig>,
     /// Tokens per sample, at most.
     pub seqlen: usize,
+    /// How the work is cut up.
+    pub knobs: Knobs,
+    /// How products with bf16 weights are computed.
+    pub products: Products,
     /// Where time goes.
     pub clock: &'a Clock,
     /// Who is told of memory at each layer.
@@ -69,8 +74,13 @@ impl Sweep<'_> {
         mut editor: Option<&mut dyn Editor>,
         passengers: &mut [&mut dyn Passenger],
     ) -> Result<()> {
-        let mut context = LayerContext::new(&self.config, self.seqlen)?;
-        let mut loader = LayerLoader::new(Arc::clone(&self.source), Arc::clone(&self.config));
+        let mut context = LayerContext::with_knobs(&self.config, self.seqlen, self.knobs.clone())?
+            .with_products(self.products);
+        let mut loader = LayerLoader::new(
+            Arc::clone(&self.source),
+            Arc::clone(&self.config),
+            self.knobs.clone(),
+        );
         for index in 0..self.config.num_hidden_layers {
             let in_layer = || format!("in layer {index}");
             let mut layer = self
@@ -104,7 +114,10 @@ impl Sweep<'_> {
             self.clock.mark("05_before_eval", self.events);
             let head = self
                 .clock
-                .measure("read", || Head::load(&*self.source, &self.config))
+                .measure("read", || match self.knobs.head_rows {
+                    None => Head::load(&*self.source, &self.config),
+                    Some(rows) => Head::at_rest(&self.source, &self.config, rows),
+                })
                 .context("in the head")?;
             for passenger in passengers {
                 passenger

@@ -1214,6 +1214,7 @@ fn help_is_what_the_snapshots_show() {
     for (arguments, snapshot) in [
         (&["--help"][..], "help.txt"),
         (&["eval", "--help"][..], "eval-help.txt"),
+        (&["generate", "--help"][..], "generate-help.txt"),
         (&["inspect", "--help"][..], "inspect-help.txt"),
         (&["demo", "--help"][..], "demo-help.txt"),
     ] {

@@ -12,7 +12,7 @@ use candle_core::{DType, Device, safetensors};
 use prune::checkpoint::Checkpoint;
 use prune::data::{self, DatasetSpec, TextCache, Tokenizer};
 use prune::demo::{RandomCheckpoint, embedded};
-use prune::generation::SmallModel;
+use prune::generation::{Finish, Generator, Order, Sampler, Sampling, sentence, write};
 use prune::model::LlamaConfig;
 use prune::run::Silent;
 use twin::{Twin, Weights};
@@ -26,10 +26,10 @@ fn dense() -> Result<tempfile::TempDir> {
     Ok(folder)
 }
 
-fn open(folder: &Path) -> Result<(SmallModel, LlamaConfig, Tokenizer)> {
+fn open(folder: &Path) -> Result<(Generator, LlamaConfig, Tokenizer)> {
     let config = LlamaConfig::load(folder)?;
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
-    let model = SmallModel::load(checkpoint, Arc::new(config.clone()))?;
+    let model = Generator::load_all(checkpoint, Arc::new(config.clone()), &Silent)?;
     Ok((model, config, Tokenizer::load(folder)?))
 }
 
@@ -43,7 +43,7 @@ fn windows(tokenizer: &Tokenizer, seqlen: usize, count: usize) -> Result<Vec<u32
 #[test]
 fn the_twin_that_was_trained_computes_what_the_program_computes() -> Result<()> {
     let folder = dense()?;
-    let (model, config, tokenizer) = open(folder.path())?;
+    let (mut model, config, tokenizer) = open(folder.path())?;
     let seqlen = config.max_position_embeddings;
     let stored = safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu)?;
     let mut weights = Weights::new();
@@ -58,8 +58,12 @@ fn the_twin_that_was_trained_computes_what_the_program_computes() -> Result<()> 
     let theirs = twin.logits(&weights, &twin::ids(&tokens, seqlen)?)?;
     let flat: Vec<f32> = theirs.flatten_all()?.to_vec1()?;
     let mut ours = Vec::new();
+    let mut sequence = model.begin(seqlen)?;
     for window in tokens.chunks_exact(seqlen) {
-        ours.extend(model.logits(window)?);
+        sequence.clear();
+        for &token in window {
+            ours.extend_from_slice(model.read(&mut sequence, &[token])?);
+        }
     }
     assert_eq!(flat.len(), ours.len());
     let difference = flat
@@ -155,20 +159,32 @@ fn the_twin_has_gradients() -> Result<()> {
 #[test]
 fn greedy_writing_is_the_same_every_time() -> Result<()> {
     let folder = dense()?;
-    let (model, config, tokenizer) = open(folder.path())?;
-    let first = model.sentence(&tokenizer, embedded::PROMPT, 40)?;
-    assert_eq!(first, model.sentence(&tokenizer, embedded::PROMPT, 40)?);
+    let (mut model, config, tokenizer) = open(folder.path())?;
+    let first = sentence(&mut model, &tokenizer, embedded::PROMPT, 40)?;
+    assert_eq!(
+        first,
+        sentence(&mut model, &tokenizer, embedded::PROMPT, 40)?
+    );
     assert!(first.ends_with(['.', '!', '?', '"']), "{first}");
     let prompt = tokenizer.encode(embedded::PROMPT)?;
-    let three = model.greedy(&prompt, 3, |_| Ok(false))?;
-    assert_eq!(three.len(), 3, "the limit holds");
-    let all = model.greedy(&prompt, usize::MAX / 2, |_| Ok(false))?;
+    let mut greedy = |max_tokens| {
+        let order = Order {
+            prompt: &prompt,
+            max_tokens,
+            stop_ids: &[],
+        };
+        let mut sampler = Sampler::new(&Sampling::GREEDY);
+        write(&mut model, &order, &mut sampler, |_| Ok(true))
+    };
+    let three = greedy(3)?;
+    assert_eq!((three.ids.len(), three.finish), (3, Finish::MaxTokens));
+    let all = greedy(usize::MAX / 2)?;
     assert_eq!(
-        all.len() + prompt.len(),
-        config.max_position_embeddings,
+        (all.ids.len() + prompt.len(), all.finish),
+        (config.max_position_embeddings, Finish::Positions),
         "it stops where positions end"
     );
-    assert_eq!(all[..3], three);
+    assert_eq!(all.ids[..3], three.ids);
     Ok(())
 }
 

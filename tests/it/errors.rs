@@ -75,7 +75,13 @@ fn refuses(place: &Place, more: &[&str], code: i32, first: &str, hint: &str) -> 
 }
 
 #[track_caller]
-fn refuses_command(place: &Place, arguments: &[&str], code: i32, first: &str, hint: &str) -> Ran {
+pub(crate) fn refuses_command(
+    place: &Place,
+    arguments: &[&str],
+    code: i32,
+    first: &str,
+    hint: &str,
+) -> Ran {
     let before = contents(place);
     let ran = place.run(arguments);
     let shown = &ran.stderr;
@@ -114,7 +120,7 @@ fn edit_config(place: &Place, change: impl FnOnce(&mut Value)) {
     edit_json(&place.path("m/config.json"), change);
 }
 
-fn edit_json(path: &Path, change: impl FnOnce(&mut Value)) {
+pub(crate) fn edit_json(path: &Path, change: impl FnOnce(&mut Value)) {
     let mut json =
         serde_json::from_slice(&fs::read(path).expect("it was written")).expect("it is JSON");
     change(&mut json);

@@ -194,6 +194,65 @@ fn a_sharded_model_is_pruned_from_the_hub_and_again_offline() {
 }
 
 #[test]
+fn a_plan_needs_the_headers_alone() {
+    let (server, place) = with_model();
+    let local = place.run(&[
+        "plan",
+        "--model",
+        "published",
+        "--max-memory",
+        "cpu=4GiB",
+        "--json",
+    ]);
+    let plan = |arguments: &[&str]| {
+        let ran = ran(&mut command(&place, &server, arguments));
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        nobody_says_the_token(&place, &ran);
+        ran.stdout
+    };
+    let remote = plan(&[
+        "plan",
+        "--model",
+        MODEL,
+        "--max-memory",
+        "cpu=4GiB",
+        "--json",
+    ]);
+    // What the machine has left changes from one run to the next.
+    let settled = |text: &str| {
+        let mut plan: serde_json::Value = serde_json::from_str(text).expect("one object");
+        plan["inventory"].take();
+        plan
+    };
+    assert_eq!(
+        settled(&remote.replace(MODEL, "published")),
+        settled(&local.stdout)
+    );
+    let weights = |request: &&server::Seen| {
+        request.path.contains(".safetensors") && !request.path.contains("index")
+    };
+    let seen = server.seen();
+    let asked: Vec<_> = seen.iter().filter(weights).collect();
+    assert!(!asked.is_empty());
+    for request in asked {
+        assert_eq!(request.range(), Some("bytes=0-65535"), "{request:?}");
+    }
+    // Nothing of the weights lies in the cache, and the next run fetches them.
+    let mut folders = vec![place.path("hf")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).expect("it is there").flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            assert!(!name.ends_with(".safetensors"), "{name}");
+            if entry.path().is_dir() {
+                folders.push(entry.path());
+            }
+        }
+    }
+    let ran = ran(&mut command(&place, &server, &QUICK));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+}
+
+#[test]
 fn a_local_folder_comes_before_an_id_and_a_revision_is_not_for_it() {
     let (server, place) = with_model();
     fs::create_dir(place.path("some-owner")).expect("a new folder");

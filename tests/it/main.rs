@@ -5,18 +5,22 @@
     reason = "tests say aloud what they skip and what they measured"
 )]
 
+mod bf16;
 mod cli;
 mod cli_page;
 mod demo;
 mod determinism;
 mod errors;
+mod generate;
 mod golden;
 mod hub;
 mod inspect;
+mod knobs;
 mod layering;
 mod memory;
 mod messages;
 mod oracle;
 mod origin;
+mod plan;
 mod report;
 mod support;

@@ -35,7 +35,7 @@ const LOGITS: f32 = 1e-4;
 const SHARPER: f64 = 8.0;
 
 /// The logits after the last token, through our embedding, layers and head.
-fn ours(folder: &Path, tokens: &[u32]) -> Result<Vec<f32>> {
+pub(crate) fn ours(folder: &Path, tokens: &[u32]) -> Result<Vec<f32>> {
     let config = LlamaConfig::load(folder)?;
     let checkpoint = Checkpoint::open(folder)?;
     let mut context = LayerContext::new(&config, tokens.len())?;
@@ -46,8 +46,7 @@ fn ours(folder: &Path, tokens: &[u32]) -> Result<Vec<f32>> {
     }
     let head = Head::load(&checkpoint, &config)?;
     let mut last = Vec::new();
-    let panel = context.workspace().panel();
-    head.logits(&hidden, &mut Vec::new(), panel, |_, logits| {
+    head.logits(&hidden, &mut context, |_, logits| {
         last = logits[logits.len() - config.vocab_size..].to_vec();
         Ok(())
     })?;
@@ -56,30 +55,55 @@ fn ours(folder: &Path, tokens: &[u32]) -> Result<Vec<f32>> {
 
 /// The same through candle's Llama.
 fn candles(folder: &Path, tokens: &[u32]) -> Result<Vec<f32>> {
-    let config = std::fs::read_to_string(folder.join("config.json"))?;
-    let config: llama::LlamaConfig = serde_json::from_str(&config)?;
-    let config = config.into_config(false);
-    let mut tensors = HashMap::new();
-    for entry in std::fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path
-            .extension()
-            .is_some_and(|extension| extension == "safetensors")
-        {
-            tensors.extend(safetensors::load(path, &Device::Cpu)?);
-        }
-    }
-    let weights = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
-    let model = llama::Llama::load(weights, &config)?;
-    let mut cache = llama::Cache::new(false, DType::F32, &config, &Device::Cpu)?;
-    let tokens = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
-    Ok(model
-        .forward(&tokens, 0, &mut cache)?
-        .squeeze(0)?
-        .to_vec1()?)
+    Candles::open(folder, false)?.read(tokens)
 }
 
-fn distance(one: &[f32], other: &[f32]) -> f32 {
+/// candle's Llama and what it has read.
+pub(crate) struct Candles {
+    model: llama::Llama,
+    cache: llama::Cache,
+    read: usize,
+}
+
+impl Candles {
+    /// With or without a cache of keys and values.
+    fn open(folder: &Path, is_cached: bool) -> Result<Self> {
+        let config = std::fs::read_to_string(folder.join("config.json"))?;
+        let config: llama::LlamaConfig = serde_json::from_str(&config)?;
+        let config = config.into_config(false);
+        let mut tensors = HashMap::new();
+        for entry in std::fs::read_dir(folder)? {
+            let path = entry?.path();
+            if path
+                .extension()
+                .is_some_and(|extension| extension == "safetensors")
+            {
+                tensors.extend(safetensors::load(path, &Device::Cpu)?);
+            }
+        }
+        let weights = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+        Ok(Self {
+            model: llama::Llama::load(weights, &config)?,
+            cache: llama::Cache::new(is_cached, DType::F32, &config, &Device::Cpu)?,
+            read: 0,
+        })
+    }
+
+    /// With a cache, to be read with token by token.
+    pub(crate) fn load(folder: &Path) -> Result<Self> {
+        Self::open(folder, true)
+    }
+
+    /// The logits after these tokens, which follow those read before.
+    pub(crate) fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+        let ids = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
+        let logits = self.model.forward(&ids, self.read, &mut self.cache)?;
+        self.read += tokens.len();
+        Ok(logits.squeeze(0)?.to_vec1()?)
+    }
+}
+
+pub(crate) fn distance(one: &[f32], other: &[f32]) -> f32 {
     assert_eq!(one.len(), other.len(), "as many logits");
     assert!(one.iter().chain(other).all(|logit| logit.is_finite()));
     let differences = one
@@ -90,7 +114,7 @@ fn distance(one: &[f32], other: &[f32]) -> f32 {
 }
 
 /// Token ids without a pattern.
-fn prompt(length: usize, vocab_size: usize) -> Vec<u32> {
+pub(crate) fn prompt(length: usize, vocab_size: usize) -> Vec<u32> {
     (0..length)
         .map(|i| ((i * i * 31 + i * 7 + 3) % vocab_size) as u32)
         .collect()
@@ -114,7 +138,7 @@ fn compare(folder: &Path, lengths: &[usize]) -> Result<()> {
 }
 
 /// A random checkpoint whose every part matters; see [`SHARPER`].
-fn sharp(shape: &RandomCheckpoint) -> Result<TempDir> {
+pub(crate) fn sharp(shape: &RandomCheckpoint) -> Result<TempDir> {
     let folder = tempfile::tempdir()?;
     shape.write(folder.path(), &Silent)?;
     for entry in std::fs::read_dir(folder.path())? {

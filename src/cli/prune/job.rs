@@ -5,16 +5,16 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 
 use super::PruneArgs;
-use super::texts::Texts;
-use crate::bytes::ByteSize;
+use super::texts::{Located, Texts};
 use crate::cli::args::EvalSides;
 use crate::cli::console::Console;
 use crate::cli::run_folder::RunFolder;
 use crate::cli::session::Session;
 use crate::failure::Failure;
-use crate::pipeline::{TargetPlan, Workload};
+use crate::pipeline::{self, TargetPlan};
 use crate::pruning::{self, Needs, Pattern, PruningMethod};
-use crate::run::Events;
+use crate::report;
+use crate::run::{Events, Plan};
 use crate::runtime::{Rest, memory};
 
 /// What is going to happen.
@@ -27,7 +27,7 @@ pub(super) struct Job<'a> {
     pub(super) masks: Option<PathBuf>,
     pub(super) targets: TargetPlan,
     pub(super) texts: Texts,
-    pub(super) workload: Workload,
+    pub(super) plan: Plan,
     pub(super) rest: Rest,
 }
 
@@ -56,24 +56,38 @@ impl<'a> Job<'a> {
         )?;
         let masks = args.output.save_masks.then(|| folder.masks()).transpose()?;
         let targets = TargetPlan::resolve(&args.sparsity.selection()?, method, &session.config)?;
-        let texts = Texts::tokenise(args, &session, calibrates(method, &targets), console)?;
+        let calibrates = calibrates(method, &targets);
+        // Before texts are tokenised the number of windows is not known; what one window does not fit into no number does.
+        let expected = pipeline::Job {
+            samples: if calibrates {
+                args.calibration.nsamples as usize
+            } else {
+                0
+            },
+            windows: usize::from(args.eval != EvalSides::None),
+            sides: args.eval.sides().len(),
+            prunes: true,
+            saves: folder.model.is_some(),
+            ..session.job()
+        };
+        session.plan(&expected, &args.device)?;
+        let located = Located::find(args, &session, calibrates, console)?;
+        let expected = pipeline::Job {
+            tokenise: located.tokenising(&session)?,
+            ..expected
+        };
+        session.plan(&expected, &args.device)?;
+        let texts = Texts::tokenise(args, &session, &located, console)?;
         memory::release_freed();
         session.clock.mark("02_model_loaded", console);
-        let workload = Workload::new(
-            &session.config,
-            session.dtype(),
-            session.seqlen,
-            &texts.streams(),
-            texts.windows.is_some(),
-            session.threads,
-        )
-        .with_output_errors(&session.config, texts.calibration_tokens());
-        let rest = session.settle_hidden_states(
-            &args.device,
-            &workload,
-            args.output.save.as_deref(),
-            console,
-        );
+        let job = pipeline::Job {
+            samples: texts.samples(),
+            windows: texts.windows(),
+            sides: texts.sides,
+            ..expected
+        };
+        let plan = session.plan(&job, &args.device)?;
+        let rest = session.rest(&plan, &args.device, args.output.save.as_deref(), console);
         Ok(Self {
             args,
             method,
@@ -82,7 +96,7 @@ impl<'a> Job<'a> {
             masks,
             targets,
             texts,
-            workload,
+            plan,
             rest,
         })
     }
@@ -94,8 +108,7 @@ impl<'a> Job<'a> {
             session,
             targets,
             texts,
-            workload,
-            rest,
+            plan,
             folder,
             ..
         } = self;
@@ -132,15 +145,9 @@ impl<'a> Job<'a> {
                 sides.join(" and ")
             ));
         }
-        let hidden = match rest {
-            _ if workload.hidden_states == ByteSize::ZERO => "none".to_string(),
-            Rest::Ram => format!("{} in RAM", workload.hidden_states),
-            Rest::Spill(folder) => format!("{} in `{}`", workload.hidden_states, folder.display()),
-        };
-        console.line(&format!(
-            "memory       layers {}, workspace {}, head {}, hidden states {hidden}; {} threads",
-            workload.layers, workload.workspace, workload.head, session.threads
-        ));
+        for line in report::plan::text(plan).lines() {
+            console.line(line);
+        }
         if !args.device.names_the_cpu() {
             console.line(
                 "device       cpu; this build has no CUDA (--use-cpu says that this is meant)",

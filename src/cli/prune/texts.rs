@@ -3,10 +3,11 @@
 use anyhow::Result;
 
 use super::PruneArgs;
+use crate::bytes::ByteSize;
 use crate::cli::args::{CalibrationArgs, EvalSides};
 use crate::cli::console::Console;
 use crate::cli::session::Session;
-use crate::data::{self, Calibration, Evaluation, Role, TextCache};
+use crate::data::{self, Calibration, DatasetSpec, Evaluation, Role, TextCache};
 use crate::model::Embedding;
 
 /// The token ids of a run.
@@ -17,35 +18,73 @@ pub(super) struct Texts {
     pub(super) sides: usize,
 }
 
-impl Texts {
-    /// Checks that both texts are there, then tokenises them; the tokenizer is gone when this returns.
-    pub(super) fn tokenise(
+/// Where the texts of a run are.
+pub(super) struct Located {
+    calibration: Option<DatasetSpec>,
+    evaluation: Option<DatasetSpec>,
+    cache: TextCache,
+}
+
+impl Located {
+    /// Checks that both texts are there.
+    pub(super) fn find(
         args: &PruneArgs,
         session: &Session,
         calibrates: bool,
         console: &Console,
     ) -> Result<Self> {
         let evaluates = args.eval != EvalSides::None;
-        let calibration_text = calibrates
+        let calibration = calibrates
             .then(|| {
                 Embedding::open(&*session.checkpoint, &session.config)?;
                 session.check_text(&args.calibration.dataset, Role::Calibration, console)
             })
             .transpose()?;
-        let evaluation_text = evaluates
+        let evaluation = evaluates
             .then(|| session.check_evaluation(&args.evaluation, console))
             .transpose()?;
+        Ok(Self {
+            calibration,
+            evaluation,
+            cache: TextCache::open(args.evaluation.text_cache.clone()),
+        })
+    }
+
+    /// What tokenising them takes at its peak.
+    pub(super) fn tokenising(&self, session: &Session) -> Result<ByteSize> {
+        let calibration = self.calibration.as_ref();
+        let evaluation = self.evaluation.as_ref();
+        let texts = calibration
+            .map(|text| (text, Role::Calibration))
+            .into_iter()
+            .chain(evaluation.map(|text| (text, Role::Evaluation)));
+        session.tokenising(texts, &self.cache)
+    }
+}
+
+impl Texts {
+    /// Tokenises both texts; the tokenizer is gone when this returns.
+    pub(super) fn tokenise(
+        args: &PruneArgs,
+        session: &Session,
+        located: &Located,
+        console: &Console,
+    ) -> Result<Self> {
+        let Located {
+            calibration,
+            evaluation,
+            cache,
+        } = located;
         let mut texts = Self {
             calibration: None,
             windows: None,
             sides: args.eval.sides().len(),
         };
-        if !calibrates && !evaluates {
+        if calibration.is_none() && evaluation.is_none() {
             return Ok(texts);
         }
-        let cache = TextCache::open(args.evaluation.text_cache.clone());
         let tokenizer = session.tokenizer()?;
-        if let Some(dataset) = &calibration_text {
+        if let Some(dataset) = calibration {
             let CalibrationArgs { nsamples, seed, .. } = &args.calibration;
             let samples = session.clock.measure("tokenise", || {
                 data::calibration(
@@ -54,16 +93,16 @@ impl Texts {
                     *nsamples as usize,
                     session.seqlen,
                     *seed,
-                    &cache,
+                    cache,
                     console,
                 )
             })?;
             session.check_ids(&samples.tokens, &tokenizer, "calibration")?;
             texts.calibration = Some(samples);
         }
-        if let Some(dataset) = &evaluation_text {
+        if let Some(dataset) = evaluation {
             texts.windows =
-                Some(session.evaluation(&args.evaluation, dataset, &tokenizer, &cache, console)?);
+                Some(session.evaluation(&args.evaluation, dataset, &tokenizer, cache, console)?);
         }
         Ok(texts)
     }
@@ -73,21 +112,9 @@ impl Texts {
         self.windows.as_ref().map_or(0, |windows| windows.windows)
     }
 
-    /// Tokens of all calibration samples.
-    pub(super) fn calibration_tokens(&self) -> usize {
+    /// Calibration samples.
+    pub(super) fn samples(&self) -> usize {
         let samples = self.calibration.as_ref();
-        samples.map_or(0, |samples| samples.tokens.len())
-    }
-
-    /// Samples per stream of hidden states, calibration first.
-    pub(super) fn streams(&self) -> Vec<usize> {
-        let windows = self.windows();
-        let calibration = self
-            .calibration
-            .as_ref()
-            .map_or(0, |samples| samples.nsamples);
-        std::iter::once(calibration)
-            .chain(std::iter::repeat_n(windows, self.sides))
-            .collect()
+        samples.map_or(0, |samples| samples.nsamples)
     }
 }

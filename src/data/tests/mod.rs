@@ -2,6 +2,7 @@
 
 mod datasets;
 mod documents;
+mod pieces;
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -13,6 +14,7 @@ use serde_json::{Value, json};
 
 use super::testing::shared;
 use super::*;
+use crate::bytes::ByteSize;
 use crate::run::Silent;
 
 /// A tokenizer of one id per letter of a small alphabet, "a" = 0: counts can be done by hand.

@@ -321,21 +321,22 @@ impl Answer {
 /// The content, or the part of it that was asked for.
 fn part(request: &Seen, content: &[u8], is_whole: bool) -> Answer {
     let range = request.range().and_then(|range| {
-        let start = range.strip_prefix("bytes=")?.strip_suffix('-')?;
-        start.parse::<usize>().ok()
+        let (start, last) = range.strip_prefix("bytes=")?.split_once('-')?;
+        let end = last.parse::<usize>().map_or(content.len(), |last| last + 1);
+        Some((start.parse::<usize>().ok()?, end.min(content.len())))
     });
     match range {
-        Some(start) if !is_whole && start >= content.len() => Answer::of(
+        Some((start, _)) if !is_whole && start >= content.len() => Answer::of(
             416,
             &[("Content-Range", format!("bytes */{}", content.len()))],
         ),
-        Some(start) if !is_whole => Answer {
-            body: content[start..].to_vec(),
+        Some((start, end)) if !is_whole => Answer {
+            body: content[start..end].to_vec(),
             ..Answer::of(
                 206,
                 &[(
                     "Content-Range",
-                    format!("bytes {start}-{}/{}", content.len() - 1, content.len()),
+                    format!("bytes {start}-{}/{}", end - 1, content.len()),
                 )],
             )
         },

@@ -1,0 +1,261 @@
+//! `prune generate`: a model goes on from a prompt, or two do, to be compared.
+
+mod writer;
+
+use std::fs;
+use std::io::Read;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::Args;
+
+use super::args::{DeviceArgs, MessageArgs, ModelArgs};
+use super::console::Console;
+use crate::failure::Failure;
+use crate::generation::Sampling;
+use crate::hub::HubRepo;
+use crate::run::{Events, GenerationReport};
+use writer::Writer;
+
+/// Shown below the flags.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  prune generate --model out/llama2-7b/model --prompt \"The capital of France is\"
+  prune generate --model out/7b/model --compare models/Llama-2-7b-hf \\
+        --prompt-file prompt.txt --max-tokens 200
+  prune generate --model models/Llama-3.2-1B-Instruct --chat --prompt \"Why is the sky blue?\" \\
+        --system \"Answer in one sentence.\" --temperature 0.7 --top-p 0.9 --seed 1
+  prune generate --model out/7b/model --prompt \"Hello\" --json | jq -r .text";
+
+/// Flags of `prune generate`.
+#[derive(Debug, Clone, Args)]
+#[command(
+    mut_arg("hidden_states", |flag| flag.hide(true)),
+    mut_arg("offload_folder", |flag| flag.hide(true)),
+    mut_arg("json", |flag| flag.help("Print one JSON object at the end, in place of the text as it comes"))
+)]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+
+    /// Another checkpoint, to go on from the same prompt
+    ///
+    /// Both texts are printed, labelled. The models are in memory one after the other.
+    #[arg(long, value_name = "DIR|ID", help_heading = "Model")]
+    compare: Option<PathBuf>,
+
+    #[command(flatten)]
+    prompt: PromptArgs,
+
+    #[command(flatten)]
+    sampling: SamplingArgs,
+
+    #[command(flatten)]
+    device: DeviceArgs,
+
+    #[command(flatten)]
+    pub(super) messages: MessageArgs,
+}
+
+/// What it goes on from.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Prompt")]
+struct PromptArgs {
+    /// The beginning of the text, or with --chat the question
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    prompt: Option<String>,
+
+    /// File to read the prompt from; `-` is standard input
+    ///
+    /// UTF-8. One line end at the end of the file is not part of the prompt.
+    #[arg(long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
+
+    /// Put the prompt into the model's chat template, as a user's message [default: the prompt as it is]
+    ///
+    /// The template is `chat_template.jinja` of the model's folder, else `chat_template` of tokenizer_config.json. It brings the
+    /// special tokens itself.
+    #[arg(long)]
+    chat: bool,
+
+    /// The system's message before it [default: none, or the template's own]
+    #[arg(
+        long,
+        value_name = "TEXT",
+        requires = "chat",
+        allow_hyphen_values = true
+    )]
+    system: Option<String>,
+}
+
+/// How tokens are picked, and how many.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Writing")]
+struct SamplingArgs {
+    /// New tokens, at most
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+
+    /// 0 takes the likeliest token each time; 1 draws by the model's probabilities, less makes it surer
+    #[arg(
+        long,
+        value_name = "T",
+        default_value_t = 0.0,
+        allow_negative_numbers = true
+    )]
+    temperature: f64,
+
+    /// Draw from the smallest set of tokens whose probabilities reach P [default: from all]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f64>,
+
+    /// Draw from the K likeliest tokens [default: from all]
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..))]
+    top_k: Option<u32>,
+
+    /// Seed of the draws; the same seed writes the same text
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    seed: u64,
+
+    /// Write on where the model would end
+    #[arg(long)]
+    ignore_eos: bool,
+}
+
+/// Runs the command: the text goes to standard output as it comes, or one JSON object at the end.
+///
+/// # Errors
+/// See [`execute`].
+pub fn command(args: &GenerateArgs, console: &Console) -> Result<()> {
+    let report = execute(args, console, !args.messages.json)?;
+    if args.messages.json {
+        console.record(&report, "")?;
+    }
+    Ok(())
+}
+
+/// Lets the model write, and the other one where there is one; `streams` prints the text as it comes.
+///
+/// # Errors
+/// Fails for flags that contradict each other, for everything a model's folder can lack, for a prompt that does not fit the
+/// model, and where even one layer at a time does not fit the memory.
+pub fn execute(args: &GenerateArgs, console: &Console, streams: bool) -> Result<GenerationReport> {
+    let sampling = args.sampling.check()?;
+    let prompt = args.prompt.text()?;
+    if sampling.temperature == 0.0 && (sampling.top_p.is_some() || sampling.top_k.is_some()) {
+        console.warn(
+            "--top-p and --top-k have no effect at --temperature 0, which draws nothing"
+                .to_string(),
+        );
+    }
+    let other = args.other_model()?;
+    let models: Vec<&ModelArgs> = std::iter::once(&args.model).chain(&other).collect();
+    // Everything that can be wrong with either is found before the first one works.
+    let writers = models
+        .into_iter()
+        .map(|model| Writer::open(args, model, &prompt, console))
+        .collect::<Result<Vec<_>>>()?;
+    let are_labelled = streams && writers.len() > 1;
+    let mut reports = Vec::new();
+    for writer in writers {
+        if are_labelled {
+            let gap = if reports.is_empty() { "" } else { "\n" };
+            console.stream(&format!("{gap}== {}\n", writer.name()));
+        }
+        reports.push(writer.write(&sampling, console, streams)?);
+    }
+    let mut reports = reports.into_iter();
+    let mut report = reports
+        .next()
+        .ok_or_else(|| anyhow::anyhow!("no model wrote"))?;
+    report.compare = reports.next().map(Box::new);
+    Ok(report)
+}
+
+impl GenerateArgs {
+    /// `--compare` as a model of its own.
+    fn other_model(&self) -> Result<Option<ModelArgs>> {
+        let Some(folder) = &self.compare else {
+            return Ok(None);
+        };
+        if !folder.exists() && folder.to_str().and_then(HubRepo::model).is_none() {
+            return Err(Failure::new(format!(
+                "the folder of --compare, `{}`, does not exist",
+                folder.display()
+            ))
+            .detail("neither is it an id on the hub, which is like meta-llama/Llama-2-7b-hf")
+            .hint("--compare wants a checkpoint like --model: config.json, *.safetensors, tokenizer.json")
+            .into());
+        }
+        Ok(Some(ModelArgs {
+            model: Some(folder.clone()),
+            revision: None,
+            ..self.model.clone()
+        }))
+    }
+}
+
+impl PromptArgs {
+    fn text(&self) -> Result<String> {
+        match (&self.prompt, &self.prompt_file) {
+            (Some(_), Some(_)) => Err(Failure::usage("--prompt and --prompt-file are both given")
+                .hint("leave one of them out")
+                .into()),
+            (None, None) => Err(Failure::usage("--prompt is missing")
+                .hint("write what the model is to go on from, like --prompt \"Once upon a time\", or name a --prompt-file")
+                .into()),
+            (Some(prompt), None) => Ok(prompt.clone()),
+            (None, Some(file)) => {
+                let shown = file.display();
+                let bytes = if file.as_os_str() == "-" {
+                    let mut bytes = Vec::new();
+                    std::io::stdin().read_to_end(&mut bytes).map(|_| bytes)
+                } else {
+                    fs::read(file)
+                };
+                let bytes = bytes.map_err(|error| {
+                    Failure::new(format!("cannot read the prompt from `{shown}`: {error}"))
+                        .hint("--prompt-file wants a text file, or - for standard input")
+                })?;
+                let mut text = String::from_utf8(bytes).map_err(|error| {
+                    Failure::new(format!(
+                        "the prompt in `{shown}` is not UTF-8 from byte {} on",
+                        error.utf8_error().valid_up_to()
+                    ))
+                })?;
+                for end in ["\n", "\r"] {
+                    if text.ends_with(end) {
+                        text.pop();
+                    }
+                }
+                Ok(text)
+            }
+        }
+    }
+}
+
+impl SamplingArgs {
+    fn check(&self) -> Result<Sampling> {
+        let (temperature, top_p) = (self.temperature, self.top_p);
+        if !(temperature >= 0.0 && temperature.is_finite()) {
+            return Err(Failure::usage(format!(
+                "--temperature is {temperature}; it is 0, for the likeliest token, or more"
+            ))
+            .hint("0.7 is a usual choice")
+            .into());
+        }
+        if let Some(top_p) = top_p.filter(|&top_p| !(top_p > 0.0 && top_p <= 1.0)) {
+            return Err(Failure::usage(format!(
+                "--top-p is {top_p}; it is a probability above 0 and up to 1"
+            ))
+            .hint("0.9 is a usual choice; leave it out to draw from all tokens")
+            .into());
+        }
+        Ok(Sampling {
+            temperature,
+            top_p,
+            top_k: self.top_k.map(|top_k| top_k as usize),
+            seed: self.seed,
+        })
+    }
+}

@@ -1,0 +1,113 @@
+//! From settings to a plan, or to a refusal with flags that were tried and work.
+
+use crate::failure::Failure;
+use crate::pipeline::Job;
+use crate::placement::{self, Inventory, PlanError, Policy, Resting, Shortage};
+use crate::run::Plan;
+
+/// Plans a job.
+///
+/// # Errors
+/// Where it does not fit: the devices that are too small, by how much, and the nearest settings that fit; as `placement::plan`
+/// for devices that are not there.
+pub(super) fn plan(job: &Job<'_>, inventory: &Inventory, policy: &Policy) -> Result<Plan, Failure> {
+    placement::plan(&job.workload(), inventory, policy)?
+        .map_err(|error| refusal(&error, job, inventory, policy))
+}
+
+fn refusal(error: &PlanError, job: &Job<'_>, inventory: &Inventory, policy: &Policy) -> Failure {
+    let Some(shortage) = error.shortages.first() else {
+        return Failure::new("no device may be used for this job")
+            .hint("allow a device in --max-memory, or leave --device-map out");
+    };
+    let mut failure = Failure::new(format!(
+        "this run does not fit into {} of {}",
+        shortage.allowed, shortage.device
+    ));
+    for shortage in &error.shortages {
+        failure = failure.detail(describe(shortage));
+    }
+    let advice = advice(error, job, inventory, policy);
+    if advice.is_empty() {
+        failure
+    } else {
+        failure.hint(format!("use {}", advice.join(", or ")))
+    }
+}
+
+fn describe(shortage: &Shortage) -> String {
+    let mut parts: Vec<_> = shortage
+        .parts
+        .iter()
+        .filter(|(_, bytes)| bytes.0 > 0)
+        .collect();
+    parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+    let parts: Vec<String> = parts
+        .iter()
+        .map(|(what, bytes)| format!("{what} {bytes}"))
+        .collect();
+    format!(
+        "{}: \"{}\" needs at least {} ({}), {} allowed, {} ({} bytes) short",
+        shortage.device,
+        shortage.phase,
+        shortage.needed,
+        parts.join(", "),
+        shortage.allowed,
+        shortage.short_by(),
+        shortage.short_by().0
+    )
+}
+
+/// Changes of one setting that make the plan fit, each tried.
+fn advice(error: &PlanError, job: &Job<'_>, inventory: &Inventory, policy: &Policy) -> Vec<String> {
+    let fits = |job: &Job<'_>, policy: &Policy| {
+        placement::plan(&job.workload(), inventory, policy).is_ok_and(|planned| planned.is_ok())
+    };
+    let mut advice = Vec::new();
+    if let [only] = error.shortages.as_slice()
+        && only.device == "cpu"
+    {
+        let mut larger = policy.clone();
+        larger.budget = policy.budget.with_cpu(only.needed);
+        // What is printed is rounded up to whole MiB.
+        if fits(job, &larger) {
+            advice.push(format!("--max-memory {}", larger.budget));
+        }
+    }
+    if policy.resting == Some(Resting::Ram) {
+        let free = Policy {
+            resting: None,
+            ..policy.clone()
+        };
+        if fits(job, &free) {
+            advice.push("--hidden-states auto".to_string());
+        }
+    }
+    let mut shorter = job.clone();
+    while shorter.seqlen >= 256 {
+        shorter.seqlen /= 2;
+        if fits(&shorter, policy) {
+            advice.push(format!("--seqlen {}", shorter.seqlen));
+            break;
+        }
+    }
+    if job.windows > 0 && job.prunes {
+        let unmeasured = Job {
+            windows: 0,
+            ..job.clone()
+        };
+        if fits(&unmeasured, policy) {
+            advice.push("--eval none".to_string());
+        }
+    }
+    if !policy.cpu_only && policy.map != placement::DeviceMap::Auto {
+        let free = Policy {
+            map: placement::DeviceMap::Auto,
+            ..policy.clone()
+        };
+        if fits(job, &free) {
+            advice.push("--device-map auto".to_string());
+        }
+    }
+    advice
+}

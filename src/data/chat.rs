@@ -1,0 +1,256 @@
+//! A model's chat template: one question, and a word to the system, as the text the model was trained to answer.
+//!
+//! Templates are Jinja, written for Python: `chat_template.jinja` beside the model, else `chat_template` of
+//! `tokenizer_config.json`, a string or a list of named ones, of which `default` is taken. They are rendered the way
+//! `transformers` does: blocks trimmed, methods of Python's strings and lists at hand, `raise_exception` an error, the special
+//! tokens of `tokenizer_config.json` as variables. Today's date is not given, so the same question makes the same text every
+//! day; templates that ask for it have a date of their own for that case.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use minijinja::{Environment, Value as Jinja, context};
+use serde_json::{Map, Value};
+
+use crate::failure::Failure;
+
+/// A template, and the special tokens it may name.
+#[derive(Debug, Clone)]
+pub struct ChatTemplate {
+    text: String,
+    path: PathBuf,
+    tokens: Map<String, Value>,
+}
+
+/// Special tokens that templates know as variables.
+const TOKENS: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
+
+impl ChatTemplate {
+    /// Reads the template of a model folder.
+    ///
+    /// # Errors
+    /// Fails when there is none, or a file that may hold it cannot be read; names the files.
+    pub fn load(folder: &Path) -> Result<Self> {
+        let config_path = folder.join("tokenizer_config.json");
+        let config: Value = match read(&config_path)? {
+            Some(text) => serde_json::from_str(&text).map_err(|error| {
+                Failure::new(format!(
+                    "`{}` is not valid JSON: {error}",
+                    config_path.display()
+                ))
+            })?,
+            None => Value::Null,
+        };
+        let tokens = TOKENS
+            .iter()
+            .filter_map(|&name| {
+                let token = &config[name];
+                let content = token.as_str().or_else(|| token["content"].as_str())?;
+                Some((name.to_owned(), Value::from(content)))
+            })
+            .collect();
+        let path = folder.join("chat_template.jinja");
+        if let Some(text) = read(&path)? {
+            return Ok(Self { text, path, tokens });
+        }
+        let text = match &config["chat_template"] {
+            Value::String(text) => text.clone(),
+            Value::Array(named) => default_of(named, &config_path)?,
+            _ => {
+                return Err(Failure::new(format!(
+                    "`{}` has no chat template",
+                    folder.display()
+                ))
+                .detail("looked for `chat_template.jinja`, and for `chat_template` in `tokenizer_config.json`")
+                .hint("leave --chat out: a model without a template was not made for questions")
+                .into());
+            }
+        };
+        Ok(Self {
+            text,
+            path: config_path,
+            tokens,
+        })
+    }
+
+    /// The text that asks `user` under the word `system`, up to where the model begins.
+    ///
+    /// # Errors
+    /// Fails when the template is no Jinja we know, or refuses, as some do a system message; names the file.
+    pub fn render(&self, system: Option<&str>, user: &str) -> Result<String> {
+        self.try_render(system, user).map_err(|error| {
+            let mut failure = Failure::new(format!(
+                "the chat template of `{}` cannot be used: {}",
+                self.path.display(),
+                error.detail().unwrap_or("it does not say why")
+            ));
+            if let Some(line) = error.line() {
+                failure =
+                    failure.detail(format!("{} in line {line} of the template", error.kind()));
+            }
+            let hint = if system.is_some() {
+                "some templates know no system message: leave --system out"
+            } else {
+                "leave --chat out, and write the prompt as the model was trained to see it"
+            };
+            failure.hint(hint).into()
+        })
+    }
+
+    fn try_render(&self, system: Option<&str>, user: &str) -> Result<String, minijinja::Error> {
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", refuse);
+        environment.add_template("chat", &self.text)?;
+        let message = |role: &str, content: &str| context! { role, content };
+        let messages: Vec<Jinja> = system
+            .map(|system| message("system", system))
+            .into_iter()
+            .chain([message("user", user)])
+            .collect();
+        environment.get_template("chat")?.render(context! {
+            messages,
+            add_generation_prompt => true,
+            ..Jinja::from_serialize(&self.tokens)
+        })
+    }
+}
+
+/// What a template calls where a conversation does not suit it.
+fn refuse(why: String) -> Result<Jinja, minijinja::Error> {
+    Err(minijinja::Error::new(
+        minijinja::ErrorKind::InvalidOperation,
+        why,
+    ))
+}
+
+/// The template named `default` of a list of named ones.
+fn default_of(named: &[Value], path: &Path) -> Result<String> {
+    let found = named
+        .iter()
+        .find(|template| template["name"] == "default")
+        .and_then(|template| template["template"].as_str());
+    Ok(found.map(str::to_owned).ok_or_else(|| {
+        let names: Vec<&str> = named
+            .iter()
+            .filter_map(|template| template["name"].as_str())
+            .collect();
+        Failure::new(format!(
+            "`{}` names no chat template `default`",
+            path.display()
+        ))
+        .detail(format!("there are: {}", names.join(", ")))
+        .hint("put the one to use into `chat_template.jinja` beside it")
+    })?)
+}
+
+/// The text of a file, none where there is no such file.
+fn read(path: &Path) -> Result<Option<String>> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => {
+            Err(Failure::new(format!("cannot read `{}`: {error}", path.display())).into())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn folder(config: Option<Value>, jinja: Option<&str>) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        if let Some(config) = config {
+            fs::write(
+                folder.path().join("tokenizer_config.json"),
+                config.to_string(),
+            )
+            .unwrap();
+        }
+        if let Some(jinja) = jinja {
+            fs::write(folder.path().join("chat_template.jinja"), jinja).unwrap();
+        }
+        folder
+    }
+
+    fn failure(result: Result<impl Sized>) -> Failure {
+        result.err().unwrap().downcast::<Failure>().unwrap()
+    }
+
+    #[test]
+    fn a_template_of_the_llama_kind_is_rendered_as_python_would() {
+        // Llama 3's way: a loop, Python's strip and slices, the tokens' names, a date only where one is given.
+        let template = "{{- bos_token }}\n{%- if strftime_now is defined %}\n{{ strftime_now('%d') }}\n{%- endif %}\n\
+            {%- if messages[0]['role'] == 'system' %}\n    {%- set said = messages[0]['content'].strip() %}\n    \
+            {%- set messages = messages[1:] %}\n{%- else %}\n    {%- set said = '' %}\n{%- endif %}\n[{{ said }}]\n\
+            {% for message in messages %}\n{{- '<|' + message.role + '|>' + message['content'] | trim + eos_token }}\n{% endfor %}\n\
+            {% if add_generation_prompt %}<|assistant|>{% endif %}";
+        let config = json!({"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "</s>"}});
+        let folder = folder(Some(config), None);
+        let chat = ChatTemplate::load(folder.path()).unwrap();
+        assert_eq!(
+            chat.render(Some(" be brief "), " Hi? ").unwrap(),
+            "<s>[be brief]\n<|user|>Hi?</s>\n<|assistant|>"
+        );
+        assert_eq!(
+            chat.render(None, "Hi?").unwrap(),
+            "<s>[]\n<|user|>Hi?</s>\n<|assistant|>"
+        );
+    }
+
+    #[test]
+    fn the_file_of_its_own_comes_first_and_the_default_of_a_list_is_taken() {
+        let named = json!({"chat_template": [
+            {"name": "tool_use", "template": "tool"}, {"name": "default", "template": "default {{ messages[0].content }}"}]});
+        let list = folder(Some(named.clone()), None);
+        let render = |folder: &tempfile::TempDir| {
+            let chat = ChatTemplate::load(folder.path()).unwrap();
+            chat.render(None, "x").unwrap()
+        };
+        assert_eq!(render(&list), "default x");
+        assert_eq!(render(&folder(Some(named), Some("own"))), "own");
+        assert_eq!(render(&folder(None, Some("own"))), "own");
+        let other = json!({"chat_template": [{"name": "rag", "template": "r"}]});
+        let failure = failure(ChatTemplate::load(folder(Some(other), None).path()));
+        assert!(
+            failure
+                .message
+                .ends_with("names no chat template `default`")
+        );
+        assert_eq!(failure.details, ["there are: rag"]);
+    }
+
+    #[test]
+    fn a_missing_a_broken_and_a_refusing_template_are_errors_that_name_the_file() {
+        for config in [None, Some(json!({"bos_token": "<s>"}))] {
+            let failure = failure(ChatTemplate::load(folder(config, None).path()));
+            assert!(failure.message.ends_with("has no chat template"));
+        }
+        let broken = folder(None, Some("{% for %}"));
+        let refused = failure(ChatTemplate::load(broken.path()).unwrap().render(None, "x"));
+        assert!(refused.message.contains("chat_template.jinja"), "{refused}");
+        let strict = folder(
+            None,
+            Some(
+                "{% if messages[0].role == 'system' %}\n{{ raise_exception('System role not supported') }}\n{% endif %}",
+            ),
+        );
+        let chat = ChatTemplate::load(strict.path()).unwrap();
+        let refused = failure(chat.render(Some("be brief"), "x"));
+        assert!(
+            refused
+                .message
+                .ends_with("cannot be used: System role not supported"),
+            "{refused}"
+        );
+        assert!(refused.hint.unwrap().contains("leave --system out"));
+        assert_eq!(chat.render(None, "x").unwrap(), "");
+    }
+}

@@ -1,0 +1,169 @@
+//! A model that reads tokens and says what may come next.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::bytes::ByteSize;
+use crate::checkpoint::WeightSource;
+use crate::linalg::StoredDtype;
+use crate::model::{Embedding, Head, KvCache, LayerContext, LlamaConfig, footprint};
+use crate::placement::{Residency, Sizes};
+use crate::run::{Events, Knobs};
+use crate::runtime::LayerStore;
+
+/// Tokens of a prompt that pass through the model together: enough for products to be worth widening weights for, few
+/// enough that activations stay small beside the weights.
+pub const PROMPT_BLOCK: usize = 512;
+
+/// A model, its layers in memory or read at each use.
+pub struct Generator {
+    source: Arc<dyn WeightSource>,
+    config: Arc<LlamaConfig>,
+    layers: LayerStore,
+    head: Head,
+}
+
+/// What a model has read: keys and values of every layer, and what it makes of the last token.
+pub struct Sequence {
+    cache: KvCache,
+    context: LayerContext,
+    logits: Vec<f32>,
+    capacity: usize,
+}
+
+impl Generator {
+    /// Reads the head and the layers that stay in memory.
+    ///
+    /// # Errors
+    /// Fails when a tensor is missing, of another shape, or cannot be read.
+    pub fn load(
+        source: Arc<dyn WeightSource>,
+        config: Arc<LlamaConfig>,
+        residency: Residency,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        Embedding::open(&*source, &config)?;
+        let head = Head::load(&*source, &config).context("in the head")?;
+        let layers = LayerStore::load(Arc::clone(&source), Arc::clone(&config), residency, events)?;
+        Ok(Self {
+            source,
+            config,
+            layers,
+            head,
+        })
+    }
+
+    /// [`Generator::load`] with all layers in memory.
+    ///
+    /// # Errors
+    /// As [`Generator::load`].
+    pub fn load_all(
+        source: Arc<dyn WeightSource>,
+        config: Arc<LlamaConfig>,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        let residency = Residency::all(config.num_hidden_layers);
+        Self::load(source, config, residency, events)
+    }
+
+    /// What a sequence of `capacity` tokens takes beside a process that holds `held` bytes.
+    pub fn sizes(
+        config: &LlamaConfig,
+        dtype: StoredDtype,
+        capacity: usize,
+        threads: usize,
+        held: ByteSize,
+    ) -> Sizes {
+        Sizes {
+            layers: config.num_hidden_layers,
+            layer: footprint::layer_weights(config, dtype, &Knobs::default()),
+            head: footprint::head_weight(config, dtype),
+            kv_cache: KvCache::bytes(config, capacity),
+            workspace: footprint::writing(config, dtype, PROMPT_BLOCK, capacity, threads),
+            held,
+        }
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &LlamaConfig {
+        &self.config
+    }
+
+    /// Where the layers rest.
+    pub fn residency(&self) -> Residency {
+        self.layers.residency()
+    }
+
+    /// An empty sequence with room for `capacity` tokens.
+    ///
+    /// # Errors
+    /// Fails when the model has fewer positions, and when the memory cannot be had.
+    pub fn begin(&self, capacity: usize) -> Result<Sequence> {
+        let positions = self.config.max_position_embeddings;
+        ensure!(
+            capacity <= positions,
+            "a sequence of {capacity} tokens does not fit the model's {positions} positions"
+        );
+        Ok(Sequence {
+            cache: KvCache::new(&self.config, capacity)?,
+            context: LayerContext::new(&self.config, capacity)?,
+            logits: Vec::new(),
+            capacity,
+        })
+    }
+
+    /// Reads tokens at the end of `sequence`, at most [`PROMPT_BLOCK`] at a time, and returns the logits `[vocab_size]` of the
+    /// token after the last of them.
+    ///
+    /// # Errors
+    /// Fails for no tokens, for more than the sequence has room for, for an id beyond the embedding, and when a streamed layer
+    /// cannot be read. The sequence is of no use then.
+    pub fn read<'a>(&mut self, sequence: &'a mut Sequence, tokens: &[u32]) -> Result<&'a [f32]> {
+        ensure!(!tokens.is_empty(), "there is nothing to read");
+        let (read, room) = (sequence.tokens(), sequence.capacity);
+        ensure!(
+            read + tokens.len() <= room,
+            "{} tokens follow {read}, and there is room for {room}",
+            tokens.len()
+        );
+        let embedding = Embedding::open(&*self.source, &self.config)?;
+        let Sequence {
+            cache,
+            context,
+            logits,
+            ..
+        } = sequence;
+        let blocks = tokens.len().div_ceil(PROMPT_BLOCK);
+        for (number, block) in tokens.chunks(PROMPT_BLOCK).enumerate() {
+            let mut hidden = embedding.rows(block)?;
+            for index in 0..self.config.num_hidden_layers {
+                hidden = self.layers.with_layer(index, |layer| {
+                    layer.forward_cached(&hidden, cache.layer(index), context)
+                })?;
+            }
+            if number + 1 == blocks {
+                self.head.last_logits(&hidden, context, logits)?;
+            }
+        }
+        Ok(&sequence.logits)
+    }
+}
+
+impl Sequence {
+    /// Tokens read so far.
+    pub fn tokens(&self) -> usize {
+        self.cache.tokens()
+    }
+
+    /// Logits `[vocab_size]` of the token after the last one read; empty before the first.
+    pub fn logits(&self) -> &[f32] {
+        &self.logits
+    }
+
+    /// Forgets what was read, and keeps the memory.
+    pub fn clear(&mut self) {
+        self.cache.clear();
+        self.logits.clear();
+    }
+}

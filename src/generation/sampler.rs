@@ -1,0 +1,161 @@
+//! Which token comes next: the likeliest, or one drawn by its probability.
+//!
+//! p_i = exp(l_i / T) / Σ_j exp(l_j / T) over the logits l at temperature T; of the tokens in order of p, only the first `top_k`
+//! and the smallest set that reaches `top_p` may be drawn (Holtzman et al. 2020, arXiv:1904.09751 §3.1). The arithmetic and
+//! the generator of random numbers are candle-transformers' `LogitsProcessor`.
+
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+use candle_transformers::generation::{LogitsProcessor, Sampling as Rule};
+use serde::Serialize;
+
+use crate::failure::Failure;
+
+/// How a token is picked.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Sampling {
+    /// 0 takes the likeliest token, the lowest id of several; 1 draws by the model's own probabilities.
+    pub temperature: f64,
+    /// Draw from the smallest set of tokens whose probabilities reach this.
+    pub top_p: Option<f64>,
+    /// Draw from so many of the likeliest tokens.
+    pub top_k: Option<usize>,
+    /// The same seed draws the same tokens.
+    pub seed: u64,
+}
+
+impl Sampling {
+    /// The likeliest token each time.
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_p: None,
+        top_k: None,
+        seed: 0,
+    };
+
+    /// Below this a division of the logits could leave the f32 numbers, and nothing but the likeliest token is drawn anyway.
+    const LOWEST_TEMPERATURE: f64 = 1e-7;
+
+    fn rule(&self) -> Rule {
+        let temperature = self.temperature;
+        match (self.top_k, self.top_p.filter(|&p| p < 1.0)) {
+            _ if temperature < Self::LOWEST_TEMPERATURE => Rule::ArgMax,
+            (None, None) => Rule::All { temperature },
+            (Some(k), None) => Rule::TopK { k, temperature },
+            (None, Some(p)) => Rule::TopP { p, temperature },
+            (Some(k), Some(p)) => Rule::TopKThenTopP { k, p, temperature },
+        }
+    }
+}
+
+/// Picks one token after the other.
+pub struct Sampler(LogitsProcessor);
+
+impl Sampler {
+    /// A sampler at the beginning of its random numbers.
+    pub fn new(sampling: &Sampling) -> Self {
+        Self(LogitsProcessor::from_sampling(
+            sampling.seed,
+            sampling.rule(),
+        ))
+    }
+
+    /// Picks a token by its logits `[vocab_size]`.
+    ///
+    /// # Errors
+    /// Fails where a logit is NaN or infinite: the model is broken, and any token would be made up.
+    pub fn pick(&mut self, logits: &[f32]) -> Result<u32> {
+        if let Some(id) = logits.iter().position(|logit| !logit.is_finite()) {
+            return Err(Failure::new("the model's logits are not finite")
+                .detail(format!("that of token id {id} is {}", logits[id]))
+                .hint("`prune inspect DIR` finds weights that are not finite")
+                .into());
+        }
+        let logits = Tensor::from_slice(logits, logits.len(), &Device::Cpu)?;
+        Ok(self.0.sample(&logits)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn picks(sampling: Sampling, logits: &[f32], count: usize) -> Vec<u32> {
+        let mut sampler = Sampler::new(&sampling);
+        (0..count).map(|_| sampler.pick(logits).unwrap()).collect()
+    }
+
+    const HOT: Sampling = Sampling {
+        temperature: 1.0,
+        ..Sampling::GREEDY
+    };
+
+    #[test]
+    fn the_likeliest_token_is_the_first_of_the_largest() {
+        assert_eq!(picks(Sampling::GREEDY, &[-3.0, 2.0, 2.0, -1.0], 2), [1, 1]);
+        let cold = Sampling {
+            temperature: 1e-9,
+            ..HOT
+        };
+        assert_eq!(picks(cold, &[-3.0, 2.0, 2.0, 1.999], 1), [1]);
+    }
+
+    #[test]
+    fn logits_that_are_not_finite_are_an_error_under_every_rule() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for sampling in [Sampling::GREEDY, HOT] {
+                let error = Sampler::new(&sampling).pick(&[1.0, bad]).unwrap_err();
+                assert!(error.to_string().contains("token id 1"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_seed_fixes_the_draws_and_another_changes_them() {
+        let logits: Vec<f32> = (0..50).map(|i| (i as f32 * 0.7).sin()).collect();
+        let draws = picks(HOT, &logits, 40);
+        assert_eq!(draws, picks(HOT, &logits, 40));
+        assert_ne!(draws, picks(Sampling { seed: 1, ..HOT }, &logits, 40));
+    }
+
+    #[test]
+    fn draws_follow_the_probabilities() {
+        // p = 1/8, 1/8, 6/8; 800 draws are within five deviations of 12 of 600.
+        let logits = [0.0, 0.0, 6f32.ln()];
+        let draws = picks(HOT, &logits, 800);
+        let last = draws.iter().filter(|&&id| id == 2).count();
+        assert!((540..=660).contains(&last), "{last}");
+    }
+
+    #[test]
+    fn top_k_and_top_p_leave_the_rest_undrawn() {
+        // p = 0.5, 0.25, 0.125, 0.125
+        let logits = [4f32, 2.0, 1.0, 1.0].map(f32::ln);
+        let drawn = |sampling: Sampling| {
+            let mut ids = picks(sampling, &logits, 300);
+            ids.sort_unstable();
+            ids.dedup();
+            ids
+        };
+        let (top_k, top_p) = (Some(2), Some(0.6));
+        assert_eq!(drawn(HOT), [0, 1, 2, 3]);
+        assert_eq!(drawn(Sampling { top_k, ..HOT }), [0, 1]);
+        assert_eq!(drawn(Sampling { top_p, ..HOT }), [0, 1]);
+        let top_p = Some(0.4);
+        assert_eq!(
+            drawn(Sampling {
+                top_k,
+                top_p,
+                ..HOT
+            }),
+            [0]
+        );
+        assert_eq!(
+            drawn(Sampling {
+                top_p: Some(1.0),
+                ..HOT
+            }),
+            [0, 1, 2, 3]
+        );
+    }
+}

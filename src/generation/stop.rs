@@ -1,0 +1,82 @@
+//! The tokens that end a text.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use anyhow::Result;
+use serde_json::Value;
+
+use crate::failure::Failure;
+
+/// The ids that end a text of this model: `eos_token_id` of `generation_config.json`, else of `config.json`, a number or a list;
+/// else
+/// `of_tokenizer`, its `</s>`. Empty where there is none: the model never ends by itself.
+///
+/// # Errors
+/// Fails when a file is no JSON, or `eos_token_id` is something else.
+pub fn stop_ids(folder: &Path, of_tokenizer: Option<u32>) -> Result<Vec<u32>> {
+    for name in ["generation_config.json", "config.json"] {
+        let path = folder.join(name);
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) => {
+                return Err(
+                    Failure::new(format!("cannot read `{}`: {error}", path.display())).into(),
+                );
+            }
+        };
+        let config: Value = serde_json::from_str(&text)
+            .map_err(|error| Failure::new(format!("`{}` is not JSON: {error}", path.display())))?;
+        let value = &config["eos_token_id"];
+        if value.is_null() {
+            continue;
+        }
+        let ids = ids_of(value).ok_or_else(|| {
+            Failure::new(format!(
+                "`eos_token_id` in `{}` is {value}; it must be a token id or a list of them",
+                path.display()
+            ))
+            .hint("correct it, or take the key out: the next place to look is the tokenizer")
+        })?;
+        return Ok(ids);
+    }
+    Ok(of_tokenizer.into_iter().collect())
+}
+
+fn ids_of(value: &Value) -> Option<Vec<u32>> {
+    let id = |value: &Value| u32::try_from(value.as_u64()?).ok();
+    match value {
+        Value::Array(list) => list.iter().map(id).collect(),
+        value => Some(vec![id(value)?]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn generation_config_comes_before_config_and_the_tokenizer_last() {
+        let folder = tempfile::tempdir().unwrap();
+        let stops = || stop_ids(folder.path(), Some(2));
+        assert_eq!(stops().unwrap(), [2]);
+        let write = |name: &str, json: Value| {
+            fs::write(folder.path().join(name), json.to_string()).unwrap();
+        };
+        write("config.json", json!({"eos_token_id": 7}));
+        write("generation_config.json", json!({"eos_token_id": [3, 5]}));
+        assert_eq!(stops().unwrap(), [3, 5]);
+        write("generation_config.json", json!({"eos_token_id": null}));
+        assert_eq!(stops().unwrap(), [7]);
+        write("config.json", json!({}));
+        assert_eq!(stops().unwrap(), [2]);
+        assert_eq!(stop_ids(folder.path(), None).unwrap(), [0u32; 0]);
+        fs::remove_file(folder.path().join("generation_config.json")).unwrap();
+        write("config.json", json!({"eos_token_id": "</s>"}));
+        let error = stops().unwrap_err().to_string();
+        assert!(error.contains("`eos_token_id` in"), "{error}");
+    }
+}

@@ -1,0 +1,125 @@
+//! `vdpbf16ps`: 16 outputs of two products each per instruction.
+//!
+//! Eight rows by three column tiles at a time: 24 accumulators, three registers of weights, the activations broadcast from
+//! memory. The instruction treats subnormal numbers as zero.
+
+#![expect(unsafe_code, reason = "intrinsics on memory of checked length")]
+
+use std::arch::x86_64::{
+    __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_epi32, _mm512_setzero_ps,
+    _mm512_storeu_ps,
+};
+use std::ops::Range;
+
+use super::{Line, Part, TILE, TILE_LINES};
+
+/// Rows of a block; half a tile.
+const ROWS: usize = 8;
+/// Column tiles of a block, at most.
+const WIDE: usize = 3;
+
+/// Whether the CPU has the instruction.
+pub(super) fn is_there() -> bool {
+    std::is_x86_feature_detected!("avx512f") && std::is_x86_feature_detected!("avx512bf16")
+}
+
+/// Whether it does twice the work of an f32 instruction in the same time, as AMD's do.
+pub(super) fn is_fast() -> bool {
+    let leaf = std::arch::x86_64::__cpuid_count(0, 0);
+    let vendor = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+    is_there() && vendor.as_flattened() == b"AuthenticAMD"
+}
+
+/// Adds the products over the tiles `depth` to `out`, or writes them where `depth` begins at 0.
+pub(super) fn multiply(part: &Part<'_>, depth: Range<usize>, out: &mut [f32], stride: usize) {
+    let tiles = part.columns.div_ceil(TILE);
+    for first in (0..tiles).step_by(WIDE) {
+        match tiles - first {
+            1 => columns::<1>(part, first, &depth, out, stride),
+            2 => columns::<2>(part, first, &depth, out, stride),
+            _ => columns::<WIDE>(part, first, &depth, out, stride),
+        }
+    }
+}
+
+/// All rows by `N` column tiles from `first` on.
+fn columns<const N: usize>(
+    part: &Part<'_>,
+    first: usize,
+    depth: &Range<usize>,
+    out: &mut [f32],
+    stride: usize,
+) {
+    let is_first = depth.start == 0;
+    let steps = depth.len();
+    let weights: [&[Line]; N] = std::array::from_fn(|tile| part.weight_tiles(first + tile, depth));
+    assert!(
+        weights
+            .iter()
+            .all(|tiles| tiles.len() == steps * TILE_LINES),
+        "a factor has {steps} tiles"
+    );
+    let width = (part.columns - first * TILE).min(N * TILE);
+    for row in (0..part.rows).step_by(ROWS) {
+        let activations = part.activation_tiles(row / TILE, depth);
+        assert!(
+            activations.len() == steps * TILE_LINES,
+            "a factor has {steps} tiles"
+        );
+        let rows = (part.rows - row).min(ROWS);
+        let target = &mut out[row * stride + first * TILE..];
+        let mut sums = [[[0.0f32; TILE]; N]; ROWS];
+        if !is_first {
+            for (line, sums) in sums.iter_mut().enumerate().take(rows) {
+                sums.as_flattened_mut()[..width].copy_from_slice(&target[line * stride..][..width]);
+            }
+        }
+        // SAFETY: the kernel is chosen only where `is_there`; each factor holds `steps` tiles, checked above, and `row` is the
+        // beginning or the middle of a tile.
+        unsafe { block(&activations[row % TILE..], &weights, steps, &mut sums) };
+        for (line, sums) in sums.iter().enumerate().take(rows) {
+            target[line * stride..][..width].copy_from_slice(&sums.as_flattened()[..width]);
+        }
+    }
+}
+
+/// 8 × 16·N outputs over `steps` tiles.
+///
+/// # Safety
+/// The CPU has AVX-512 with bf16. Each of `weights` holds `steps` tiles; `activations` holds `steps` tiles less at most the first
+/// half of the first one.
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn block<const N: usize>(
+    activations: &[Line],
+    weights: &[&[Line]; N],
+    steps: usize,
+    sums: &mut [[[f32; TILE]; N]; ROWS],
+) {
+    // SAFETY: addresses stay inside the factors: the last one read is line `(steps - 1) * 16 + 15` of a weight and pair 15 of
+    // line `(steps - 1) * 16 + 7` of the activations, which the caller promises to be there. `__m512bh` is 64 bytes of any bits.
+    unsafe {
+        let mut held = [[_mm512_setzero_ps(); N]; ROWS];
+        for (held, sums) in held.as_flattened_mut().iter_mut().zip(sums.as_flattened()) {
+            *held = _mm512_loadu_ps(sums.as_ptr());
+        }
+        let x = activations.as_ptr().cast::<i32>();
+        for step in 0..steps {
+            for pair in 0..TILE {
+                let line = step * TILE_LINES + pair;
+                let w: [__m512bh; N] = std::array::from_fn(|tile| {
+                    std::mem::transmute(weights[tile].as_ptr().add(line).cast::<__m512i>().read())
+                });
+                for (row, held) in held.iter_mut().enumerate() {
+                    let pairs = x.add((step * TILE_LINES + row) * TILE + pair).read();
+                    let pairs: __m512bh = std::mem::transmute(_mm512_set1_epi32(pairs));
+                    for (held, &w) in held.iter_mut().zip(&w) {
+                        *held = _mm512_dpbf16_ps(*held, pairs, w);
+                    }
+                }
+            }
+        }
+        for (held, sums) in held.as_flattened().iter().zip(sums.as_flattened_mut()) {
+            _mm512_storeu_ps(sums.as_mut_ptr(), *held);
+        }
+    }
+}

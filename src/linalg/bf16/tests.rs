@@ -1,0 +1,258 @@
+//! Both kernels against the plain triple loop over the same rounded numbers.
+
+use half::bf16;
+
+use super::*;
+
+/// Reproducible numbers in (-1, 1).
+fn numbers(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..count)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+fn stored(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|&value| bf16::from_f32(value)).collect()
+}
+
+/// C = bf16(X)·Wᵀ in f64, and Σ|x·w|, which bounds the rounding.
+fn oracle(x: &[f32], weight: &[bf16], inner: usize) -> Vec<(f64, f64)> {
+    let mut sums = Vec::new();
+    for x in x.chunks_exact(inner) {
+        for w in weight.chunks_exact(inner) {
+            let products = x
+                .iter()
+                .zip(w)
+                .map(|(&x, w)| f64::from(bf16::from_f32(x).to_f32()) * f64::from(w.to_f32()));
+            sums.push(products.fold((0.0, 0.0), |(sum, size), product| {
+                (sum + product, size + product.abs())
+            }));
+        }
+    }
+    sums
+}
+
+/// A product into rows that lie closely.
+fn multiply(
+    kernel: Kernel,
+    x: &[f32],
+    weight: &[bf16],
+    inner: usize,
+    out: &mut [f32],
+    packed: &mut Packed,
+) {
+    product(kernel, x, weight, inner, out, weight.len() / inner, packed);
+}
+
+#[expect(clippy::print_stderr, reason = "tests say aloud what they skip")]
+fn kernels() -> Vec<Kernel> {
+    let kernels = Kernel::all();
+    if kernels.is_empty() {
+        eprintln!("skipped: this CPU has no bf16 products");
+    }
+    kernels
+}
+
+#[test]
+fn products_of_any_shape_are_those_of_the_triple_loop() {
+    let shapes = [
+        (1, 1, 1),
+        (1, 31, 5),
+        (3, 32, 16),
+        (16, 33, 17),
+        (17, 64, 31),
+        (32, 100, 32),
+        (33, 2048, 48),
+        (40, 2049, 49),
+        (129, 96, 100),
+        (300, 4100, 130),
+    ];
+    for kernel in kernels() {
+        let mut packed = Packed::default();
+        for (tokens, inner, columns) in shapes {
+            let (x, weight) = (
+                numbers(tokens * inner, 1),
+                stored(&numbers(columns * inner, 2)),
+            );
+            // What was there before must not shine through.
+            let mut out = vec![f32::NAN; tokens * columns];
+            multiply(kernel, &x, &weight, inner, &mut out, &mut packed);
+            for (at, (found, (sum, size))) in out.iter().zip(oracle(&x, &weight, inner)).enumerate()
+            {
+                let allowed = size * f64::from(f32::EPSILON) * 8.0 + 1e-30;
+                assert!(
+                    (f64::from(*found) - sum).abs() <= allowed,
+                    "{kernel:?} {tokens} {inner} {columns} at {at}: {found} {sum}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn small_integers_are_exact_also_over_several_blocks_of_weights() {
+    // 6 column tiles of 2^14 elements are more than is packed at once, so 200 columns need several rounds.
+    let (tokens, inner, columns) = (5, 1 << 17, 200);
+    let x: Vec<f32> = (0..tokens * inner)
+        .map(|at| ((at * 7) % 3) as f32 - 1.0)
+        .collect();
+    let weight: Vec<bf16> = (0..columns * inner)
+        .map(|at| {
+            bf16::from_f32(if at % inner % 64 == 0 {
+                ((at * 5) % 7) as f32 - 3.0
+            } else {
+                0.0
+            })
+        })
+        .collect();
+    assert!(tiles_at_once(columns, inner / DEPTH) < column_tiles(columns));
+    for kernel in kernels() {
+        let mut out = vec![f32::NAN; tokens * columns];
+        multiply(kernel, &x, &weight, inner, &mut out, &mut Packed::default());
+        for (found, (sum, _)) in out.iter().zip(oracle(&x, &weight, inner)) {
+            assert_eq!(f64::from(*found), sum, "{kernel:?}");
+        }
+    }
+}
+
+#[test]
+fn neither_threads_nor_tokens_change_a_bit() {
+    let (tokens, inner, columns) = (150, 2100, 70);
+    let (x, weight) = (
+        numbers(tokens * inner, 3),
+        stored(&numbers(columns * inner, 4)),
+    );
+    for kernel in kernels() {
+        let run = |threads: usize, x: &[f32]| {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap();
+            let mut out = vec![0.0; x.len() / inner * columns];
+            pool.install(|| multiply(kernel, x, &weight, inner, &mut out, &mut Packed::default()));
+            out
+        };
+        let whole = run(1, &x);
+        assert_eq!(whole, run(3, &x), "{kernel:?}");
+        assert_eq!(whole[..7 * columns], run(2, &x[..7 * inner]), "{kernel:?}");
+    }
+}
+
+#[test]
+fn what_is_not_finite_stays_visible_and_stays_where_it_is() {
+    let (inner, columns) = (70, 40);
+    let mut x = numbers(3 * inner, 5);
+    (x[inner + 69], x[2 * inner]) = (f32::NAN, f32::INFINITY);
+    let weight = vec![bf16::ONE; columns * inner];
+    for kernel in kernels() {
+        let mut out = vec![0.0; 3 * columns];
+        multiply(kernel, &x, &weight, inner, &mut out, &mut Packed::default());
+        assert!(
+            out[..columns].iter().all(|value| value.is_finite()),
+            "{kernel:?}"
+        );
+        assert!(
+            out[columns..2 * columns].iter().all(|value| value.is_nan()),
+            "{kernel:?}"
+        );
+        assert!(
+            out[2 * columns..]
+                .iter()
+                .all(|value| *value == f32::INFINITY),
+            "{kernel:?}"
+        );
+    }
+}
+
+#[test]
+fn rounding_is_that_of_the_half_crate() {
+    let odd = [
+        0.0,
+        -0.0,
+        1.0,
+        1.003_906_3,
+        1.011_718_8,
+        3.4e38,
+        f32::MAX,
+        f32::INFINITY,
+        f32::MIN_POSITIVE,
+        1e-45,
+        -2.5,
+    ];
+    for value in odd.into_iter().chain(numbers(1000, 6)) {
+        assert_eq!(rounded(value), bf16::from_f32(value).to_bits(), "{value}");
+    }
+    for nan in [
+        f32::NAN,
+        f32::from_bits(0x7f80_0001),
+        f32::from_bits(0xffff_ffff),
+    ] {
+        assert!(bf16::from_bits(rounded(nan)).is_nan());
+    }
+}
+
+#[test]
+fn what_is_packed_is_what_the_footprint_says() {
+    let (tokens, inner, columns) = (50, 100, 70);
+    let mut packed = Packed::default();
+    let Some(kernel) = kernels().first().copied() else {
+        return;
+    };
+    let mut out = vec![0.0; tokens * columns];
+    multiply(
+        kernel,
+        &numbers(tokens * inner, 1),
+        &stored(&numbers(columns * inner, 2)),
+        inner,
+        &mut out,
+        &mut packed,
+    );
+    let bytes = (packed.activations.len() + packed.weights.len()) * size_of::<Line>();
+    assert_eq!(
+        bytes,
+        packed_bytes([(tokens, (columns, inner))].into_iter())
+    );
+}
+
+#[test]
+fn rows_may_lie_apart_and_what_is_between_them_is_kept() {
+    let (tokens, inner, columns, stride) = (35, 64, 20, 33);
+    let (x, weight) = (
+        numbers(tokens * inner, 7),
+        stored(&numbers(columns * inner, 8)),
+    );
+    for kernel in kernels() {
+        let mut close = vec![0.0; tokens * columns];
+        multiply(
+            kernel,
+            &x,
+            &weight,
+            inner,
+            &mut close,
+            &mut Packed::default(),
+        );
+        let mut apart = vec![7.0; (tokens - 1) * stride + columns];
+        product(
+            kernel,
+            &x,
+            &weight,
+            inner,
+            &mut apart,
+            stride,
+            &mut Packed::default(),
+        );
+        for (row, close) in close.chunks_exact(columns).enumerate() {
+            assert_eq!(&apart[row * stride..][..columns], close, "{kernel:?}");
+        }
+        let between = apart
+            .chunks(stride)
+            .flat_map(|row| row.iter().skip(columns));
+        assert!(between.copied().all(|value| value == 7.0));
+    }
+}

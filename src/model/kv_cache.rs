@@ -1,0 +1,163 @@
+//! Keys and values of the tokens a model has read: what makes the next token cost one token's work.
+//!
+//! Per layer two f32 arrays `[tokens, num_key_value_heads * head_dim]`, keys with their rotary positions applied; grouped-query
+//! models keep their few key heads once. Memory is reserved for the longest sequence at the start and touched as tokens come.
+
+use anyhow::{Result, ensure};
+
+use super::config::LlamaConfig;
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+
+/// What one layer has seen.
+#[derive(Debug)]
+pub struct LayerCache {
+    width: usize,
+    capacity: usize,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl LayerCache {
+    /// Tokens so far: the position of the next one.
+    pub fn tokens(&self) -> usize {
+        self.keys.len() / self.width
+    }
+
+    /// `[tokens, num_key_value_heads * head_dim]`, rotary positions applied.
+    pub fn keys(&self) -> &[f32] {
+        &self.keys
+    }
+
+    /// `[tokens, num_key_value_heads * head_dim]`.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// Adds the keys and values of the next tokens.
+    ///
+    /// # Errors
+    /// Fails when they are not as many, no whole tokens, or more than there is room for.
+    pub fn append(&mut self, keys: &[f32], values: &[f32]) -> Result<()> {
+        ensure!(
+            keys.len() == values.len() && keys.len().is_multiple_of(self.width),
+            "keys and values of whole tokens are cached"
+        );
+        ensure!(
+            self.keys.len() + keys.len() <= self.capacity * self.width,
+            "the cache has room for {} tokens, and {} follow {}",
+            self.capacity,
+            keys.len() / self.width,
+            self.tokens()
+        );
+        self.keys.extend_from_slice(keys);
+        self.values.extend_from_slice(values);
+        Ok(())
+    }
+}
+
+/// The caches of all layers.
+#[derive(Debug)]
+pub struct KvCache {
+    layers: Vec<LayerCache>,
+}
+
+impl KvCache {
+    /// Room for `capacity` tokens.
+    ///
+    /// # Errors
+    /// Fails when the memory cannot be had.
+    pub fn new(config: &LlamaConfig, capacity: usize) -> Result<Self> {
+        let width = config.num_key_value_heads * config.head_dim;
+        let reserve = || {
+            let mut values = Vec::new();
+            values
+                .try_reserve_exact(capacity.saturating_mul(width))
+                .map_err(|_| {
+                    Failure::new(format!(
+                        "cannot allocate {} for the keys and values of {capacity} tokens",
+                        Self::bytes(config, capacity)
+                    ))
+                    .hint("use a smaller --max-tokens")
+                })?;
+            Ok::<Vec<f32>, Failure>(values)
+        };
+        let layers = (0..config.num_hidden_layers)
+            .map(|_| {
+                Ok(LayerCache {
+                    width,
+                    capacity,
+                    keys: reserve()?,
+                    values: reserve()?,
+                })
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { layers })
+    }
+
+    /// What [`KvCache::new`] takes.
+    pub fn bytes(config: &LlamaConfig, capacity: usize) -> ByteSize {
+        let of_a_token = 2 * 4 * config.num_key_value_heads * config.head_dim;
+        ByteSize::of(
+            capacity,
+            of_a_token.saturating_mul(config.num_hidden_layers),
+        )
+    }
+
+    /// One layer's cache.
+    ///
+    /// # Panics
+    /// When the model has no such layer.
+    pub fn layer(&mut self, index: usize) -> &mut LayerCache {
+        &mut self.layers[index]
+    }
+
+    /// Tokens that went through all layers.
+    pub fn tokens(&self) -> usize {
+        self.layers
+            .iter()
+            .map(LayerCache::tokens)
+            .min()
+            .unwrap_or(0)
+    }
+
+    /// Forgets everything, and keeps the memory.
+    pub fn clear(&mut self) {
+        for layer in &mut self.layers {
+            layer.keys.clear();
+            layer.values.clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn config() -> LlamaConfig {
+        LlamaConfig::from_json(&json!({"model_type": "llama", "hidden_size": 64, "intermediate_size": 8,
+            "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 10}))
+        .unwrap()
+    }
+
+    #[test]
+    fn grouped_heads_are_kept_once() {
+        // 5 tokens · 3 layers · (keys and values) · 2 heads of 8 · 4 bytes
+        assert_eq!(KvCache::bytes(&config(), 5), ByteSize(5 * 3 * 2 * 16 * 4));
+    }
+
+    #[test]
+    fn more_tokens_than_reserved_and_halves_of_tokens_are_refused() {
+        let mut cache = KvCache::new(&config(), 2).unwrap();
+        let layer = cache.layer(0);
+        layer.append(&[1.0; 16], &[2.0; 16]).unwrap();
+        assert_eq!(layer.tokens(), 1);
+        assert!(layer.append(&[1.0; 8], &[2.0; 8]).is_err());
+        assert!(layer.append(&[1.0; 32], &[2.0; 32]).is_err());
+        assert_eq!((layer.keys().len(), layer.values()[15]), (16, 2.0));
+        assert_eq!(cache.tokens(), 0, "the other layers have seen none");
+        cache.clear();
+        assert_eq!(cache.layer(0).tokens(), 0);
+    }
+}

@@ -1,0 +1,246 @@
+//! Plans of real models on machines people have, pinned: placement, knobs, peaks.
+
+use crate::bytes::ByteSize;
+use crate::model::LlamaConfig;
+use crate::model::shapes::shape;
+use crate::pipeline::Job;
+use crate::placement::device_map::Prefixes;
+use crate::placement::{Budget, DeviceMap, Inventory, PlanError, Policy, plan};
+use crate::run::Plan;
+use crate::run::knobs::WeightsHeld;
+use serde_json::json;
+
+const GIB: u64 = 1 << 30;
+
+/// The default job: Wanda with 128 samples, the windows of WikiText-2's test text, f16 or bf16 weights, the model saved.
+fn planned(name: &str, machine: serde_json::Value, policy: &Policy) -> Result<Plan, PlanError> {
+    let shape = shape(name).unwrap();
+    let config = shape.config().unwrap();
+    planned_for(&config, shape.dtype, machine, policy)
+}
+
+fn planned_for(
+    config: &LlamaConfig,
+    dtype: crate::linalg::StoredDtype,
+    machine: serde_json::Value,
+    policy: &Policy,
+) -> Result<Plan, PlanError> {
+    let machine: Inventory = serde_json::from_value(machine).unwrap();
+    let job = Job {
+        config,
+        dtype,
+        seqlen: 2048,
+        samples: 128,
+        windows: if config.vocab_size > 64_000 { 141 } else { 166 },
+        sides: 1,
+        prunes: true,
+        saves: true,
+        threads: machine.cpu.threads,
+        packs_bf16: false,
+        tokenise: ByteSize(300 << 20),
+        knobs: None,
+    };
+    plan(&job.workload(), &machine, policy).unwrap()
+}
+
+fn policy(text: &str) -> Policy {
+    Policy {
+        budget: text.parse().unwrap(),
+        ..Policy::default()
+    }
+}
+
+fn devices(plan: &Plan) -> Vec<(usize, usize, String)> {
+    plan.layers
+        .iter()
+        .map(|run| (run.first, run.last, run.devices.join("+")))
+        .collect()
+}
+
+fn peak(plan: &Plan, device: &str) -> ByteSize {
+    plan.devices
+        .iter()
+        .find(|plan| plan.device == device)
+        .unwrap()
+        .peak
+}
+
+#[test]
+fn one_12_gb_card_computes_all_of_a_7b() {
+    let plan = planned(
+        "llama-2-7b",
+        json!({"cpu": {"memory": "32GiB", "threads": 8}, "gpus": [{"memory": "12GB"}]}),
+        &Policy::default(),
+    )
+    .unwrap();
+    assert_eq!(devices(&plan), [(0, 31, "cuda:0".to_string())]);
+    assert_eq!(plan.hidden_states.rest, "ram");
+    // (128 + 166) samples of 2048 · 4096 in f16.
+    assert_eq!(plan.hidden_states.bytes, ByteSize(294 * 2048 * 4096 * 2));
+    assert!(
+        plan.knobs.prefetch && plan.knobs.attention_heads.is_none(),
+        "nothing is short: {plan:?}"
+    );
+    let gpu = peak(&plan, "cuda:0");
+    assert!(
+        ByteSize(GIB) < gpu && gpu < ByteSize(3 * GIB),
+        "context, two layers, one sample: {gpu}"
+    );
+}
+
+#[test]
+fn two_24_gb_cards_share_the_samples_of_a_70b() {
+    let machine = json!({"cpu": {"memory": "64GiB", "threads": 16}, "gpus": [{"memory": "24GiB"}, {"memory": "24GiB"}]});
+    let plan = planned("llama-2-70b", machine.clone(), &Policy::default()).unwrap();
+    assert_eq!(devices(&plan), [(0, 79, "cuda:0+cuda:1".to_string())]);
+    assert_eq!(plan.hidden_states.rest, "ram");
+    assert!(peak(&plan, "cuda:1") < ByteSize(8 * GIB) && peak(&plan, "cpu") < ByteSize(51 * GIB));
+    let balanced = Policy {
+        map: DeviceMap::Balanced,
+        ..Policy::default()
+    };
+    let balanced = planned("llama-2-70b", machine, &balanced).unwrap();
+    assert_eq!(
+        devices(&balanced),
+        [
+            (0, 39, "cuda:0".to_string()),
+            (40, 79, "cuda:1".to_string())
+        ]
+    );
+    assert!(
+        balanced.time.seconds > plan.time.seconds,
+        "one card at a time works half as fast"
+    );
+}
+
+#[test]
+fn a_7b_on_a_laptop_of_8_gb_spills_its_hidden_states_and_keeps_its_speed() {
+    let plan = planned(
+        "llama-2-7b",
+        json!({"cpu": {"memory": "8GiB", "threads": 4}}),
+        &Policy::default(),
+    )
+    .unwrap();
+    assert_eq!(devices(&plan), [(0, 31, "cpu".to_string())]);
+    // 294 samples of 32 MiB do not fit.
+    assert_eq!(
+        (plan.hidden_states.rest.as_str(), plan.hidden_states.bytes),
+        ("spill", ByteSize(294 << 25))
+    );
+    assert!(plan.knobs.prefetch && plan.knobs.weights == WeightsHeld::Layer);
+    assert!(
+        peak(&plan, "cpu") < ByteSize(3 * GIB / 2),
+        "{}",
+        peak(&plan, "cpu")
+    );
+}
+
+#[test]
+fn a_405b_fits_an_80_gb_card_and_128_gb_of_memory() {
+    let plan = planned(
+        "llama-3.1-405b",
+        json!({"cpu": {"memory": "128GiB", "threads": 32}, "gpus": [{"memory": "80GiB"}]}),
+        &Policy::default(),
+    )
+    .unwrap();
+    assert_eq!(devices(&plan), [(0, 125, "cuda:0".to_string())]);
+    assert!(plan.knobs.prefetch, "two layers are 12 GiB");
+    assert!(peak(&plan, "cuda:0") < ByteSize(16 * GIB) && peak(&plan, "cpu") < ByteSize(40 * GIB));
+}
+
+#[test]
+fn a_tied_embedding_is_read_for_the_head_and_counted_once() {
+    let plan = planned(
+        "llama-3.2-1b",
+        json!({"cpu": {"memory": "16GiB", "threads": 4}}),
+        &Policy::default(),
+    )
+    .unwrap();
+    let head = plan
+        .phases
+        .iter()
+        .find(|phase| phase.phase == "head")
+        .unwrap();
+    let weight = ByteSize(128_256 * 2048 * 2);
+    assert!(head.bytes > weight + plan.hidden_states.bytes);
+    assert!(head.bytes < weight + weight + plan.hidden_states.bytes);
+}
+
+#[test]
+fn a_manual_map_is_kept_also_where_it_mixes_devices() {
+    let machine = json!({"cpu": {"memory": "64GiB", "threads": 8}, "gpus": [{"memory": "24GiB"}, {"memory": "24GiB"}]});
+    let map = Prefixes::from_json(
+        &json!({"": "cpu", "model.layers.0": 1, "model.layers.1": 1, "model.layers.31": "cuda:0"}),
+    )
+    .unwrap();
+    let policy = Policy {
+        map: DeviceMap::Manual(map),
+        ..Policy::default()
+    };
+    let plan = planned("llama-2-7b", machine, &policy).unwrap();
+    assert_eq!(
+        devices(&plan),
+        [
+            (0, 1, "cuda:1".to_string()),
+            (2, 30, "cpu".to_string()),
+            (31, 31, "cuda:0".to_string())
+        ]
+    );
+    let workspace = |plan: &Plan| {
+        plan.phases.iter().any(|phase| {
+            phase.device == "cpu" && phase.parts.iter().any(|part| part.what == "workspace")
+        })
+    };
+    assert!(workspace(&plan), "the layers on the CPU need its workspace");
+    // A map that names a card too small for a layer is an error, not another map.
+    let small = json!({"cpu": {"memory": "64GiB", "threads": 8}, "gpus": [{"memory": "24GiB"}, {"memory": "700MiB"}]});
+    let error = planned("llama-2-7b", small, &policy).unwrap_err();
+    assert_eq!(error.shortages[0].device, "cuda:1");
+}
+
+#[test]
+fn a_device_with_nothing_is_not_used() {
+    let machine = json!({"cpu": {"memory": "64GiB", "threads": 8}, "gpus": [{"memory": "24GiB"}, {"memory": "24GiB"}]});
+    let plan = planned("llama-2-7b", machine, &policy("cuda:1=20GiB")).unwrap();
+    assert_eq!(devices(&plan), [(0, 31, "cuda:1".to_string())]);
+    assert!(plan.devices.iter().all(|device| device.device != "cuda:0"));
+}
+
+#[test]
+fn a_layer_bigger_than_the_card_is_computed_on_the_cpu_and_said() {
+    // A layer of the 405B weighs 6 GiB.
+    let machine = json!({"cpu": {"memory": "128GiB", "threads": 32}, "gpus": [{"memory": "6GiB"}]});
+    let plan = planned("llama-3.1-405b", machine, &Policy::default()).unwrap();
+    assert_eq!(devices(&plan), [(0, 125, "cpu".to_string())]);
+    assert!(
+        plan.notes
+            .iter()
+            .any(|note| note.contains("cuda:0 is not used")),
+        "{:?}",
+        plan.notes
+    );
+}
+
+#[test]
+fn less_memory_turns_more_knobs_and_takes_more_time() {
+    let machine = json!({"cpu": {"memory": "64GiB", "threads": 4}});
+    let at = |limit: u64| {
+        let policy = Policy {
+            budget: Budget::of_cpu(ByteSize(limit << 20)),
+            ..Policy::default()
+        };
+        planned("llama-2-7b", machine.clone(), &policy)
+    };
+    let mut before: Option<Plan> = None;
+    for limit in [16_000, 4000, 1300, 1000, 800, 600] {
+        let plan = at(limit).unwrap_or_else(|error| panic!("{limit} MiB: {error:?}"));
+        assert!(peak(&plan, "cpu") <= ByteSize(limit << 20));
+        if let Some(before) = &before {
+            assert!(plan.time.seconds >= before.time.seconds);
+        }
+        before = Some(plan);
+    }
+    let tight = before.unwrap();
+    assert!(!tight.knobs.prefetch, "{:?}", tight.knobs);
+    assert!(at(64).is_err());
+}

@@ -1,0 +1,175 @@
+//! A plan as a table, before the work and from `prune plan`.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use crate::bytes::ByteSize;
+use crate::run::Plan;
+use crate::run::plan::{PhasePlan, TimeEstimate};
+
+/// One model in the table of `prune plan --table`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TableRow {
+    /// Its name.
+    pub model: String,
+    /// Weights in all tensors.
+    pub parameters: u64,
+    /// Bytes of them.
+    pub weights: ByteSize,
+    /// The hidden states of all samples and windows.
+    pub hidden_states: ByteSize,
+    /// The process's peak on the CPU where memory is not short.
+    pub peak: ByteSize,
+    /// The least memory a run on the CPU works with.
+    pub smallest_ram: ByteSize,
+    /// The least GPU memory that works.
+    pub smallest_gpu: ByteSize,
+    /// The process's memory beside the smallest GPU.
+    pub ram_beside_it: ByteSize,
+    /// The estimated time on the CPU where memory is not short.
+    pub seconds: f64,
+}
+
+/// The table of models, in Markdown; ends in a newline.
+pub fn table(rows: &[TableRow]) -> String {
+    let mut text = String::from(
+        "| model | parameters | weights | hidden states | peak on the CPU | time on this CPU | least RAM | least GPU memory | RAM beside it |\n\
+         | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
+    );
+    for row in rows {
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            text,
+            "| {} | {:.2} billion | {} | {} | {} | {} | {} | {} | {} |",
+            row.model,
+            row.parameters as f64 / 1e9,
+            row.weights,
+            row.hidden_states,
+            row.peak,
+            duration(row.seconds),
+            row.smallest_ram,
+            row.smallest_gpu,
+            row.ram_beside_it
+        );
+    }
+    text
+}
+
+/// Parts of a phase that are named; the rest is in its sum.
+const NAMED_PARTS: usize = 3;
+
+/// Devices, layers, hidden states, every phase with its largest parts, and the time; ends in a newline.
+pub fn text(plan: &Plan) -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{name:<14} {value}");
+    };
+    for device in &plan.devices {
+        let of = match device.budget {
+            Some(budget) => format!("of {budget}"),
+            None => "(nobody says how much there is)".to_string(),
+        };
+        line(
+            &device.device,
+            format!("peak {} {of}, in {}", device.peak, device.peak_phase),
+        );
+    }
+    for layers in &plan.layers {
+        let which = if layers.first == layers.last {
+            format!("{}", layers.first)
+        } else {
+            format!("{} to {}", layers.first, layers.last)
+        };
+        line(
+            "layers",
+            format!(
+                "{which} on {}; weights from {}",
+                layers.devices.join(" and "),
+                layers.weights
+            ),
+        );
+    }
+    let states = &plan.hidden_states;
+    if states.bytes > ByteSize::ZERO {
+        let at = match states.rest.as_str() {
+            "ram" => "in RAM",
+            _ => "on disk",
+        };
+        line("hidden states", format!("{} {at}", states.bytes));
+    }
+    for (index, phase) in plan.phases.iter().enumerate() {
+        let is_first = index == 0 || plan.phases[index - 1].device != phase.device;
+        let name = match (is_first, phase.device.as_str()) {
+            (true, "cpu") => "memory",
+            (true, _) => "GPU memory",
+            (false, _) => "",
+        };
+        line(
+            name,
+            format!("{:<16} {:>10}  {}", phase.phase, phase.bytes, parts(phase)),
+        );
+    }
+    line("time", time(&plan.time));
+    for note in &plan.notes {
+        line("note", note.clone());
+    }
+    text
+}
+
+/// The largest parts, in words.
+fn parts(phase: &PhasePlan) -> String {
+    let mut parts: Vec<_> = phase
+        .parts
+        .iter()
+        .filter(|part| part.bytes > ByteSize::ZERO)
+        .collect();
+    parts.sort_by_key(|part| std::cmp::Reverse(part.bytes));
+    let named: Vec<String> = parts
+        .iter()
+        .take(NAMED_PARTS)
+        .map(|part| format!("{} {}", part.what, part.bytes))
+        .collect();
+    named.join(", ")
+}
+
+fn time(time: &TimeEstimate) -> String {
+    let mut of = vec![
+        format!("computing {}", duration(time.compute)),
+        format!("disk {}", duration(time.disk)),
+    ];
+    if time.transfers > 0.0 {
+        of.push(format!("transfers {}", duration(time.transfers)));
+    }
+    format!(
+        "about {}: {}; some of it overlaps",
+        duration(time.seconds),
+        of.join(", ")
+    )
+}
+
+/// Two digits of a unit a person would choose.
+pub fn duration(seconds: f64) -> String {
+    match seconds {
+        s if s < 1.0 => "less than a second".to_string(),
+        s if s < 90.0 => format!("{s:.0} s"),
+        s if s < 90.0 * 60.0 => format!("{:.0} min", s / 60.0),
+        s if s < 48.0 * 3600.0 => format!("{:.1} h", s / 3600.0),
+        s => format!("{:.1} days", s / 86400.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_a_unit_a_person_would_choose() {
+        let texts = [0.2, 5.4, 300.0, 7200.0, 300_000.0].map(duration);
+        assert_eq!(
+            texts,
+            ["less than a second", "5 s", "5 min", "2.0 h", "3.5 days"]
+        );
+    }
+}

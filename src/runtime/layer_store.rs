@@ -1,0 +1,198 @@
+//! The layers of a model that is passed through again and again: in memory, or read at each use.
+//!
+//! Who streams is decided by [`Residency`]. A thread reads the next streamed layer while others compute, the first one again
+//! after the last; what was used is dropped. At most two streamed layers exist at a time.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow};
+
+use super::memory;
+use crate::checkpoint::WeightSource;
+use crate::model::{DecoderLayer, LlamaConfig};
+use crate::placement::Residency;
+use crate::run::{Event, Events};
+
+/// What is told while layers are read.
+const PHASE: &str = "read layers";
+
+/// Hands out layers in ascending order, any number of times over.
+pub struct LayerStore {
+    source: Arc<dyn WeightSource>,
+    config: Arc<LlamaConfig>,
+    residency: Residency,
+    /// By index; none where a layer is streamed.
+    resident: Vec<Option<DecoderLayer>>,
+    reader: Option<Reader>,
+}
+
+impl LayerStore {
+    /// Reads the layers that stay, and begins to read the first that does not.
+    ///
+    /// # Errors
+    /// Fails when a layer cannot be read, or a thread not be started.
+    pub fn load(
+        source: Arc<dyn WeightSource>,
+        config: Arc<LlamaConfig>,
+        residency: Residency,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        let began = Instant::now();
+        events.emit(Event::PhaseStarted {
+            phase: PHASE.to_string(),
+            unit: "layers",
+            steps: residency.resident() as u64,
+        });
+        let mut resident = Vec::with_capacity(config.num_hidden_layers);
+        let mut done = 0;
+        for index in 0..config.num_hidden_layers {
+            resident.push(if residency.is_streamed(index) {
+                None
+            } else {
+                let layer = DecoderLayer::load(&*source, &config, index)
+                    .with_context(|| format!("in layer {index}"))?;
+                done += 1;
+                events.emit(Event::Progress { done });
+                Some(layer)
+            });
+        }
+        events.emit(Event::PhaseDone {
+            phase: PHASE.to_string(),
+            elapsed: began.elapsed(),
+        });
+        let mut store = Self {
+            source,
+            config,
+            residency,
+            resident,
+            reader: None,
+        };
+        if residency.reads_ahead() && residency.streamed() > 0 {
+            let mut reader = Reader::start(Arc::clone(&store.source), Arc::clone(&store.config))?;
+            if let Some(first) = store.next_streamed(0) {
+                reader.ask(first);
+            }
+            store.reader = Some(reader);
+        }
+        Ok(store)
+    }
+
+    /// Where the layers rest.
+    pub fn residency(&self) -> Residency {
+        self.residency
+    }
+
+    /// Calls `body` with the layer `index`.
+    ///
+    /// # Errors
+    /// Fails when the layer cannot be read, and when `body` does.
+    pub fn with_layer<R>(
+        &mut self,
+        index: usize,
+        body: impl FnOnce(&DecoderLayer) -> Result<R>,
+    ) -> Result<R> {
+        let next = self.next_streamed(index + 1);
+        let layer = match (&self.resident[index], &mut self.reader) {
+            (Some(layer), _) => Cow::Borrowed(layer),
+            (None, Some(reader)) => {
+                let layer = reader.take(index)?;
+                if let Some(next) = next {
+                    reader.ask(next);
+                }
+                Cow::Owned(layer)
+            }
+            (None, None) => Cow::Owned(DecoderLayer::load(&*self.source, &self.config, index)?),
+        };
+        let result = body(&layer);
+        if let Cow::Owned(layer) = layer {
+            // As in the sweep: else the C library keeps about one layer's worth per thread that allocated one.
+            drop(layer);
+            memory::release_freed();
+        }
+        result
+    }
+
+    /// The first streamed layer at or behind `from`, beginning again at the end.
+    fn next_streamed(&self, from: usize) -> Option<usize> {
+        let layers = self.resident.len();
+        (from..from + layers)
+            .map(|index| index % layers)
+            .find(|&index| self.residency.is_streamed(index))
+    }
+}
+
+/// A thread that reads one layer when asked.
+struct Reader {
+    /// None once the thread is to end.
+    asked: Option<SyncSender<usize>>,
+    read: Receiver<(usize, Result<DecoderLayer>)>,
+    /// Whether an answer is still to come.
+    is_busy: bool,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Reader {
+    fn start(source: Arc<dyn WeightSource>, config: Arc<LlamaConfig>) -> Result<Self> {
+        let (asked, questions) = sync_channel::<usize>(1);
+        // Capacity 0: a layer that is read waits in the thread's hands, and no second one is begun.
+        let (answers, read) = sync_channel(0);
+        let thread = std::thread::Builder::new()
+            .name("layer-reader".to_string())
+            .spawn(move || {
+                for index in questions {
+                    let layer = DecoderLayer::load(&*source, &config, index);
+                    if answers.send((index, layer)).is_err() {
+                        return;
+                    }
+                }
+            })
+            .context("starting the thread that reads layers")?;
+        Ok(Self {
+            asked: Some(asked),
+            read,
+            is_busy: false,
+            thread: Some(thread),
+        })
+    }
+
+    fn ask(&mut self, index: usize) {
+        self.is_busy = true;
+        // Where the thread is gone, `take` says so.
+        if let Some(asked) = &self.asked {
+            let _ = asked.send(index);
+        }
+    }
+
+    /// The layer `index`, which was asked for last unless a pass ended early.
+    fn take(&mut self, index: usize) -> Result<DecoderLayer> {
+        loop {
+            if !self.is_busy {
+                self.ask(index);
+            }
+            let (read, layer) = self
+                .read
+                .recv()
+                .map_err(|_| anyhow!("the reader of layer {index} is gone"))?;
+            self.is_busy = false;
+            if read == index {
+                return layer.with_context(|| format!("in layer {index}"));
+            }
+        }
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        // The thread ends at its next question or answer; its layer's memory is free when this returns.
+        self.asked = None;
+        let (_, closed) = sync_channel(0);
+        self.read = closed;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,722 @@
+//! `prune generate`: the tokens are candle's, cached or not, in memory or from disk; the command does what its help says.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Arc;
+
+use anyhow::Result;
+use prune::bytes::ByteSize;
+use prune::checkpoint::Checkpoint;
+use prune::data::Tokenizer;
+use prune::demo::{RandomCheckpoint, embedded};
+use prune::generation::{
+    Finish, Generator, Order, PROMPT_BLOCK, Sampler, Sampling, Written, write,
+};
+use prune::linalg::StoredDtype;
+use prune::model::LlamaConfig;
+use prune::placement::Residency;
+use prune::run::{GenerationReport, Silent};
+use serde_json::{Value, json};
+
+use crate::cli::{Place, Ran, ran};
+use crate::errors::{edit_json, refuses_command};
+use crate::oracle::{Candles, distance, ours, prompt, sharp};
+use crate::support;
+
+/// Where layers may rest: all in memory, some, none.
+const RESTS: [fn(usize) -> Residency; 2] = [Residency::all, Residency::none];
+
+fn open(folder: &Path, rest: fn(usize) -> Residency) -> Result<Generator> {
+    let config = Arc::new(LlamaConfig::load(folder)?);
+    let checkpoint = Arc::new(Checkpoint::open(folder)?);
+    let residency = rest(config.num_hidden_layers);
+    Generator::load(checkpoint, config, residency, &Silent)
+}
+
+fn written(
+    generator: &mut Generator,
+    prompt: &[u32],
+    max_tokens: usize,
+    sampling: &Sampling,
+) -> Result<Written> {
+    let order = Order {
+        prompt,
+        max_tokens,
+        stop_ids: &[],
+    };
+    write(generator, &order, &mut Sampler::new(sampling), |_| Ok(true))
+}
+
+/// What candle's Llama goes on with, the likeliest token each time, with its own cache.
+fn greedy_candles(folder: &Path, prompt: &[u32], tokens: usize) -> Result<Vec<u32>> {
+    let mut candles = Candles::load(folder)?;
+    let mut logits = candles.read(prompt)?;
+    let mut ids = Vec::new();
+    while ids.len() < tokens {
+        let mut best = 0;
+        for (id, &logit) in logits.iter().enumerate() {
+            if logit > logits[best] {
+                best = id;
+            }
+        }
+        ids.push(best as u32);
+        logits = candles.read(&[best as u32])?;
+    }
+    Ok(ids)
+}
+
+fn compare_with_candle(folder: &Path, prompt: &[u32], tokens: usize) -> Result<()> {
+    let theirs = greedy_candles(folder, prompt, tokens)?;
+    for rest in RESTS {
+        let mut generator = open(folder, rest)?;
+        let streamed = generator.residency().streamed();
+        let ours = written(&mut generator, prompt, tokens, &Sampling::GREEDY)?;
+        assert_eq!(ours.ids, theirs, "{streamed} layers streamed");
+        assert_eq!(ours.finish, Finish::MaxTokens);
+    }
+    Ok(())
+}
+
+#[test]
+fn greedy_tokens_of_the_demo_model_are_candles() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    embedded::write_model(folder.path())?;
+    let tokenizer = Tokenizer::load(folder.path())?;
+    for text in [embedded::PROMPT, "The"] {
+        let prompt = tokenizer.encode(text)?;
+        compare_with_candle(folder.path(), &prompt, 90)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn greedy_tokens_of_the_real_checkpoints_are_candles() -> Result<()> {
+    let Some(shared) = support::shared() else {
+        return Ok(());
+    };
+    for (model, text) in [
+        ("stories260k", "Once upon a time"),
+        ("wikitext-llama-8m", "The war began in"),
+    ] {
+        let folder = shared.join("models").join(model);
+        let prompt = Tokenizer::load(&folder)?.encode(text)?;
+        compare_with_candle(&folder, &prompt, 100)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn greedy_tokens_are_candles_in_every_dtype_and_grouping() -> Result<()> {
+    let plain = RandomCheckpoint::default;
+    for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
+        for num_key_value_heads in [1, 2, 4] {
+            let folder = sharp(&RandomCheckpoint {
+                dtype,
+                num_key_value_heads,
+                num_hidden_layers: 3,
+                tie_word_embeddings: dtype == StoredDtype::Bf16,
+                ..plain()
+            })?;
+            compare_with_candle(folder.path(), &prompt(20, 320), 40)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn logits_behind_a_cache_are_those_of_the_whole_sequence() -> Result<()> {
+    // Biases, a head_dim of its own and llama3's scaling, which candle's Llama cannot all do.
+    let folder = sharp(&RandomCheckpoint {
+        head_dim: Some(24),
+        attention_bias: true,
+        mlp_bias: true,
+        max_position_embeddings: 2048,
+        rope_scaling: Some(
+            json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+        ),
+        ..RandomCheckpoint::default()
+    })?;
+    // One block and a bit: a whole block, then 3 tokens; and steps of every kind on the way to the same place.
+    let tokens = prompt(PROMPT_BLOCK + 3, 320);
+    let whole = ours(folder.path(), &tokens)?;
+    let largest = whole.iter().fold(0f32, |max, logit| max.max(logit.abs()));
+    for rest in RESTS {
+        let mut generator = open(folder.path(), rest)?;
+        let mut sequence = generator.begin(tokens.len())?;
+        for steps in [
+            &[tokens.len()][..],
+            &[1; PROMPT_BLOCK + 3],
+            &[129, 1, 1, 300, 84],
+        ] {
+            sequence.clear();
+            let mut at = 0;
+            for &step in steps {
+                generator.read(&mut sequence, &tokens[at..at + step])?;
+                at += step;
+            }
+            assert_eq!((at, sequence.tokens()), (tokens.len(), tokens.len()));
+            let apart = distance(sequence.logits(), &whole) / largest;
+            assert!(apart < 1e-4, "{} steps: {apart:e}", steps.len());
+        }
+        assert!(generator.read(&mut sequence, &[1]).is_err(), "no room left");
+    }
+    Ok(())
+}
+
+#[test]
+fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
+    let folder = sharp(&RandomCheckpoint {
+        num_hidden_layers: 5,
+        ..RandomCheckpoint::default()
+    })?;
+    let config = LlamaConfig::load(folder.path())?;
+    let sizes = Generator::sizes(&config, StoredDtype::F32, 30, 2, prune::bytes::ByteSize(0));
+    let expected = written(
+        &mut open(folder.path(), Residency::all)?,
+        &prompt(10, 320),
+        20,
+        &Sampling::GREEDY,
+    )?;
+    let beside = sizes.head + sizes.kv_cache + sizes.workspace;
+    for slots in 1..=5u64 {
+        let budget = prune::bytes::ByteSize(beside.0 + slots * sizes.layer.0);
+        let residency = Residency::settle(&sizes, budget)?;
+        assert_eq!(residency.resident(), [0, 0, 1, 2, 5][slots as usize - 1]);
+        let checkpoint = Arc::new(Checkpoint::open(folder.path())?);
+        let mut generator =
+            Generator::load(checkpoint, Arc::new(config.clone()), residency, &Silent)?;
+        let found = written(&mut generator, &prompt(10, 320), 20, &Sampling::GREEDY)?;
+        assert_eq!(found.ids, expected.ids, "{slots} places for layers");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_layer_that_cannot_be_read_is_an_error_every_time_and_never_a_wait() -> Result<()> {
+    let folder = sharp(&RandomCheckpoint {
+        num_hidden_layers: 3,
+        ..RandomCheckpoint::default()
+    })?;
+    let mut generator = open(folder.path(), Residency::none)?;
+    let file = fs::OpenOptions::new()
+        .write(true)
+        .open(folder.path().join("model.safetensors"))?;
+    file.set_len(4096)?;
+    for _ in 0..2 {
+        let mut sequence = generator.begin(4)?;
+        assert!(generator.read(&mut sequence, &[1, 2]).is_err());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_seed_writes_the_same_text_twice_and_another_seed_another() -> Result<()> {
+    let folder = sharp(&RandomCheckpoint::default())?;
+    let mut generator = open(folder.path(), Residency::all)?;
+    let hot = Sampling {
+        temperature: 1.5,
+        top_p: Some(0.95),
+        top_k: Some(100),
+        seed: 7,
+    };
+    let first = written(&mut generator, &[256, 65], 60, &hot)?;
+    assert_eq!(
+        first.ids,
+        written(&mut generator, &[256, 65], 60, &hot)?.ids
+    );
+    let other = Sampling { seed: 8, ..hot };
+    assert_ne!(
+        first.ids,
+        written(&mut generator, &[256, 65], 60, &other)?.ids
+    );
+    Ok(())
+}
+
+/// `prune generate --model m` and more.
+fn generate(place: &Place, more: &[&str]) -> Ran {
+    place.run(&[&["generate", "--model", "m", "--use-cpu"], more].concat())
+}
+
+/// The same, which must succeed, as JSON.
+fn report(place: &Place, more: &[&str]) -> GenerationReport {
+    let ran = generate(place, &[more, &["--json"]].concat());
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    serde_json::from_str(&ran.stdout).expect("one JSON object")
+}
+
+/// The embedded model as `m`, whose texts are words.
+fn demo_place() -> Place {
+    let place = Place::empty();
+    embedded::write_model(&place.path("m")).expect("a new folder");
+    place
+}
+
+#[test]
+fn the_text_streams_to_standard_output_and_the_figures_to_the_other() {
+    let place = demo_place();
+    let more = [
+        "--prompt",
+        embedded::PROMPT,
+        "--max-tokens",
+        "12",
+        "--ignore-eos",
+    ];
+    let ran = generate(&place, &more);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let report = report(&place, &more);
+    assert_eq!(ran.stdout, format!("{}\n", report.text));
+    assert!(
+        report.text.starts_with(" lives in a den"),
+        "{}",
+        report.text
+    );
+    assert_eq!(
+        (report.ids.len(), report.finish.as_str()),
+        (12, "max_tokens")
+    );
+    assert_eq!((report.layers_in_memory, report.layers_streamed), (5, 0));
+    assert_eq!(report.prompt, embedded::PROMPT);
+    assert!(report.prompt_tokens_per_second > 0.0 && report.tokens_per_second.unwrap() > 0.0);
+    let last = ran.stderr.lines().last().unwrap();
+    let prompt_tokens = report.prompt_ids.len();
+    assert!(
+        last.starts_with(&format!("prompt {prompt_tokens} tokens "))
+            && last.contains(" tokens/s, generated 12 tokens ")
+            && last.contains(", finish: max_tokens"),
+        "{}",
+        ran.stderr
+    );
+    let quiet = generate(&place, &[&more[..], &["-q"]].concat());
+    assert_eq!((quiet.stderr.as_str(), quiet.stdout), ("", ran.stdout));
+}
+
+#[test]
+fn it_stops_where_the_model_says_so_and_where_its_positions_end() {
+    let place = demo_place();
+    let ended = report(&place, &["--prompt", embedded::PROMPT]);
+    assert_eq!(ended.finish, "eos");
+    assert_eq!(ended.ids.last(), Some(&198), "eos_token_id");
+    let long = report(
+        &place,
+        &[
+            "--prompt",
+            embedded::PROMPT,
+            "--ignore-eos",
+            "--max-tokens",
+            "500",
+        ],
+    );
+    assert_eq!(long.finish, "positions");
+    assert_eq!(long.ids.len() + long.prompt_ids.len(), 128);
+    assert_eq!(long.ids[..ended.ids.len()], ended.ids);
+    // A list in generation_config.json: now the first token ends it.
+    edit_json(&place.path("m/generation_config.json"), |json| {
+        json["eos_token_id"] = json!([198, ended.ids[0]]);
+    });
+    let short = report(&place, &["--prompt", embedded::PROMPT]);
+    assert_eq!((short.ids.len(), short.tokens_per_second), (1, None));
+}
+
+#[test]
+fn a_prompt_comes_from_a_file_or_from_standard_input() {
+    let place = Place::new();
+    fs::write(place.path("p.txt"), "Grüße\n").unwrap();
+    let from_file = report(&place, &["--prompt-file", "p.txt", "--max-tokens", "3"]);
+    assert_eq!(from_file.prompt, "Grüße");
+    assert_eq!(
+        from_file.prompt_ids.len(),
+        1 + "Grüße".len(),
+        "<s> and a token per byte"
+    );
+    let mut child = place
+        .command(&[
+            "generate",
+            "--model",
+            "m",
+            "--prompt-file",
+            "-",
+            "--max-tokens",
+            "3",
+            "--json",
+        ])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("the binary was built by this test run");
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all("Grüße".as_bytes())
+        .unwrap();
+    let output = child.wait_with_output().unwrap();
+    let from_input: GenerationReport = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(from_input.ids, from_file.ids);
+}
+
+#[test]
+fn two_models_go_on_from_the_same_prompt() {
+    let place = demo_place();
+    place.checkpoint("other", &RandomCheckpoint::default());
+    let more = [
+        "--prompt",
+        "The fox",
+        "--compare",
+        "other",
+        "--max-tokens",
+        "5",
+    ];
+    let ran = generate(&place, &more);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let report = report(&place, &more);
+    let other = report.compare.as_ref().expect("it was asked for");
+    assert_eq!(
+        (report.model.as_str(), other.model.as_str()),
+        ("m", "other")
+    );
+    assert_eq!(
+        ran.stdout,
+        format!("== m\n{}\n\n== other\n{}\n", report.text, other.text)
+    );
+}
+
+#[test]
+fn sampling_flags_reach_the_sampler() {
+    let place = demo_place();
+    let hot = [
+        "--prompt",
+        "The fox",
+        "--max-tokens",
+        "20",
+        "--temperature",
+        "2",
+        "--ignore-eos",
+    ];
+    let drawn = |more: &[&str]| report(&place, &[&hot[..], more].concat()).ids;
+    assert_eq!(drawn(&[]), drawn(&["--seed", "0"]));
+    assert_ne!(drawn(&[]), drawn(&["--seed", "1"]));
+    let greedy = report(
+        &place,
+        &["--prompt", "The fox", "--max-tokens", "20", "--ignore-eos"],
+    )
+    .ids;
+    assert_eq!(drawn(&["--top-k", "1"]), greedy);
+    assert_eq!(drawn(&["--top-p", "0.000001"]), greedy);
+    let idle = generate(
+        &place,
+        &[
+            "--prompt",
+            "The",
+            "--top-p",
+            "0.9",
+            "--max-tokens",
+            "1",
+            "-q",
+        ],
+    );
+    assert_eq!(
+        idle.stderr,
+        "warning: --top-p and --top-k have no effect at --temperature 0, which draws nothing\n"
+    );
+}
+
+#[test]
+fn chat_renders_the_models_template_and_adds_no_second_beginning() {
+    let place = Place::new();
+    edit_json(&place.path("m/tokenizer_config.json"), |json| {
+        json["chat_template"] = json!(
+            "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        );
+    });
+    let asked = report(&place, &["--chat", "--prompt", "Hi", "--max-tokens", "2"]);
+    assert_eq!(asked.prompt, "<s>[user]Hi[assistant]");
+    assert_eq!(
+        asked.prompt_ids.len(),
+        1 + "[user]Hi[assistant]".len(),
+        "<s> is one token"
+    );
+    assert_eq!(asked.prompt_ids[0], 256);
+    let told = report(
+        &place,
+        &[
+            "--chat",
+            "--system",
+            "-s",
+            "--prompt",
+            "-p",
+            "--max-tokens",
+            "2",
+        ],
+    );
+    assert_eq!(told.prompt, "<s>[system]-s[user]-p[assistant]");
+    // As it is, without the flag.
+    let plain = report(&place, &["--prompt", "Hi", "--max-tokens", "2"]);
+    assert_eq!(plain.prompt, "Hi");
+}
+
+#[test]
+fn a_reader_who_leaves_ends_the_writing() {
+    let place = Place::with(&RandomCheckpoint {
+        max_position_embeddings: 100_000,
+        ..RandomCheckpoint::default()
+    });
+    let mut child = place
+        .command(&[
+            "generate",
+            "--model",
+            "m",
+            "--prompt",
+            "x",
+            "--ignore-eos",
+            "--max-tokens",
+            "90000",
+        ])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary was built by this test run");
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        output.status.success() && stderr.contains("finish: stopped"),
+        "{stderr}"
+    );
+}
+
+/// What is wrong, in the words a person reads.
+#[test]
+fn mistakes_are_told_with_the_way_out() {
+    let place = Place::new();
+    fs::write(place.path("latin1.txt"), b"caf\xe9").unwrap();
+    let refuses = |more: &[&str], code: i32, first: &str, hint: &str| {
+        let arguments = [&["generate", "--model", "m"], more].concat();
+        refuses_command(&place, &arguments, code, first, hint);
+    };
+    refuses(
+        &[],
+        2,
+        "error: --prompt is missing",
+        "hint: write what the model is to go on from, like --prompt \"Once upon a time\", or name a --prompt-file",
+    );
+    refuses(
+        &["--prompt", "x", "--prompt-file", "y"],
+        2,
+        "error: --prompt and --prompt-file are both given",
+        "hint: leave one of them out",
+    );
+    refuses(
+        &["--prompt-file", "absent.txt"],
+        1,
+        "error: cannot read the prompt from `absent.txt`: No such file or directory (os error 2)",
+        "hint: --prompt-file wants a text file, or - for standard input",
+    );
+    refuses(
+        &["--prompt-file", "latin1.txt"],
+        1,
+        "error: the prompt in `latin1.txt` is not UTF-8 from byte 3 on",
+        "",
+    );
+    refuses(
+        &["--prompt", "x", "--temperature", "-1"],
+        2,
+        "error: --temperature is -1; it is 0, for the likeliest token, or more",
+        "hint: 0.7 is a usual choice",
+    );
+    for (given, shown) in [("0", "0"), ("1.5", "1.5"), ("-0.1", "-0.1"), ("nan", "NaN")] {
+        refuses(
+            &["--prompt", "x", "--top-p", given],
+            2,
+            &format!("error: --top-p is {shown}; it is a probability above 0 and up to 1"),
+            "hint: 0.9 is a usual choice; leave it out to draw from all tokens",
+        );
+    }
+    refuses(
+        &["--prompt", "x", "--compare", "absent"],
+        1,
+        "error: the folder of --compare, `absent`, does not exist",
+        "hint: --compare wants a checkpoint like --model: config.json, *.safetensors, tokenizer.json",
+    );
+    refuses(
+        &["--prompt", "x", "--chat"],
+        1,
+        "error: `m` has no chat template",
+        "hint: leave --chat out: a model without a template was not made for questions",
+    );
+    refuses(
+        &["--prompt", &"x".repeat(511)],
+        1,
+        "error: the prompt has 512 tokens, and the model 512 positions for prompt and text together",
+        "hint: shorten the prompt to 511 tokens or less",
+    );
+    let usage = |more: &[&str]| generate(&place, more).code;
+    assert_eq!(
+        usage(&["--prompt", "x", "--system", "y"]),
+        2,
+        "without --chat"
+    );
+    assert_eq!(usage(&["--prompt", "x", "--max-tokens", "0"]), 2);
+    assert_eq!(usage(&["--prompt", "x", "--top-k", "0"]), 2);
+}
+
+#[test]
+fn a_model_that_cannot_write_is_refused_before_it_is_read() {
+    let place = Place::new();
+    let arguments = ["generate", "--model", "m", "--prompt", "x"];
+    let nowhere = ["generate", "--model", "nowhere", "--prompt", "x"];
+    refuses_command(
+        &place,
+        &nowhere,
+        1,
+        "error: the model folder `nowhere` does not exist",
+        "hint: --model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
+    );
+    // Without a beginning token an empty prompt has no tokens at all.
+    edit_json(&place.path("m/tokenizer.json"), |json| {
+        json["post_processor"] = Value::Null
+    });
+    refuses_command(
+        &place,
+        &["generate", "--model", "m", "--prompt", ""],
+        2,
+        "error: the prompt is empty: it has no tokens",
+        "hint: write a few words: --prompt \"Once upon a time\"",
+    );
+    fs::write(place.path("m/chat_template.jinja"), "{% for %}").unwrap();
+    let broken = place.run(&[&arguments[..], &["--chat"]].concat());
+    assert_eq!(broken.code, 1);
+    assert!(
+        broken
+            .stderr
+            .starts_with("error: the chat template of `m/chat_template.jinja` cannot be used: "),
+        "{}",
+        broken.stderr
+    );
+    fs::remove_file(place.path("m/tokenizer.json")).unwrap();
+    refuses_command(
+        &place,
+        &arguments,
+        1,
+        "error: no tokenizer in `m`",
+        "hint: copy `tokenizer.json` and `tokenizer_config.json` from the model's page into the folder",
+    );
+}
+
+#[test]
+fn logits_that_are_no_numbers_are_an_error_and_no_text() {
+    let place = Place::new();
+    let path = place.path("m/model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
+    let norm = tensors["model.norm.weight"].clone();
+    let broken = (norm * f64::NAN).unwrap();
+    tensors.insert("model.norm.weight".to_string(), broken);
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let failed = ran(&mut place.command(&["generate", "--model", "m", "--prompt", "x", "-q"]));
+    assert_eq!((failed.code, failed.stdout.as_str()), (1, ""));
+    assert_eq!(
+        failed.stderr,
+        "error: the model's logits are not finite\n  that of token id 0 is NaN\n\
+         hint: `prune inspect DIR` finds weights that are not finite\n"
+    );
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupted_text_ends_with_the_code_shells_use() {
+    use std::io::Read;
+
+    let place = Place::with(&RandomCheckpoint {
+        max_position_embeddings: 100_000,
+        ..RandomCheckpoint::default()
+    });
+    let mut child = place
+        .command(&[
+            "generate",
+            "--model",
+            "m",
+            "--prompt",
+            "x",
+            "--ignore-eos",
+            "--max-tokens",
+            "90000",
+        ])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary was built by this test run");
+    let mut first = [0; 1];
+    let mut text = child.stdout.take().unwrap();
+    text.read_exact(&mut first).expect("it writes");
+    let reading = std::thread::spawn(move || std::io::copy(&mut text, &mut std::io::sink()));
+    let killed = std::process::Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .expect("kill is there");
+    assert!(killed.success());
+    let output = child.wait_with_output().unwrap();
+    reading.join().unwrap().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        stderr
+            .lines()
+            .last()
+            .unwrap()
+            .starts_with("interrupted (SIGINT)"),
+        "{stderr}"
+    );
+}
+
+#[test]
+fn a_budget_streams_layers_and_changes_no_word() {
+    let place = Place::with(&RandomCheckpoint {
+        hidden_size: 256,
+        intermediate_size: 688,
+        num_hidden_layers: 8,
+        num_attention_heads: 4,
+        ..RandomCheckpoint::default()
+    });
+    let base = [
+        "--prompt",
+        "a sparse layer",
+        "--max-tokens",
+        "6",
+        "--ignore-eos",
+    ];
+    let with = |budget: &str| report(&place, &[&base[..], &["--max-memory", budget]].concat());
+    let free = with("cpu=4GiB");
+    assert_eq!((free.layers_in_memory, free.layers_streamed), (8, 0));
+    // 3.2 MiB a layer.
+    let tight = with(&format!("cpu={}KiB", (free.predicted.0 - (8 << 20)) >> 10));
+    assert!(
+        tight.layers_streamed > 0 && tight.layers_in_memory < 8,
+        "{tight:?}"
+    );
+    assert_eq!((tight.ids, tight.text), (free.ids, free.text));
+    assert!(
+        tight
+            .warnings
+            .iter()
+            .any(|warning| warning.contains("read from disk for every token"))
+    );
+    let refused = generate(&place, &[&base[..], &["--max-memory", "cpu=1MiB"]].concat());
+    assert_eq!(refused.code, 1, "{}", refused.stderr);
+    let hint = refused
+        .stderr
+        .lines()
+        .find_map(|line| line.strip_prefix("hint: use --max-memory "));
+    let budget = hint
+        .and_then(|hint| hint.split([',', ' ']).next())
+        .expect("a budget to type");
+    // What the process holds differs a little from run to run.
+    let enough: ByteSize = budget
+        .trim_start_matches("cpu=")
+        .parse()
+        .expect("an amount");
+    let smallest = with(&format!("cpu={}MiB", (enough.0 >> 20) + 1));
+    assert_eq!(smallest.layers_in_memory, 0);
+}

@@ -1,0 +1,264 @@
+//! What each phase allocates is what `footprint` says, by default and with every knob at its extreme.
+//!
+//! One phase runs in a child of its own, so that what an earlier one left behind (scratch of threads) does not hide.
+
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result, bail};
+use prune::bytes::ByteSize;
+use prune::checkpoint::{Checkpoint, WeightSource};
+use prune::demo::RandomCheckpoint;
+use prune::eval::{Perplexity, Side};
+use prune::linalg::{StoredDtype, Weight, tensor};
+use prune::model::observe::Need;
+use prune::model::{
+    DecoderLayer, Head, LayerContext, LlamaConfig, Observation, Observer, Projection, footprint,
+};
+use prune::pruning::{self, Pattern, Request, Target};
+use prune::run::Silent;
+use prune::run::knobs::{Knobs, WeightsHeld};
+use prune::runtime::{Clock, HiddenStates, Passenger, Rest};
+
+use super::{ALIVE, PEAK};
+use crate::cli::Place;
+
+const CASE: &str = "PRUNE_TEST_PHASE";
+const SEQLEN: usize = 1024;
+const WINDOWS: usize = 2;
+const THREADS: usize = 2;
+
+/// The larger of 10 % and this may lie between prediction and count.
+const TOLERANCE: u64 = 1 << 20;
+
+fn shape(dtype: StoredDtype) -> RandomCheckpoint {
+    RandomCheckpoint {
+        hidden_size: 1024,
+        intermediate_size: 2816,
+        num_hidden_layers: 1,
+        num_attention_heads: 16,
+        num_key_value_heads: 4,
+        vocab_size: 4003,
+        max_position_embeddings: SEQLEN,
+        dtype,
+        ..RandomCheckpoint::default()
+    }
+}
+
+struct Nobody;
+
+impl Observer for Nobody {
+    fn needs(&self, _: Observation) -> Need {
+        Need::Rows
+    }
+
+    fn observe(&mut self, _: Observation, _: &[f32]) {}
+}
+
+/// The most that was allocated during `body` beyond what was before.
+fn counted<R>(body: impl FnOnce() -> Result<R>) -> Result<(R, u64)> {
+    let before = ALIVE.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    let result = body()?;
+    let peak = PEAK.load(Ordering::Relaxed).saturating_sub(before);
+    Ok((result, peak as u64))
+}
+
+fn load(
+    source: &Arc<dyn WeightSource>,
+    config: &LlamaConfig,
+    knobs: &Knobs,
+) -> Result<DecoderLayer> {
+    match knobs.weights {
+        WeightsHeld::Layer => DecoderLayer::load(&**source, config, 0),
+        WeightsHeld::Matrix => DecoderLayer::at_rest(source, config, 0),
+    }
+}
+
+/// Scores one matrix and forgets the mask.
+fn score(layer: &mut DecoderLayer, method: &str, projection: Projection) -> Result<()> {
+    let linear = layer.linear_mut(projection);
+    let at_rest = linear.weight.hold()?;
+    let statistics = vec![1.0; linear.in_features()];
+    let request = Request {
+        name: "w",
+        statistics: &statistics,
+        target: Target {
+            ratio: 0.5,
+            pattern: Pattern::Unstructured,
+        },
+        use_variant: false,
+    };
+    let method = pruning::method(method).context("it is in the table")?;
+    let weight = linear.weight.held_mut().context("it is held")?;
+    drop(method.prune(weight, &request)?);
+    if let Some(at_rest) = at_rest {
+        linear.weight = Weight::AtRest(at_rest);
+    }
+    Ok(())
+}
+
+/// Runs one phase and returns what was predicted and what was counted.
+fn phase(
+    name: &str,
+    config: &LlamaConfig,
+    dtype: StoredDtype,
+    knobs: &Knobs,
+) -> Result<(ByteSize, u64)> {
+    let source: Arc<dyn WeightSource> = Arc::new(Checkpoint::open("m".as_ref())?);
+    let state = || {
+        let values = (0..SEQLEN * config.hidden_size).map(|i| (i as f32 * 0.37).sin());
+        tensor::from_vec(values.collect(), &[SEQLEN, config.hidden_size])
+    };
+    let context = || LayerContext::with_knobs(config, SEQLEN, knobs.clone());
+    let beside = footprint::context(config, SEQLEN, THREADS);
+    let (mut layer, held) = counted(|| load(&source, config, knobs))?;
+    match name {
+        "layer" => {
+            // Masks come later.
+            let weights = Projection::ALL.map(|projection| {
+                let (rows, columns) = projection.shape(config);
+                rows * columns
+            });
+            let masks = match knobs.weights {
+                WeightsHeld::Layer => 0,
+                WeightsHeld::Matrix => weights.iter().sum::<usize>() / 8,
+            };
+            let layer = footprint::layer_weights(config, dtype, knobs).0;
+            Ok((ByteSize(layer - masks as u64), held))
+        }
+        "forward" => {
+            let state = state()?;
+            let predicted = footprint::forward(config, dtype, SEQLEN, THREADS, knobs) + beside;
+            let counted = counted(|| {
+                let mut context = context()?;
+                // A second sample meets a workspace that the first one's MLP grew.
+                drop(layer.forward(&state, &mut context)?);
+                drop(layer.forward(&state, &mut context)?);
+                Ok(())
+            })?;
+            Ok((predicted, counted.1))
+        }
+        "capture" => {
+            let state = state()?;
+            let predicted = footprint::capture(config, dtype, SEQLEN, THREADS, knobs) + beside;
+            let counted = counted(|| {
+                let mut context = context()?;
+                layer.capture(&state, &mut context, &mut Nobody)?;
+                layer.capture(&state, &mut context, &mut Nobody)
+            })?;
+            Ok((predicted, counted.1))
+        }
+        "score" => {
+            let predicted = footprint::score(config, dtype, THREADS, knobs);
+            let counted = counted(|| {
+                for method in ["wanda", "magnitude"] {
+                    for projection in Projection::ALL {
+                        score(&mut layer, method, projection)?;
+                    }
+                }
+                Ok(())
+            })?;
+            Ok((predicted, counted.1))
+        }
+        "head" => {
+            let vocabulary = config.vocab_size;
+            let tokens: Vec<u32> = (0..WINDOWS * SEQLEN)
+                .map(|i| (i * 31 % vocabulary) as u32)
+                .collect();
+            let width = config.hidden_size;
+            let mut hidden = HiddenStates::new(&Rest::Ram, "t", WINDOWS, SEQLEN, width)?;
+            for window in 0..WINDOWS {
+                hidden.put(window, state()?)?;
+            }
+            let (clock, state) = (Clock::new(), state()?);
+            let predicted = footprint::head(config, dtype, SEQLEN, WINDOWS, knobs) + beside;
+            let before = ALIVE.load(Ordering::Relaxed);
+            let mut context = context()?;
+            drop(layer.forward(&state, &mut context)?);
+            let left = ALIVE.load(Ordering::Relaxed) - before;
+            let mut perplexity =
+                Perplexity::new(Side::Dense, hidden, &tokens, SEQLEN, 1, &clock, &Silent);
+            let counted = counted(|| {
+                let head = match knobs.head_rows {
+                    None => Head::load(&*source, config)?,
+                    Some(rows) => Head::at_rest(&source, config, rows)?,
+                };
+                perplexity.finish(&head, &mut context)
+            })?;
+            Ok((predicted, counted.1 + left as u64))
+        }
+        _ => bail!("no phase {name}"),
+    }
+}
+
+#[test]
+#[ignore = "started by the other test of this module, in a process of its own"]
+fn child() -> Result<()> {
+    let Ok(case) = std::env::var(CASE) else {
+        return Ok(());
+    };
+    let (name, knobs) = case.split_once(' ').context("phase and knobs")?;
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(THREADS)
+        .build_global()?;
+    let config = LlamaConfig::load("m".as_ref())?;
+    let dtype = match &*std::fs::read_to_string("dtype")? {
+        "f32" => StoredDtype::F32,
+        _ => StoredDtype::Bf16,
+    };
+    let (predicted, counted) = phase(name, &config, dtype, &serde_json::from_str(knobs)?)?;
+    let dtype = dtype.name();
+    eprintln!(
+        "{dtype} {name} {knobs}: predicted {}, counted {counted}",
+        predicted.0
+    );
+    assert!(
+        predicted.0.abs_diff(counted) <= TOLERANCE.max(counted / 10),
+        "predicted {predicted}, counted {counted}"
+    );
+    Ok(())
+}
+
+#[test]
+fn every_phase_allocates_what_its_footprint_says() {
+    let module = module_path!()
+        .split_once("::")
+        .expect("a module of a test binary")
+        .1;
+    let settings = [
+        "{}",
+        r#"{"weights": "matrix", "mlp_tokens": 128, "attention_heads": 1, "logits_bytes": 2000000, "head_rows": 500}"#,
+        r#"{"mlp_tokens": 128}"#,
+        r#"{"attention_heads": 2, "mlp_tokens": 256, "head_rows": 2000}"#,
+    ];
+    let mut wrong = Vec::new();
+    for dtype in [StoredDtype::Bf16, StoredDtype::F32] {
+        let place = Place::with(&shape(dtype));
+        std::fs::write(place.path("dtype"), dtype.name()).expect("a new file");
+        for knobs in settings {
+            for phase in ["layer", "forward", "capture", "score", "head"] {
+                let output = Command::new(std::env::current_exe().expect("it runs"))
+                    .args([
+                        "--exact",
+                        &format!("{module}::child"),
+                        "--ignored",
+                        "--nocapture",
+                    ])
+                    .current_dir(place.path("."))
+                    .env(CASE, format!("{phase} {knobs}"))
+                    .output()
+                    .expect("this binary can be started");
+                let said = String::from_utf8_lossy(&output.stderr);
+                let said = said.lines().find(|line| line.contains("predicted"));
+                let line = said.unwrap_or("the child died").to_string();
+                eprintln!("{line}");
+                if !output.status.success() {
+                    wrong.push(format!("{phase} {knobs}: {line}"));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}

@@ -1,0 +1,270 @@
+//! `prune plan`, and that runs keep to their plan: budgets, refusals with flags that work, maps that can be read again.
+
+use std::fs;
+use std::time::Instant;
+
+use prune::bytes::ByteSize;
+use prune::demo::RandomCheckpoint;
+use prune::linalg::StoredDtype;
+use prune::run::Plan;
+use serde_json::{Value, json};
+
+use crate::cli::{Place, Ran};
+
+fn record(ran: &Ran) -> Value {
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    serde_json::from_str(&ran.stdout).expect("--json prints one object")
+}
+
+fn plan_of(ran: &Ran) -> Plan {
+    serde_json::from_value(record(ran)).expect("the object holds a plan")
+}
+
+#[test]
+fn a_shape_is_planned_without_a_checkpoint() {
+    let place = Place::empty();
+    let base = ["plan", "--shape", "llama-2-7b", "--threads", "4", "--json"];
+    let roomy = plan_of(&place.run(&[&base[..], &["--max-memory", "cpu=24GiB"]].concat()));
+    assert_eq!((roomy.layers[0].first, roomy.layers[0].last), (0, 31));
+    assert_eq!(roomy.hidden_states.rest, "ram");
+    let tight = plan_of(&place.run(&[&base[..], &["--max-memory", "cpu=2GiB"]].concat()));
+    assert_eq!(tight.hidden_states.rest, "spill");
+    let cpu = tight.cpu().expect("the CPU is in every plan");
+    assert!(cpu.peak <= ByteSize(2 << 30) && cpu.budget == Some(ByteSize(2 << 30)));
+    assert!(tight.time.seconds > roomy.time.seconds);
+    let text = place
+        .run(&["plan", "--shape", "llama-2-7b", "--max-memory", "cpu=24GiB"])
+        .stdout;
+    for part in [
+        "6.74 billion parameters",
+        "hidden states",
+        "calibrate",
+        "head",
+        "about ",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+}
+
+#[test]
+fn the_table_has_every_shape_and_what_is_the_least_for_it() {
+    let place = Place::empty();
+    let table = place.run(&["plan", "--table"]).stdout;
+    for name in [
+        "llama-3.2-1b",
+        "llama-3.2-3b",
+        "llama-2-7b",
+        "llama-2-13b",
+        "llama-30b",
+        "llama-2-70b",
+        "llama-3.1-405b",
+    ] {
+        assert!(table.contains(&format!("| {name} |")), "{table}");
+    }
+    let rows: Vec<Value> =
+        serde_json::from_str(&place.run(&["plan", "--table", "--json"]).stdout).expect("a list");
+    for row in &rows {
+        let shape = row["model"].as_str().expect("a name");
+        let least = row["smallest_ram"].as_u64().expect("bytes");
+        assert!(least < row["peak"].as_u64().expect("bytes"), "{row}");
+        // The least really is what is refused one MiB below.
+        let with = |bytes: u64| {
+            let budget = format!("cpu={}MiB", bytes / (1 << 20));
+            place
+                .run(&[
+                    "plan",
+                    "--shape",
+                    shape,
+                    "--use-cpu",
+                    "--max-memory",
+                    &budget,
+                ])
+                .code
+        };
+        assert_eq!(
+            (with(least + (1 << 20)), with(least - (1 << 20))),
+            (0, 1),
+            "{shape}"
+        );
+    }
+}
+
+#[test]
+fn another_machine_is_planned_for_and_its_map_can_be_read_again() {
+    let place = Place::empty();
+    let machine = json!({"cpu": {"memory": "64GiB", "threads": 8}, "gpus": [{"name": "A", "memory": "24GiB"}, {"memory": "24GiB"}]});
+    fs::write(place.path("machine.json"), machine.to_string()).expect("a new file");
+    let base = [
+        "plan",
+        "--shape",
+        "llama-2-13b",
+        "--inventory",
+        "machine.json",
+    ];
+    let ran = place.run(&[&base[..], &["--device-map", "balanced", "--json"]].concat());
+    let found = record(&ran);
+    fs::write(place.path("map.json"), found["device_map"].to_string()).expect("a new file");
+    let again = record(&place.run(&[&base[..], &["--device-map", "map.json", "--json"]].concat()));
+    assert_eq!(found["layers"], again["layers"]);
+    assert_eq!(found["layers"][1]["devices"], json!(["cuda:1"]));
+    let text = place.run(&base).stdout;
+    assert!(
+        text.contains("cuda:0 and cuda:1") && text.contains("no CUDA"),
+        "{text}"
+    );
+    let cpu = place.run(&[&base[..], &["--use-cpu"]].concat()).stdout;
+    assert!(!cpu.contains("cuda"), "{cpu}");
+}
+
+#[test]
+fn what_cannot_be_planned_is_refused_with_the_reason() {
+    let place = Place::empty();
+    for (arguments, code, reason) in [
+        (&["plan"][..], 2, "--model"),
+        (&["plan", "--shape", "llama-9"], 2, "llama-2-7b"),
+        (
+            &["plan", "--shape", "llama-2-7b", "--max-memory", "cpu=24Gb"],
+            2,
+            "bits",
+        ),
+        (
+            &[
+                "plan",
+                "--shape",
+                "llama-2-7b",
+                "--max-memory",
+                "cuda:0=10GiB",
+            ],
+            2,
+            "cuda:0 is not there",
+        ),
+        (
+            &["plan", "--shape", "llama-2-7b", "--device-map", "none.json"],
+            1,
+            "none.json",
+        ),
+        (
+            &["plan", "--shape", "llama-2-7b", "--inventory", "none.json"],
+            1,
+            "none.json",
+        ),
+        (
+            &["plan", "--shape", "llama-30b", "--seqlen", "4096"],
+            2,
+            "2048 positions",
+        ),
+        (&["plan", "--model", "nowhere"], 1, "nowhere"),
+    ] {
+        let ran = place.run(arguments);
+        assert_eq!(ran.code, code, "{arguments:?}: {}", ran.stderr);
+        assert!(ran.stderr.contains(reason), "{arguments:?}: {}", ran.stderr);
+        assert_eq!(ran.stdout, "");
+    }
+}
+
+/// A checkpoint whose run takes about 200 MiB, two thirds of it hidden states.
+fn sizeable() -> Place {
+    Place::with(&RandomCheckpoint {
+        hidden_size: 512,
+        intermediate_size: 1376,
+        num_hidden_layers: 2,
+        num_attention_heads: 8,
+        dtype: StoredDtype::Bf16,
+        ..RandomCheckpoint::default()
+    })
+}
+
+/// 128 samples of 256 tokens: 64 MiB of hidden states, and as much again for the windows.
+const RUN: [&str; 14] = [
+    "--model",
+    "m",
+    "--sparsity-ratio",
+    "0.5",
+    "--dataset",
+    "train.txt",
+    "--eval-dataset",
+    "train.txt",
+    "--nsamples",
+    "128",
+    "--seqlen",
+    "256",
+    "--threads",
+    "2",
+];
+
+#[test]
+fn a_budget_is_kept_and_changes_no_result() {
+    let place = sizeable();
+    let run = |save: &str, more: &[&str]| {
+        let ran = place.run(&[&RUN[..], &["--save", save], more].concat());
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        place.manifest(save)
+    };
+    let free = run("free", &["--max-memory", "cpu=8GiB"]);
+    let planned = free
+        .plan
+        .as_ref()
+        .and_then(Plan::cpu)
+        .expect("every run has a plan")
+        .peak;
+    let limit = planned.0 * 6 / 10;
+    let tight = run(
+        "tight",
+        &["--max-memory", &format!("cpu={}KiB", limit >> 10)],
+    );
+    assert_eq!(tight.hidden_states, "spill");
+    if let Some(peak) = tight.peak_anonymous {
+        assert!(peak.0 <= limit, "{peak} of {}", ByteSize(limit));
+        let free = free.peak_anonymous.expect("the same system");
+        assert!(peak < free, "{peak}, {free} without a limit");
+    }
+    let masks = |run: &prune::run::Manifest| -> Vec<Option<String>> {
+        let matrices = run.layers.iter().flat_map(|layer| &layer.matrices);
+        matrices.map(|matrix| matrix.mask_sha256.clone()).collect()
+    };
+    assert_eq!(masks(&free), masks(&tight));
+    let perplexity =
+        |run: &prune::run::Manifest| run.perplexity.pruned.expect("it was measured").perplexity;
+    assert!((perplexity(&free) / perplexity(&tight) - 1.0).abs() < 1e-8);
+}
+
+#[test]
+fn an_impossible_budget_is_refused_at_once_with_flags_that_work() {
+    let place = sizeable();
+    let start = Instant::now();
+    let refused = place.run(&[&RUN[..], &["--save", "out", "--max-memory", "cpu=14MiB"]].concat());
+    assert_eq!(refused.code, 1, "{}", refused.stderr);
+    assert!(start.elapsed().as_secs_f64() < 1.0, "{:?}", start.elapsed());
+    assert!(
+        refused
+            .stderr
+            .contains("does not fit into 14.00 MiB of cpu"),
+        "{}",
+        refused.stderr
+    );
+    assert!(!place.path("out").exists(), "nothing was written");
+    let hint = refused
+        .stderr
+        .lines()
+        .find_map(|line| line.strip_prefix("hint: use "))
+        .expect("a hint");
+    let advice: Vec<&str> = hint.split(", or ").collect();
+    assert!(advice[0].starts_with("--max-memory cpu="), "{hint}");
+    for (index, flags) in advice.iter().enumerate() {
+        let mut arguments: Vec<&str> = RUN.to_vec();
+        let save = format!("out{index}");
+        arguments.extend(["--save", &save]);
+        if !flags.contains("--max-memory") {
+            arguments.extend(["--max-memory", "cpu=14MiB"]);
+        }
+        for flag in flags.split(' ') {
+            // A flag that stands already is replaced.
+            if let Some(at) = arguments.iter().position(|other| *other == flag) {
+                arguments.drain(at..at + 2);
+            }
+        }
+        arguments.extend(flags.split(' '));
+        let ran = place.run(&arguments);
+        assert_eq!(ran.code, 0, "{flags}: {}", ran.stderr);
+    }
+}
