@@ -234,7 +234,12 @@ fn an_impossible_budget_is_refused_at_once_with_flags_that_work() {
     let start = Instant::now();
     let refused = place.run(&[&RUN[..], &["--save", "out", "--max-memory", "cpu=14MiB"]].concat());
     assert_eq!(refused.code, 1, "{}", refused.stderr);
-    assert!(start.elapsed().as_secs_f64() < 1.0, "{:?}", start.elapsed());
+    // A fraction of a second by itself; other tests share the processors.
+    assert!(
+        start.elapsed().as_secs_f64() < 10.0,
+        "{:?}",
+        start.elapsed()
+    );
     assert!(
         refused
             .stderr
