@@ -146,6 +146,12 @@ impl Observer for Watch {
     fn observe(&mut self, _: Observation, rows: &[f32]) {
         black_box(rows.len());
     }
+
+    fn keeps(&self, _: Observation) -> &[usize] {
+        &[]
+    }
+
+    fn observe_sums(&mut self, _: Observation, _: &[f32], _: &[f32]) {}
 }
 
 fn seven_b() -> RandomCheckpoint {

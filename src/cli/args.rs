@@ -1,5 +1,6 @@
 //! Groups of flags that several commands share.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -7,14 +8,19 @@ use anyhow::Result;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 
+#[cfg(feature = "cuda")]
+use crate::bytes::ByteSize;
 use crate::checkpoint::VerifyLevel;
 use crate::data::DatasetSpec;
 use crate::eval::Side;
 use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Selection};
-use crate::placement::{Budget, Policy, Resting};
+use crate::placement::device_map::Prefixes;
+use crate::placement::inventory::Gpu;
+use crate::placement::{Budget, DeviceMap, Inventory, Policy, Resting};
 use crate::pruning::{METHODS, Pattern};
 use crate::run::Knobs;
+use crate::runtime::Simulation;
 
 /// What is read.
 #[derive(Debug, Clone, Args)]
@@ -61,15 +67,22 @@ pub enum ComputeDtype {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Devices")]
 pub struct DeviceArgs {
-    /// Compute on the CPU
-    ///
-    /// This build has no other device and uses the CPU anyway; the flag says that this is meant.
+    /// Compute on the CPU alone; no GPU is touched
     #[arg(long)]
     pub use_cpu: bool,
 
-    /// Where to compute: `auto` or `cpu`; this build has no CUDA
+    /// Where to compute: `auto`, `cpu`, or in a build with CUDA `cuda` or `cuda:N`
+    ///
+    /// `auto` uses all GPUs there are where the build has CUDA, and the CPU else.
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceArg,
+
+    /// Which GPU computes which layer: auto, balanced, sequential, or a JSON file of modules and devices
+    ///
+    /// `auto` lets all GPUs share the samples of every layer; `balanced` gives each an equal run of layers; `sequential` fills one
+    /// after the other. `prune plan --json` prints a map that can be edited.
+    #[arg(long, value_name = "MAP", default_value = "auto")]
+    pub device_map: DeviceMapArg,
 
     /// Worker threads [default: SLURM_CPUS_PER_TASK, else the processors this process may use]
     ///
@@ -77,9 +90,9 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
 
-    /// How much memory may be used, like cpu=24GiB [default: 80 % of what is available]
+    /// How much memory may be used, like cuda:0=10GiB,cpu=24GiB [default: 80 % of what is available; of a GPU, less a reserve]
     ///
-    /// GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
+    /// A GPU's context counts as part of its budget. GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
     /// control group (of a batch job, a container) allows. The run is planned to stay below; what cannot fit is refused before it
     /// begins. Results do not depend on it.
     #[arg(long, value_name = "DEVICE=SIZE")]
@@ -98,6 +111,14 @@ pub struct DeviceArgs {
     /// How the work is cut up, as JSON; for tests
     #[arg(long, value_name = "JSON", hide = true, value_parser = knobs)]
     pub knobs: Option<Knobs>,
+
+    /// GPUs that are none, as JSON; for tests
+    #[arg(long, value_name = "JSON", hide = true, value_parser = simulation)]
+    pub simulate: Option<Simulation>,
+}
+
+fn simulation(json: &str) -> std::result::Result<Simulation, serde_json::Error> {
+    serde_json::from_str(json)
 }
 
 fn knobs(json: &str) -> std::result::Result<Knobs, serde_json::Error> {
@@ -107,12 +128,23 @@ fn knobs(json: &str) -> std::result::Result<Knobs, serde_json::Error> {
 /// A device by name, as given; [`DeviceArgs::check`] says what this build makes of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeviceArg {
-    /// The best there is: the CPU
+    /// The best there is
     Auto,
     /// The CPU
     Cpu,
-    /// `cuda` or `cuda:N`, which this build does not have
-    Cuda(String),
+    /// `cuda` or `cuda:N`
+    Cuda(Option<usize>),
+}
+
+impl fmt::Display for DeviceArg {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => write!(formatter, "auto"),
+            Self::Cpu => write!(formatter, "cpu"),
+            Self::Cuda(None) => write!(formatter, "cuda"),
+            Self::Cuda(Some(index)) => write!(formatter, "cuda:{index}"),
+        }
+    }
 }
 
 impl FromStr for DeviceArg {
@@ -122,8 +154,12 @@ impl FromStr for DeviceArg {
         match name {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            _ if name == "cuda" || name.starts_with("cuda:") => Ok(Self::Cuda(name.to_string())),
-            _ => Err("devices are auto and cpu".to_string()),
+            "cuda" => Ok(Self::Cuda(None)),
+            _ => name
+                .strip_prefix("cuda:")
+                .and_then(|index| index.parse().ok())
+                .map(|index| Self::Cuda(Some(index)))
+                .ok_or_else(|| "devices are auto, cpu, cuda and cuda:N".to_string()),
         }
     }
 }
@@ -134,33 +170,132 @@ impl DeviceArgs {
     /// # Errors
     /// A usage error that names the flags.
     pub fn check(&self) -> Result<()> {
-        match &self.device {
-            DeviceArg::Cuda(name) if self.use_cpu => Err(Failure::usage(format!(
-                "--use-cpu and --device {name} contradict each other"
+        let device = &self.device;
+        match device {
+            DeviceArg::Cuda(_) if self.use_cpu => Err(Failure::usage(format!(
+                "--use-cpu and --device {device} contradict each other"
             ))
-            .hint("leave one of them out; this build computes on the CPU only")
+            .hint("leave one of them out")
             .into()),
-            DeviceArg::Cuda(name) => Err(Failure::usage(format!(
-                "--device {name}: this build has no CUDA"
-            ))
-            .hint("use --use-cpu, or leave --device out")
-            .into()),
-            DeviceArg::Auto | DeviceArg::Cpu => Ok(()),
+            DeviceArg::Cuda(_) if !cfg!(feature = "cuda") && self.simulate.is_none() => {
+                Err(Failure::usage(format!("--device {device}: this build has no CUDA"))
+                    .hint("use --use-cpu, or leave --device out; docs/building.md says how to build with CUDA")
+                    .into())
+            }
+            _ => Ok(()),
         }
     }
 
     /// What the flags leave to the plan.
-    pub fn policy(&self) -> Policy {
-        Policy {
+    ///
+    /// # Errors
+    /// Fails when a device map cannot be read.
+    pub fn policy(&self) -> Result<Policy> {
+        Ok(Policy {
             budget: self.max_memory.clone().unwrap_or_default(),
+            map: self.device_map.load()?,
+            cpu_only: self.names_the_cpu(),
+            only_gpu: match self.device {
+                DeviceArg::Cuda(Some(index)) => Some(index),
+                _ => None,
+            },
+            must_use_gpu: matches!(self.device, DeviceArg::Cuda(_)),
             resting: self.hidden_states.resting(),
-            ..Policy::default()
+        })
+    }
+
+    /// This machine: what is free of its memory, and its GPUs, if they may be used.
+    ///
+    /// # Errors
+    /// Fails for simulated GPUs whose sizes are none.
+    pub fn inventory(&self, threads: usize) -> Result<Inventory> {
+        let mut inventory = Inventory::here(threads);
+        if let Some(simulation) = &self.simulate {
+            for size in &simulation.gpus {
+                inventory.gpus.push(Gpu {
+                    name: "simulated".to_string(),
+                    memory: size.parse()?,
+                });
+            }
+            return Ok(inventory);
         }
+        if !self.names_the_cpu() {
+            inventory.gpus = gpus();
+        }
+        Ok(inventory)
+    }
+
+    /// Whether all GPUs that may be used compute in bf16; true without any.
+    pub fn gpus_have_bf16(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        if !self.names_the_cpu() && self.simulate.is_none() {
+            let gpus = crate::runtime::engine::cuda::gpus();
+            return gpus
+                .iter()
+                .all(|gpu| gpu.has_bf16 || gpu.free == ByteSize::ZERO);
+        }
+        true
     }
 
     /// Whether the CPU was asked for, and not only taken because there is nothing else.
     pub fn names_the_cpu(&self) -> bool {
         self.use_cpu || self.device == DeviceArg::Cpu
+    }
+}
+
+/// The GPUs of this machine, if this build can use any.
+#[cfg(feature = "cuda")]
+pub(super) fn gpus() -> Vec<Gpu> {
+    let as_planned = |gpu: crate::runtime::engine::cuda::FoundGpu| Gpu {
+        name: gpu.name,
+        // The plan counts a context; this process has made its own already.
+        memory: match gpu.free {
+            ByteSize::ZERO => ByteSize::ZERO,
+            free => free + crate::model::on_device::CONTEXT,
+        },
+    };
+    let found = crate::runtime::engine::cuda::gpus();
+    found.into_iter().map(as_planned).collect()
+}
+
+/// None: this build cannot use any.
+#[cfg(not(feature = "cuda"))]
+pub(super) fn gpus() -> Vec<Gpu> {
+    Vec::new()
+}
+
+/// `--device-map` as it was given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DeviceMapArg {
+    /// `auto`, `balanced` or `sequential`.
+    Named(DeviceMap),
+    /// A JSON file of modules and devices.
+    File(PathBuf),
+}
+
+impl FromStr for DeviceMapArg {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
+        Ok(match text {
+            "auto" => Self::Named(DeviceMap::Auto),
+            "balanced" => Self::Named(DeviceMap::Balanced),
+            "sequential" => Self::Named(DeviceMap::Sequential),
+            file => Self::File(file.into()),
+        })
+    }
+}
+
+impl DeviceMapArg {
+    /// The map, read where it is in a file.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read or is no such map.
+    pub fn load(&self) -> Result<DeviceMap> {
+        Ok(match self {
+            Self::Named(map) => map.clone(),
+            Self::File(file) => DeviceMap::Manual(Prefixes::load(file)?),
+        })
     }
 }
 

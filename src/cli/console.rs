@@ -314,13 +314,16 @@ impl State {
             Event::Warning { text } if level >= Level::Quiet => {
                 self.print(form, "", &format!("warning: {text}"));
             }
+            Event::Fallback(fall) if level >= Level::Quiet => {
+                self.print(form, "", &format!("warning: {fall}"));
+            }
             _ => {}
         }
     }
 
     fn tell_json(&mut self, level: Level, event: &Event) {
         let is_told = match event {
-            Event::Warning { .. } => level >= Level::Quiet,
+            Event::Warning { .. } | Event::Fallback(_) => level >= Level::Quiet,
             Event::MatrixPruned(_) => level >= Level::Verbose,
             Event::Progress { .. } => level >= Level::Normal && self.progress.is_due(JSON_INTERVAL),
             _ => level >= Level::Normal,
@@ -356,6 +359,7 @@ impl Events for Console {
         }
         match event {
             Event::Warning { text } => state.warnings.push(text),
+            Event::Fallback(fall) => state.warnings.push(fall.to_string()),
             Event::Memory(sample) => {
                 let mut line = None;
                 if let Some(log) = &mut state.memory_log {

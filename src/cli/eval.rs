@@ -109,7 +109,8 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     for line in report::plan::text(&plan).lines() {
         console.line(line);
     }
-    let mut perplexity = session.perplexity(Side::Dense, &rest, &windows, console)?;
+    let devices = session.devices(&plan)?;
+    let mut perplexity = session.perplexity(Side::Dense, &rest, &devices, &windows, console)?;
     let source: Arc<dyn WeightSource> = session.checkpoint.clone();
     let sweep = Sweep {
         source,
@@ -117,6 +118,7 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         seqlen: session.seqlen,
         knobs: plan.knobs.clone(),
         products: session.products,
+        devices: &devices,
         clock: &session.clock,
         events: console,
     };
@@ -124,15 +126,14 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         layers: session.config.num_hidden_layers,
         passes: session.passes(0, windows.windows, 1),
     });
-    sweep.run(None, &mut [&mut perplexity as &mut dyn Passenger])?;
+    let swept = sweep.run(None, &mut [&mut perplexity as &mut dyn Passenger])?;
     console.emit(Event::SweepDone);
     session.clock.mark("09_end", console);
-    let mut manifest = session.manifest("eval", arguments, &rest)?;
-    manifest.plan = Some(plan);
+    let mut manifest = session.manifest("eval", arguments, &rest, &plan, swept)?;
     manifest.perplexity.dense = perplexity.report();
     manifest.gate = gate(&args.evaluation, manifest.perplexity.dense);
     manifest.evaluation = Some(serde_json::to_value(&windows.protocol)?);
-    if let Some(exceeded) = manifest.exceeded_plan() {
+    for exceeded in manifest.exceeded_plan() {
         console.warn(exceeded);
     }
     manifest.warnings = console.warnings();

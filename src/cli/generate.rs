@@ -9,11 +9,12 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 
-use super::args::{DeviceArgs, MessageArgs, ModelArgs};
+use super::args::{DeviceArg, DeviceArgs, DeviceMapArg, MessageArgs, ModelArgs};
 use super::console::Console;
 use crate::failure::Failure;
 use crate::generation::Sampling;
 use crate::hub::HubRepo;
+use crate::placement::DeviceMap;
 use crate::run::{Events, GenerationReport};
 use writer::Writer;
 
@@ -140,6 +141,13 @@ pub fn command(args: &GenerateArgs, console: &Console) -> Result<()> {
 /// Fails for flags that contradict each other, for everything a model's folder can lack, for a prompt that does not fit the
 /// model, and where even one layer at a time does not fit the memory.
 pub fn execute(args: &GenerateArgs, console: &Console, streams: bool) -> Result<GenerationReport> {
+    if matches!(args.device.device, DeviceArg::Cuda(_))
+        || args.device.device_map != DeviceMapArg::Named(DeviceMap::Auto)
+    {
+        return Err(Failure::usage("prune generate computes on the CPU")
+            .hint("leave --device and --device-map out")
+            .into());
+    }
     let sampling = args.sampling.check()?;
     let prompt = args.prompt.text()?;
     if sampling.temperature == 0.0 && (sampling.top_p.is_some() || sampling.top_k.is_some()) {

@@ -19,6 +19,7 @@ mod progress;
 pub mod prune;
 pub mod report;
 mod run_folder;
+pub mod selftest;
 pub mod session;
 pub mod shell;
 mod terminal;
@@ -75,7 +76,7 @@ enum Command {
     #[command(after_help = eval::EXAMPLES)]
     Eval(eval::EvalArgs),
     /// Let a checkpoint go on from a prompt, or two, to compare them
-    #[command(after_help = generate::EXAMPLES)]
+    #[command(after_help = generate::EXAMPLES, mut_arg("device_map", |map| map.hide(true)))]
     Generate(generate::GenerateArgs),
     /// Show the sparsity of a checkpoint, and whether it is a pruned copy of a dense one
     Inspect(inspect::InspectArgs),
@@ -93,6 +94,9 @@ enum Command {
     /// Write a random Llama of any shape, for tests, benches and scale runs
     #[command(hide = true)]
     MakeCheckpoint(make_checkpoint::MakeCheckpointArgs),
+    /// Hold a device against the CPU
+    #[command(hide = true)]
+    Selftest(selftest::SelftestArgs),
 }
 
 impl Cli {
@@ -105,9 +109,12 @@ impl Cli {
             Some(Command::Inspect(args)) => args.messages,
             Some(Command::Plan(args)) => args.messages,
             Some(Command::Report(args)) => args.messages,
-            Some(Command::Completions(_) | Command::Man | Command::MakeCheckpoint(_)) => {
-                MessageArgs::default()
-            }
+            Some(
+                Command::Completions(_)
+                | Command::Man
+                | Command::MakeCheckpoint(_)
+                | Command::Selftest(_),
+            ) => MessageArgs::default(),
         }
     }
 }
@@ -117,7 +124,12 @@ pub fn command() -> clap::Command {
     let version = env!("CARGO_PKG_VERSION");
     let features = kernel::cpu_features().join(" ");
     Cli::command().long_version(format!(
-        "{version}\ndevices: cpu (built without CUDA)\nproducts: {}\ncpu: {}\n",
+        "{version}\ndevices: {}\nproducts: {}\ncpu: {}\n",
+        if cfg!(feature = "cuda") {
+            "cpu, cuda"
+        } else {
+            "cpu (built without CUDA)"
+        },
         kernel::KERNEL,
         if features.is_empty() {
             "no vector features"
@@ -171,6 +183,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         Some(Command::Completions(args)) => shell::completions(args, command(), console),
         Some(Command::Man) => shell::man(command(), console),
         Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),
+        Some(Command::Selftest(args)) => selftest::command(args),
     };
     done.map(|()| Outcome::Done)
 }

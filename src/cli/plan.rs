@@ -1,7 +1,6 @@
 //! `prune plan`: what a run would take and how long, without running it and without reading a weight.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use anyhow::Result;
 use clap::builder::PossibleValuesParser;
@@ -9,7 +8,7 @@ use clap::{ArgGroup, Args};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::args::{EvalSides, HiddenStatesArg, MessageArgs};
+use super::args::{DeviceMapArg, EvalSides, HiddenStatesArg, MessageArgs};
 use super::console::Console;
 use super::session;
 use super::{located, planned};
@@ -19,9 +18,9 @@ use crate::linalg::StoredDtype;
 use crate::model::shapes::{self, SHAPES, Shape};
 use crate::model::{LlamaConfig, footprint};
 use crate::pipeline::Job;
-use crate::placement::device_map::{self, Prefixes};
+use crate::placement::device_map;
 use crate::placement::inventory::Cpu;
-use crate::placement::{Budget, Device, DeviceMap, Inventory, Policy, planner};
+use crate::placement::{Budget, Device, Inventory, Policy, planner};
 use crate::pruning::{METHODS, Needs, method};
 use crate::report;
 use crate::report::plan::TableRow;
@@ -135,26 +134,6 @@ pub struct PlanArgs {
     pub(super) messages: MessageArgs,
 }
 
-/// `--device-map` as it was given.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum DeviceMapArg {
-    Named(DeviceMap),
-    File(PathBuf),
-}
-
-impl FromStr for DeviceMapArg {
-    type Err = std::convert::Infallible;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Ok(match text {
-            "auto" => Self::Named(DeviceMap::Auto),
-            "balanced" => Self::Named(DeviceMap::Balanced),
-            "sequential" => Self::Named(DeviceMap::Sequential),
-            file => Self::File(file.into()),
-        })
-    }
-}
-
 /// A model to plan for.
 struct Subject {
     name: String,
@@ -181,7 +160,13 @@ struct Record<'a> {
 pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     let inventory = match &args.inventory {
         Some(file) => Inventory::load(file)?,
-        None => Inventory::here(session::threads(args.threads)),
+        None => {
+            let mut here = Inventory::here(session::threads(args.threads));
+            if !args.use_cpu {
+                here.gpus = super::args::gpus();
+            }
+            here
+        }
     };
     if args.table {
         let rows = table(args, &inventory)?;
@@ -208,7 +193,7 @@ pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     );
     let mut text = head + &report::plan::text(&plan);
     if plan.devices.len() > 1 {
-        text += "This build has no CUDA: figures for GPUs are predicted by formula and held against no measurement.\n";
+        text += "Figures for GPUs are predicted by formula; docs/gpu-results.md says what was measured.\n";
     }
     console.record(&record, &text)
 }
@@ -249,6 +234,7 @@ impl PlanArgs {
         Ok(Job {
             config,
             dtype: subject.dtype,
+            gpu_dtype: subject.dtype,
             seqlen,
             samples: if calibrates {
                 self.nsamples as usize
@@ -269,12 +255,10 @@ impl PlanArgs {
     fn policy(&self) -> Result<Policy> {
         Ok(Policy {
             budget: self.max_memory.clone().unwrap_or_default(),
-            map: match &self.device_map {
-                DeviceMapArg::Named(map) => map.clone(),
-                DeviceMapArg::File(file) => DeviceMap::Manual(Prefixes::load(file)?),
-            },
+            map: self.device_map.load()?,
             cpu_only: self.use_cpu,
             only_gpu: None,
+            must_use_gpu: false,
             resting: self.hidden_states.resting(),
         })
     }

@@ -104,16 +104,17 @@ pub fn execute(
     if let Some(masks) = &mut masks {
         watchers.push(masks);
     }
+    let devices = session.devices(&job.plan)?;
     let calibration = texts
         .calibration
         .as_ref()
-        .map(|samples| session.embedded(rest, "calibration", &samples.tokens, console))
+        .map(|samples| session.embedded(rest, &devices, "calibration", &samples.tokens, console))
         .transpose()?
         .map(|hidden| CalibrationStream::new(hidden, (*session.config).clone()));
     let mut passengers: Vec<Perplexity<'_>> = Vec::new();
     for side in args.eval.sides() {
         if let Some(windows) = &texts.windows {
-            passengers.push(session.perplexity(*side, rest, windows, console)?);
+            passengers.push(session.perplexity(*side, rest, &devices, windows, console)?);
         }
     }
     let mut pruner = Pruner {
@@ -135,6 +136,7 @@ pub fn execute(
         seqlen: session.seqlen,
         knobs: job.plan.knobs.clone(),
         products: session.products,
+        devices: &devices,
         clock: &session.clock,
         events: console,
     };
@@ -149,14 +151,13 @@ pub fn execute(
     });
     let swept = sweep.run(Some(&mut pruner as &mut dyn Editor), &mut riders);
     console.emit(Event::SweepDone);
-    swept?;
+    let swept = swept?;
     let (layers, expected) = (pruner.layers, pruner.expected);
 
     let output = finish(&job, writer, masks, &expected, console)?;
     console.set_unfinished(None);
     session.clock.mark("09_end", console);
-    let mut manifest = session.manifest("prune", arguments, rest)?;
-    manifest.plan = Some(job.plan.clone());
+    let mut manifest = session.manifest("prune", arguments, rest, &job.plan, swept)?;
     manifest.sparsity = Some(record::sparsity(&layers));
     manifest.layers = layers;
     manifest.pruning = Some(record::settings(
@@ -184,7 +185,7 @@ pub fn execute(
     manifest.masks = job.masks.as_ref().map(|path| path.display().to_string());
     manifest.gate = gate(&args.evaluation, manifest.perplexity.pruned);
     record::warn_of_infinite(&manifest, console);
-    if let Some(exceeded) = manifest.exceeded_plan() {
+    for exceeded in manifest.exceeded_plan() {
         console.warn(exceeded);
     }
     manifest.warnings = console.warnings();

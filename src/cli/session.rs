@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
+use candle_core::DType;
 
 use super::args::{ComputeDtype, DeviceArgs, EvaluationArgs, HiddenStatesArg, ModelArgs};
 use super::located::{self, HubModel};
@@ -17,12 +18,12 @@ use crate::data::{self, DatasetSpec, Evaluation, Role, TextCache, Tokenizer};
 use crate::eval::{Perplexity, Side};
 use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype, bf16, kernel};
+use crate::model::on_device::candle_dtype;
 use crate::model::{DecoderLayer, Embedding, Head, LlamaConfig, Projection};
 use crate::pipeline::{Job, embed};
-use crate::placement::Inventory;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, Perplexities, SCHEMA};
 use crate::run::{Event, Events, Knobs, Plan};
-use crate::runtime::{Clock, HiddenStates, Rest};
+use crate::runtime::{Clock, Devices, HiddenStates, Rest, Simulation, Swept};
 
 /// Tokens per sample unless said otherwise: what the literature after the original compares at.
 const DEFAULT_SEQLEN: usize = 2048;
@@ -44,8 +45,11 @@ pub struct Session {
     pub threads: usize,
     /// `--knobs`: the one setting that may be planned.
     knobs: Option<Knobs>,
-    /// How products with bf16 weights are computed.
+    /// How products with bf16 weights are computed on the CPU.
     pub products: Products,
+    /// The dtype GPUs compute in.
+    gpu_dtype: StoredDtype,
+    simulation: Option<Simulation>,
     /// Where time goes.
     pub clock: Clock,
     started: (Instant, u64),
@@ -88,10 +92,24 @@ impl Session {
             threads,
             knobs: device.knobs.clone(),
             products: Products::F32,
+            gpu_dtype: StoredDtype::F32,
+            simulation: device.simulate.clone(),
             clock,
             started,
         };
         session.products = products(model.dtype, session.dtype())?;
+        session.gpu_dtype = match model.dtype {
+            // What is simulated is the host's own arithmetic.
+            _ if session.simulation.is_some() => StoredDtype::F32,
+            ComputeDtype::F32 => StoredDtype::F32,
+            ComputeDtype::Auto
+                if session.dtype() == StoredDtype::Bf16 && !device.gpus_have_bf16() =>
+            {
+                events.note("a GPU here has no bf16: layers are computed in f32".to_string());
+                StoredDtype::F32
+            }
+            ComputeDtype::Auto | ComputeDtype::Bf16 => session.dtype(),
+        };
         Ok(session)
     }
 
@@ -189,6 +207,7 @@ impl Session {
         Job {
             config: &self.config,
             dtype: self.dtype(),
+            gpu_dtype: self.gpu_dtype,
             seqlen: self.seqlen,
             samples: 0,
             windows: 0,
@@ -239,9 +258,30 @@ impl Session {
     pub fn plan(&self, job: &Job<'_>, device: &DeviceArgs) -> Result<Plan> {
         Ok(planned::plan(
             job,
-            &Inventory::here(self.threads),
-            &device.policy(),
+            &device.inventory(self.threads)?,
+            &device.policy()?,
         )?)
+    }
+
+    /// Opens the devices of a plan, and lets the clock read their memory.
+    ///
+    /// # Errors
+    /// Fails when one cannot be opened.
+    pub fn devices(&self, plan: &Plan) -> Result<Devices> {
+        let devices = Devices::open(plan, self.gpu_dtype, self.simulation.as_ref())?;
+        if let Some(gauge) = devices.gauge() {
+            self.clock.read_devices(gauge);
+        }
+        Ok(devices)
+    }
+
+    /// The dtype hidden states rest in: that of the devices that compute.
+    fn resting_dtype(&self, devices: &Devices) -> DType {
+        candle_dtype(if devices.is_empty() {
+            StoredDtype::F32
+        } else {
+            self.gpu_dtype
+        })
     }
 
     /// Where the plan lets hidden states rest, said aloud where that is the disk without having been asked for.
@@ -277,6 +317,7 @@ impl Session {
     pub fn embedded(
         &self,
         rest: &Rest,
+        devices: &Devices,
         stream: &str,
         tokens: &[u32],
         events: &dyn Events,
@@ -288,8 +329,14 @@ impl Session {
             steps: samples as u64,
         });
         let embedding = Embedding::open(&*self.checkpoint, &self.config)?;
-        let mut hidden =
-            HiddenStates::new(rest, stream, samples, self.seqlen, self.config.hidden_size)?;
+        let mut hidden = HiddenStates::new(
+            rest,
+            stream,
+            samples,
+            self.seqlen,
+            self.config.hidden_size,
+            self.resting_dtype(devices),
+        )?;
         self.clock
             .measure("embed", || {
                 embed(&mut hidden, &embedding, tokens, self.seqlen)
@@ -306,10 +353,11 @@ impl Session {
         &'a self,
         side: Side,
         rest: &Rest,
+        devices: &Devices,
         windows: &'a Evaluation,
         events: &'a dyn Events,
     ) -> Result<Perplexity<'a>> {
-        let hidden = self.embedded(rest, side.name(), &windows.tokens, events)?;
+        let hidden = self.embedded(rest, devices, side.name(), &windows.tokens, events)?;
         Ok(Perplexity::new(
             side,
             hidden,
@@ -333,7 +381,14 @@ impl Session {
     ///
     /// # Errors
     /// Fails only when the config cannot be turned into JSON.
-    pub fn manifest(&self, command: &str, arguments: Vec<String>, rest: &Rest) -> Result<Manifest> {
+    pub fn manifest(
+        &self,
+        command: &str,
+        arguments: Vec<String>,
+        rest: &Rest,
+        plan: &Plan,
+        swept: Swept,
+    ) -> Result<Manifest> {
         let phases = self.clock.report();
         let parameters = self
             .checkpoint
@@ -363,23 +418,7 @@ impl Session {
                 parameters,
                 bytes: self.checkpoint.total_bytes(),
             },
-            arithmetic: Arithmetic {
-                device: "cpu".to_string(),
-                dtype: match self.products {
-                    Products::F32 => "f32",
-                    Products::Bf16(_) => "bf16",
-                }
-                .to_string(),
-                kernel: match self.products {
-                    Products::F32 => kernel::KERNEL.to_string(),
-                    Products::Bf16(kernel) => kernel.name().to_string(),
-                },
-                cpu_features: kernel::cpu_features()
-                    .into_iter()
-                    .map(str::to_string)
-                    .collect(),
-                threads: self.threads,
-            },
+            arithmetic: self.arithmetic(plan),
             pruning: None,
             calibration: None,
             sparsity: None,
@@ -391,7 +430,9 @@ impl Session {
                 Rest::Ram => "ram".to_string(),
                 Rest::Spill(_) => "spill".to_string(),
             },
-            plan: None,
+            plan: Some(plan.clone()),
+            fallbacks: swept.fallbacks,
+            devices: swept.devices,
             peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
             phases,
             memory: self.clock.samples(),
@@ -399,6 +440,36 @@ impl Session {
             masks: None,
             warnings: Vec::new(),
         })
+    }
+
+    /// The path arithmetic took: that of the devices that compute layers.
+    fn arithmetic(&self, plan: &Plan) -> Arithmetic {
+        let gpus: Vec<&str> = plan
+            .devices
+            .iter()
+            .map(|device| device.device.as_str())
+            .filter(|&device| device != "cpu")
+            .collect();
+        let on_gpus = !gpus.is_empty() && self.simulation.is_none();
+        let (dtype, kernel) = match self.products {
+            _ if on_gpus => (self.gpu_dtype.name(), "cuBLAS".to_string()),
+            Products::F32 => ("f32", kernel::KERNEL.to_string()),
+            Products::Bf16(kernel) => ("bf16", kernel.name().to_string()),
+        };
+        Arithmetic {
+            device: if gpus.is_empty() {
+                "cpu".to_string()
+            } else {
+                gpus.join("+")
+            },
+            dtype: dtype.to_string(),
+            kernel,
+            cpu_features: kernel::cpu_features()
+                .into_iter()
+                .map(str::to_string)
+                .collect(),
+            threads: self.threads,
+        }
     }
 }
 

@@ -12,10 +12,11 @@ use anyhow::{Context, Result};
 use rayon::prelude::*;
 
 use crate::linalg::exp;
-use crate::model::{DecoderLayer, Head, LayerContext};
+use crate::model::on_device::Seen;
+use crate::model::{DecoderLayer, Head};
 use crate::run::manifest::PerplexityReport;
 use crate::run::{Event, Events};
-use crate::runtime::{Clock, HiddenStates, Passenger};
+use crate::runtime::{Clock, Compute, HiddenStates, Passenger};
 
 /// Which version of each layer the windows pass through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +87,7 @@ impl<'a> Perplexity<'a> {
         self.report
     }
 
-    fn advance(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()> {
+    fn advance(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
         self.events.emit(Event::PhaseStarted {
             phase: format!(
                 "layer {}/{}: {}",
@@ -99,35 +100,33 @@ impl<'a> Perplexity<'a> {
         });
         let (clock, events, hidden) = (self.clock, self.events, &mut self.hidden);
         clock.measure(self.side.phase(), || {
-            hidden.advance(|window, state| {
-                let next = layer.forward(state, context)?;
+            compute.forward(self.side.phase(), layer, hidden, &|window| {
                 events.emit(Event::Progress {
                     done: window as u64 + 1,
                 });
-                Ok(next)
             })
         })
     }
 }
 
 impl Passenger for Perplexity<'_> {
-    fn dense(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()> {
+    fn dense(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
         if self.side == Side::Dense {
-            self.advance(layer, context)
+            self.advance(layer, compute)
         } else {
             Ok(())
         }
     }
 
-    fn pruned(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()> {
+    fn pruned(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
         if self.side == Side::Pruned {
-            self.advance(layer, context)
+            self.advance(layer, compute)
         } else {
             Ok(())
         }
     }
 
-    fn finish(&mut self, head: &Head, context: &mut LayerContext) -> Result<()> {
+    fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
         let steps = self.hidden.samples() as u64;
         let phase = format!("head: {} perplexity", self.side.name());
         self.events.emit(Event::PhaseStarted {
@@ -143,6 +142,24 @@ impl Passenger for Perplexity<'_> {
             let parts = head.chunks().len();
             for (part, rows) in head.chunks().enumerate() {
                 let chunk = head.chunk(rows.clone())?;
+                // A window has passed when it has seen every part.
+                let passed = |window: usize| {
+                    let passed = part * steps as usize + window + 1;
+                    events.emit(Event::Progress {
+                        done: (passed / parts) as u64,
+                    });
+                };
+                if compute.has_device_for_the_head() {
+                    compute.see(&chunk, hidden, tokens, &mut |window, parts| {
+                        let seen = &mut seen[window * seqlen..];
+                        for (seen, part) in seen.iter_mut().zip(&parts) {
+                            seen.merge(part);
+                        }
+                        passed(window);
+                    })?;
+                    continue;
+                }
+                let context = compute.context();
                 let windows = tokens
                     .chunks_exact(seqlen)
                     .zip(seen.chunks_exact_mut(seqlen));
@@ -152,11 +169,7 @@ impl Passenger for Perplexity<'_> {
                         see(seen, logits, &rows, next);
                         Ok(())
                     })?;
-                    // A window has passed when it has seen every part.
-                    let passed = part * steps as usize + window + 1;
-                    events.emit(Event::Progress {
-                        done: (passed / parts) as u64,
-                    });
+                    passed(window);
                 }
             }
             let group = SUMMED_AT_ONCE / head.vocab_size().max(1);
@@ -165,6 +178,8 @@ impl Passenger for Perplexity<'_> {
                 .collect()
         })?;
         self.report = Some(summarise(&losses, self.seqlen));
+        // The windows have come to their end.
+        self.hidden.clear();
         Ok(())
     }
 }
@@ -208,6 +223,18 @@ impl NextToken {
         if rows.contains(&next) {
             self.logit = Some(logits[next - rows.start]);
         }
+    }
+
+    /// Takes what a device has of other rows.
+    fn merge(&mut self, part: &Seen) {
+        let largest = part.largest.max(self.largest);
+        let scaled = |sum: f64, to: f32| match to == largest {
+            true => sum,
+            false => sum * (f64::from(to) - f64::from(largest)).exp(),
+        };
+        self.sum = scaled(self.sum, self.largest) + scaled(part.sum, part.largest);
+        self.largest = largest;
+        self.logit = self.logit.or(part.logit);
     }
 
     /// −ln p of the token that follows, after all rows.

@@ -28,3 +28,27 @@ pub fn with_slice<R>(tensor: &Tensor, body: impl FnOnce(&[f32]) -> R) -> Result<
         _ => anyhow::bail!("the tensor is not f32 on the CPU"),
     }
 }
+
+/// Calls `body` with the bytes of a contiguous f32, f16 or bf16 tensor on the CPU, without a copy.
+///
+/// # Errors
+/// As [`with_slice`], for those dtypes.
+pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let (start, end) = layout
+        .contiguous_offsets()
+        .context("the tensor is not contiguous")?;
+    let outside = "the tensor reaches beyond its storage";
+    Ok(match &*storage {
+        Storage::Cpu(CpuStorage::F32(values)) => body(bytemuck::cast_slice(
+            values.get(start..end).context(outside)?,
+        )),
+        Storage::Cpu(CpuStorage::F16(values)) => body(bytemuck::cast_slice(
+            values.get(start..end).context(outside)?,
+        )),
+        Storage::Cpu(CpuStorage::BF16(values)) => body(bytemuck::cast_slice(
+            values.get(start..end).context(outside)?,
+        )),
+        _ => anyhow::bail!("the tensor is not f32, f16 or bf16 on the CPU"),
+    })
+}

@@ -17,7 +17,7 @@ use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
-use crate::linalg::{Linear, Weight, elementwise, tensor};
+use crate::linalg::{Linear, StoredMatrix, Weight, elementwise, tensor};
 
 /// Tokens whose logits exist at once, at most, where all of them may take `bytes` of f32 and each has `vocabulary`.
 pub fn logit_rows(bytes: ByteSize, vocabulary: usize) -> usize {
@@ -133,6 +133,11 @@ impl Head {
         })
     }
 
+    /// The last norm's weight and its ε.
+    pub(super) fn norm(&self) -> (&[f32], f32) {
+        (&self.norm, self.rms_norm_eps)
+    }
+
     /// Rows of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.lm_head.out_features()
@@ -240,6 +245,24 @@ impl Head {
 }
 
 impl HeadChunk<'_> {
+    /// The head it is a part of.
+    pub(super) fn head(&self) -> &Head {
+        self.head
+    }
+
+    /// Bytes per element of its weights as they are stored.
+    pub fn stored_bytes(&self) -> usize {
+        self.weight().map_or(0, |weight| weight.dtype().bytes())
+    }
+
+    /// Its weights `[rows.len(), hidden_size]`, where they are in memory by themselves.
+    pub(super) fn weight(&self) -> Option<&StoredMatrix> {
+        self.read.as_ref().map_or_else(
+            || self.head.lm_head.weight.held(),
+            |read| read.weight.held(),
+        )
+    }
+
     /// As [`Head::logits`], for these rows of the vocabulary: logits are `[tokens, rows.len()]`.
     ///
     /// # Errors

@@ -161,6 +161,11 @@ impl LayerContext {
         &self.knobs
     }
 
+    /// The rotary tables.
+    pub(super) fn rotary(&self) -> &Rotary {
+        &self.rotary
+    }
+
     /// The scratch memory, for products outside a layer.
     pub fn workspace(&mut self) -> &mut Workspace {
         &mut self.workspace
@@ -171,6 +176,7 @@ impl LayerContext {
 #[derive(Debug, Clone)]
 pub struct DecoderLayer {
     index: usize,
+    revision: u64,
     heads: Heads,
     rms_norm_eps: f32,
     input_layernorm: Vec<f32>,
@@ -255,6 +261,7 @@ impl DecoderLayer {
         };
         Ok(Self {
             index,
+            revision: 0,
             heads: config.heads(),
             rms_norm_eps: config.rms_norm_eps as f32,
             input_layernorm: norm("input_layernorm")?,
@@ -275,8 +282,29 @@ impl DecoderLayer {
         &self.linears[projection as usize]
     }
 
+    /// How many times its weights were given out to be changed: copies of another revision are out of date.
+    pub fn revision(&self) -> u64 {
+        self.revision
+    }
+
+    /// Weights of the norms before attention and before the MLP.
+    pub(super) fn norms(&self) -> [&[f32]; 2] {
+        [&self.input_layernorm, &self.post_attention_layernorm]
+    }
+
+    /// ε of its norms.
+    pub(super) fn rms_norm_eps(&self) -> f32 {
+        self.rms_norm_eps
+    }
+
+    /// Its heads.
+    pub(super) fn heads(&self) -> Heads {
+        self.heads
+    }
+
     /// One of its linears, to be changed.
     pub fn linear_mut(&mut self, projection: Projection) -> &mut Linear {
+        self.revision += 1;
         &mut self.linears[projection as usize]
     }
 

@@ -11,6 +11,7 @@ pub mod head;
 pub mod kv_cache;
 pub mod layer;
 pub mod observe;
+pub mod on_device;
 pub mod rotary;
 pub mod shapes;
 

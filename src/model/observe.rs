@@ -39,4 +39,14 @@ pub trait Observer {
 
     /// Takes some rows `[tokens, in_features]` of the current sample; several calls per sample may split the rows, in order.
     fn observe(&mut self, point: Observation, rows: &[f32]);
+
+    /// The positions of the current sample whose rows are kept as they are, ascending; a device sends these along with sums.
+    fn keeps(&self, point: Observation) -> &[usize];
+
+    /// What [`Observer::observe`] makes of some rows where these stay on a device.
+    ///
+    /// # Arguments
+    /// * `squares`: Σ x² over those rows, `[in_features]`
+    /// * `kept`: those of them that [`Observer::keeps`] names, `[rows, in_features]`
+    fn observe_sums(&mut self, point: Observation, squares: &[f32], kept: &[f32]);
 }

@@ -44,6 +44,11 @@ impl Rotary {
         2 * 4 * seqlen * (head_dim / 2)
     }
 
+    /// cos and sin, `[seqlen, head_dim / 2]` each.
+    pub(super) fn tables(&self) -> (&[f32], &[f32]) {
+        (&self.cos, &self.sin)
+    }
+
     /// Rotates every head of `x` `[seqlen, num_heads * head_dim]` by its position, the first row's being `first`, in place: (a, b)
     /// of a pair becomes (a·cos − b·sin, a·sin + b·cos).
     ///

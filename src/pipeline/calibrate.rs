@@ -3,14 +3,13 @@
 
 use anyhow::Result;
 
-use super::output_error::{self, InputRows};
+use super::output_error::{self, InputRows, SampleRows};
 use crate::model::{
-    DecoderLayer, Embedding, LayerContext, LlamaConfig, Observation, Observer, Projection,
-    observe::Need,
+    DecoderLayer, Embedding, LlamaConfig, Observation, Observer, Projection, observe::Need,
 };
-use crate::pruning::ColumnSquares;
+use crate::pruning::{ColumnSquares, SampleSquares};
 use crate::run::{Event, Events};
-use crate::runtime::HiddenStates;
+use crate::runtime::{Compute, HiddenStates};
 
 /// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
 ///
@@ -55,15 +54,22 @@ impl LayerStatistics {
         self.rows.of(projection)
     }
 
-    fn finish_sample(&mut self) {
-        self.points
-            .iter_mut()
-            .for_each(ColumnSquares::finish_sample);
-        self.rows.finish_sample();
+    /// Takes the next sample.
+    fn add(&mut self, sample: SampleStatistics) {
+        for (point, squares) in self.points.iter_mut().zip(&sample.points) {
+            point.add_sample(squares);
+        }
+        self.rows.add_sample(sample.rows);
     }
 }
 
-impl Observer for LayerStatistics {
+/// What is observed of one sample. It counts only once it is whole: a pass that failed half-way leaves nothing behind.
+struct SampleStatistics {
+    points: [SampleSquares; 4],
+    rows: SampleRows,
+}
+
+impl Observer for SampleStatistics {
     fn needs(&self, _point: Observation) -> Need {
         Need::Rows
     }
@@ -71,6 +77,15 @@ impl Observer for LayerStatistics {
     fn observe(&mut self, point: Observation, rows: &[f32]) {
         self.points[point as usize].add_rows(rows);
         self.rows.add_rows(point, rows);
+    }
+
+    fn keeps(&self, _point: Observation) -> &[usize] {
+        self.rows.chosen()
+    }
+
+    fn observe_sums(&mut self, point: Observation, squares: &[f32], kept: &[f32]) {
+        self.points[point as usize].add_sums(squares);
+        self.rows.add_chosen(point, kept);
     }
 }
 
@@ -90,41 +105,47 @@ impl CalibrationStream {
     /// where they are.
     ///
     /// # Errors
-    /// Fails when a hidden state cannot be read.
+    /// Fails when a hidden state cannot be read, and when a device fails for another reason than lack of memory.
     pub fn capture(
         &mut self,
         layer: &DecoderLayer,
-        context: &mut LayerContext,
+        compute: &mut Compute<'_>,
         events: &dyn Events,
     ) -> Result<LayerStatistics> {
         let (samples, seqlen) = (self.hidden.samples(), self.hidden.seqlen());
+        let widths = output_error::widths(&self.config);
         let mut statistics = LayerStatistics::new(&self.config, samples, seqlen);
-        for sample in 0..samples {
-            layer.capture(&self.hidden.get(sample)?, context, &mut statistics)?;
-            statistics.finish_sample();
-            events.emit(Event::Progress {
-                done: sample as u64 + 1,
-            });
-        }
+        compute.capture(
+            layer,
+            &mut self.hidden,
+            &|sample| SampleStatistics {
+                points: widths.map(SampleSquares::new),
+                rows: SampleRows::new(widths, sample, samples, seqlen),
+            },
+            &mut |sample, observed| {
+                statistics.add(observed);
+                events.emit(Event::Progress {
+                    done: sample as u64 + 1,
+                });
+            },
+        )?;
         Ok(statistics)
     }
 
     /// Moves every sample through the pruned layer.
     ///
     /// # Errors
-    /// Fails when a hidden state cannot be read or written.
+    /// As [`CalibrationStream::capture`], and when a hidden state cannot be written.
     pub fn propagate(
         &mut self,
         layer: &DecoderLayer,
-        context: &mut LayerContext,
+        compute: &mut Compute<'_>,
         events: &dyn Events,
     ) -> Result<()> {
-        self.hidden.advance(|sample, state| {
-            let next = layer.forward(state, context)?;
+        compute.forward("propagate", layer, &mut self.hidden, &|sample| {
             events.emit(Event::Progress {
                 done: sample as u64 + 1,
             });
-            Ok(next)
         })
     }
 

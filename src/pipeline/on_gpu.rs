@@ -1,110 +1,70 @@
-//! What one GPU holds in each phase while it computes decoder layers: the formulas of the CUDA path.
-//!
-//! e bytes per element of the arithmetic (the checkpoint's dtype; f32 for f32), S tokens, H hidden, I intermediate, Q = heads ·
-//! head_dim, K = key/value heads · head_dim, V vocabulary, t the tokens the MLP handles at once, b = 128 queries at once:
+//! What one GPU holds in each phase while it computes decoder layers: `model/on_device/cut.rs` has what a piece of work takes.
 //!
 //! ```text
-//! layer      stored bytes, twice where the next one is uploaded meanwhile
-//! attention  e·S·(3H + 3Q + 4K) + 2·4·heads·b·S          hidden, normed, out; q, k, v, rotated copies; scores and softmax in f32
-//! MLP        e·(2·S·H + t·(H + 3·I)) + 4·t·I             gate, up, their product; its squares in f32
-//! scoring    3·4·R·in                                    score, threshold test and mask of R rows, at most 64 MiB
-//! head       e·V·H + 2·4·r·V                             logits of r rows and their softmax
-//! context    512 MiB                                     CUDA context, cuBLAS workspace, kernels
+//! calibrate, propagate, evaluate   context + tables + this layer's weights, and the next one's where it is read ahead + one
+//!                                  sample on its way
+//! head                             context + tables + the head's rows + one window's logits
 //! ```
 //!
-//! The context's figure is from the literature (0.3 to 0.6 GiB) and differs with card and driver.
+//! Weights are scored on the host, where they lie anyway; a GPU has no part in that.
 
 use super::workload::{Job, part};
 use crate::bytes::ByteSize;
-use crate::linalg::StoredDtype;
-use crate::model::{Projection, footprint};
+use crate::model::Rotary;
+use crate::model::on_device::{CONTEXT, Cut};
 use crate::placement::Need;
-use crate::pruning::ColumnSquares;
 use crate::run::knobs::Knobs;
-
-/// CUDA context, cuBLAS workspace, kernels.
-const CONTEXT: ByteSize = ByteSize(512 << 20);
-
-/// Queries whose scores exist at once.
-const QUERIES_AT_ONCE: usize = 128;
-
-/// Scores, thresholds and masks that exist at once.
-const SCORES_AT_ONCE: usize = 64 << 20;
-
-/// Bytes per element of the arithmetic for weights of this dtype.
-pub(super) fn element(dtype: StoredDtype) -> usize {
-    dtype.bytes()
-}
 
 /// What each GPU that computes layers holds.
 pub(super) fn needs(job: &Job<'_>, knobs: &Knobs) -> Vec<Need> {
     let config = job.config;
-    let e = element(job.dtype);
-    let (s, h, i) = (job.seqlen, config.hidden_size, config.intermediate_size);
-    let (q, k) = (
-        config.num_attention_heads * config.head_dim,
-        config.num_key_value_heads * config.head_dim,
+    let element = job.gpu_dtype.bytes();
+    let cut = Cut::of(knobs, config);
+    let standing = vec![
+        part("context", CONTEXT),
+        part(
+            "rotary tables",
+            ByteSize::of(Rotary::bytes(config.head_dim, job.seqlen), 1),
+        ),
+    ];
+    let layer_bytes = Cut::layer_bytes(config, element);
+    let layer = part("this layer", layer_bytes);
+    let next = part(
+        "the next layer",
+        if knobs.prefetch {
+            layer_bytes
+        } else {
+            ByteSize::ZERO
+        },
     );
-    let layer = footprint::layer_weights(config, job.dtype, knobs);
-    let mut layers = vec![part("context", CONTEXT), part("this layer", layer)];
-    if knobs.prefetch {
-        layers.push(part("the next layer", layer));
-    }
-    let groups = knobs
-        .attention_heads
-        .map_or(1, |heads| config.num_key_value_heads.div_ceil(heads.max(1)));
-    let scores = 2 * 4 * config.num_attention_heads.div_ceil(groups) * QUERIES_AT_ONCE.min(s) * s;
-    let attention = e * s * (3 * h + q + (2 * q + 4 * k) / groups) + scores;
-    let t = knobs.mlp_tokens.min(s);
-    let mlp = e * (2 * s * h + t * (h + 3 * i)) + 4 * t * i;
-    let with_layers = |phase, what: &str, bytes: usize| Need {
+    let cast = part(
+        "a matrix as stored",
+        Cut::cast_bytes(config, job.dtype.bytes(), element),
+    );
+    let sample = part("one sample", cut.pass_bytes(config, job.seqlen, element));
+    let need = |phase, parts: Vec<_>| Need {
         phase,
-        parts: [layers.clone(), vec![part(what, ByteSize(bytes as u64))]].concat(),
+        parts: [standing.clone(), parts].concat(),
     };
     let mut needs = Vec::new();
-    let columns: usize = super::output_error::widths(config)
-        .iter()
-        .map(|&width| ColumnSquares::bytes(width))
-        .sum();
+    let passes = vec![layer, next, cast, sample];
     if job.samples > 0 {
-        needs.push(with_layers(
-            "calibrate",
-            "activations and statistics",
-            attention.max(mlp) + columns,
-        ));
-    }
-    if job.prunes {
-        let widest = Projection::ALL
-            .iter()
-            .map(|projection| projection.shape(config))
-            .map(|(rows, columns)| {
-                (3 * 4 * rows * columns).min(SCORES_AT_ONCE.max(3 * 4 * columns))
-            })
-            .max()
-            .unwrap_or(0);
-        needs.push(with_layers(
-            "score and mask",
-            "scores and masks",
-            widest + columns,
-        ));
-    }
-    if job.samples > 0 {
-        needs.push(with_layers("propagate", "activations", attention.max(mlp)));
+        needs.push(need("calibrate", passes.clone()));
+        needs.push(need("propagate", passes.clone()));
     }
     if job.windows > 0 {
-        needs.push(with_layers("evaluate", "activations", attention.max(mlp)));
-        let v = config.vocab_size;
-        let rows = (knobs.logits_bytes.0 as usize / 4 / v.max(1)).clamp(1, s);
-        let held = knobs.head_rows.unwrap_or(v).min(v);
-        needs.push(Need {
-            phase: "head",
-            parts: vec![
-                part("context", CONTEXT),
-                part("head", ByteSize::of(held * h, e)),
-                part("logits", ByteSize::of(2 * rows * held, 4)),
-                part("one sample", ByteSize::of(2 * s * h, e)),
-            ],
-        });
+        needs.push(need("evaluate", passes));
+        let rows = knobs.head_rows.unwrap_or(usize::MAX).min(config.vocab_size);
+        let stored = match job.dtype.bytes() {
+            stored if stored == element => 0,
+            stored => stored,
+        };
+        let head = ByteSize::of((rows + 1) * config.hidden_size, element + stored);
+        let window = cut.head_bytes(config, job.seqlen, rows, element);
+        needs.push(need(
+            "head",
+            vec![part("head", head), part("one window", window)],
+        ));
     }
     needs
 }

@@ -35,9 +35,10 @@ pub(super) fn widths(config: &LlamaConfig) -> [usize; 4] {
     ]
 }
 
-/// Bytes held while a layer that saw this many calibration tokens is pruned: the rows of the four points, and the output of one
+/// Bytes held while a layer that saw this many calibration samples is pruned: the rows of the four points, and the output of one
 /// matrix twice.
-pub(super) fn bytes(config: &LlamaConfig, tokens: usize) -> ByteSize {
+pub(super) fn bytes(config: &LlamaConfig, samples: usize, seqlen: usize) -> ByteSize {
+    let tokens = samples * seqlen;
     let widest = Projection::ALL
         .iter()
         .map(|projection| projection.shape(config).0)
@@ -59,13 +60,10 @@ fn positions(sample: usize, samples: usize, seqlen: usize) -> Vec<usize> {
         .collect()
 }
 
-/// Some rows of the four inputs of one layer.
+/// Some rows of the four inputs of one layer, of one sample.
 #[derive(Debug, Clone)]
-pub(super) struct InputRows {
-    samples: usize,
-    seqlen: usize,
-    sample: usize,
-    /// Positions of the current sample.
+pub(super) struct SampleRows {
+    /// Which rows.
     chosen: Vec<usize>,
     points: [Point; 4],
 }
@@ -73,27 +71,32 @@ pub(super) struct InputRows {
 #[derive(Debug, Clone)]
 struct Point {
     width: usize,
-    /// Rows of the current sample that went by.
+    /// Rows that went by.
     seen: usize,
-    /// `[tokens, width]`
+    /// `[chosen, width]`
     rows: Vec<f32>,
 }
 
-impl InputRows {
-    /// Rows of `widths` elements at the four points, from `samples` of `seqlen` tokens.
-    pub(super) fn new(widths: [usize; 4], samples: usize, seqlen: usize) -> Self {
-        let tokens = TOKENS.min(samples * seqlen);
-        Self {
-            samples,
-            seqlen,
-            sample: 0,
-            chosen: positions(0, samples, seqlen),
-            points: widths.map(|width| Point {
-                width,
-                seen: 0,
-                rows: Vec::with_capacity(tokens * width),
-            }),
-        }
+impl SampleRows {
+    /// Rows of `widths` elements at the four points of one of `samples` of `seqlen` tokens.
+    pub(super) fn new(widths: [usize; 4], sample: usize, samples: usize, seqlen: usize) -> Self {
+        let chosen = positions(sample, samples, seqlen);
+        let points = widths.map(|width| Point {
+            width,
+            seen: 0,
+            rows: Vec::with_capacity(chosen.len() * width),
+        });
+        Self { chosen, points }
+    }
+
+    /// The positions whose rows are kept, ascending.
+    pub(super) fn chosen(&self) -> &[usize] {
+        &self.chosen
+    }
+
+    /// Takes rows that were chosen already, the next ones at this point.
+    pub(super) fn add_chosen(&mut self, point: Observation, rows: &[f32]) {
+        self.points[point as usize].rows.extend_from_slice(rows);
     }
 
     /// Takes rows `[tokens, in_features]` of the current sample, the next ones at this point.
@@ -110,17 +113,35 @@ impl InputRows {
         }
         point.seen += tokens;
     }
+}
 
-    /// Ends the current sample.
-    pub(super) fn finish_sample(&mut self) {
-        self.sample += 1;
-        self.chosen = positions(self.sample, self.samples, self.seqlen);
-        self.points.iter_mut().for_each(|point| point.seen = 0);
+/// Some rows of the four inputs of one layer, of all samples.
+#[derive(Debug, Clone)]
+pub(super) struct InputRows([Vec<f32>; 4]);
+
+impl InputRows {
+    /// Room for rows of `widths` elements at the four points, from `samples` of `seqlen` tokens.
+    pub(super) fn new(widths: [usize; 4], samples: usize, seqlen: usize) -> Self {
+        let tokens = TOKENS.min(samples * seqlen);
+        // The rows of a single sample are taken over as they are.
+        let room = if samples > 1 { tokens } else { 0 };
+        Self(widths.map(|width| Vec::with_capacity(room * width)))
+    }
+
+    /// Takes the next sample's rows.
+    pub(super) fn add_sample(&mut self, sample: SampleRows) {
+        for (rows, point) in self.0.iter_mut().zip(sample.points) {
+            if rows.capacity() == 0 {
+                *rows = point.rows;
+            } else {
+                rows.extend_from_slice(&point.rows);
+            }
+        }
     }
 
     /// X `[tokens, in_features]` of a projection.
     pub(super) fn of(&self, projection: Projection) -> &[f32] {
-        &self.points[projection.observed_at() as usize].rows
+        &self.0[projection.observed_at() as usize]
     }
 }
 
@@ -291,16 +312,17 @@ mod tests {
         let kept = |rows_at_once: usize| {
             let mut kept = InputRows::new(widths, samples, seqlen);
             for sample in 0..samples {
+                let mut rows_of = SampleRows::new(widths, sample, samples, seqlen);
                 for point in Observation::ALL {
                     let width = widths[point as usize];
                     let rows: Vec<f32> = (0..seqlen * width)
                         .map(|i| (sample * 10_000 + i) as f32)
                         .collect();
                     for rows in rows.chunks(rows_at_once * width) {
-                        kept.add_rows(point, rows);
+                        rows_of.add_rows(point, rows);
                     }
                 }
-                kept.finish_sample();
+                kept.add_sample(rows_of);
             }
             kept
         };

@@ -29,6 +29,7 @@ fn planned_for(
     let job = Job {
         config,
         dtype,
+        gpu_dtype: dtype,
         seqlen: 2048,
         samples: 128,
         windows: if config.vocab_size > 64_000 { 141 } else { 166 },
@@ -84,7 +85,7 @@ fn one_12_gb_card_computes_all_of_a_7b() {
     let gpu = peak(&plan, "cuda:0");
     assert!(
         ByteSize(GIB) < gpu && gpu < ByteSize(3 * GIB),
-        "context, two layers, one sample: {gpu}"
+        "context, a layer, one sample: {gpu}"
     );
 }
 
@@ -162,8 +163,10 @@ fn a_tied_embedding_is_read_for_the_head_and_counted_once() {
         .find(|phase| phase.phase == "head")
         .unwrap();
     let weight = ByteSize(128_256 * 2048 * 2);
-    assert!(head.bytes > weight + plan.hidden_states.bytes);
-    assert!(head.bytes < weight + weight + plan.hidden_states.bytes);
+    // Calibration samples have gone by then.
+    let windows = ByteSize(141 * 2048 * 2048 * 4);
+    assert!(head.bytes > weight + windows);
+    assert!(head.bytes < weight + weight + windows);
 }
 
 #[test]

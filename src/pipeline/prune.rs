@@ -14,11 +14,11 @@ use super::output_error::DenseOutput;
 use super::targets::TargetPlan;
 use crate::checkpoint::{ExpectedMatrix, WeightSink};
 use crate::linalg::{StoredMatrix, Weight};
-use crate::model::{DecoderLayer, LayerContext, Projection};
+use crate::model::{DecoderLayer, Projection};
 use crate::pruning::{Mask, Pattern, PruningMethod, Request, Target};
 use crate::run::manifest::{LayerReport, MatrixReport};
 use crate::run::{Event, Events};
-use crate::runtime::{Clock, Editor};
+use crate::runtime::{Clock, Compute, Editor};
 
 /// A matrix at the moment its mask is known and its zeros are not yet written.
 #[derive(Debug, Clone, Copy)]
@@ -71,17 +71,16 @@ pub struct Pruner<'a> {
 }
 
 impl Editor for Pruner<'_> {
-    fn edit(
-        &mut self,
-        mut layer: DecoderLayer,
-        context: &mut LayerContext,
-    ) -> Result<DecoderLayer> {
+    fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
         let start = Instant::now();
         let index = layer.index();
-        let statistics = self.calibrate(&layer, context)?;
-        let matrices = self.mask(&mut layer, statistics.as_ref(), context)?;
+        let statistics = self.calibrate(&layer, compute)?;
+        let matrices = self.mask(&mut layer, statistics.as_ref(), compute)?;
         if index + 1 < self.num_hidden_layers {
-            self.propagate(&layer, context)?;
+            self.propagate(&layer, compute)?;
+        } else {
+            // The samples have come to their end.
+            self.calibration = None;
         }
         let zeros: u64 = matrices.iter().map(|matrix| matrix.zeros).sum();
         let weights: usize = matrices
@@ -117,7 +116,7 @@ impl Pruner<'_> {
     fn calibrate(
         &mut self,
         layer: &DecoderLayer,
-        context: &mut LayerContext,
+        compute: &mut Compute<'_>,
     ) -> Result<Option<LayerStatistics>> {
         let Some(samples) = self.calibration.as_ref().map(CalibrationStream::samples) else {
             return Ok(None);
@@ -127,11 +126,11 @@ impl Pruner<'_> {
             return Ok(None);
         };
         self.clock
-            .measure("calibrate", || stream.capture(layer, context, self.events))
+            .measure("calibrate", || stream.capture(layer, compute, self.events))
             .map(Some)
     }
 
-    fn propagate(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()> {
+    fn propagate(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
         let Some(samples) = self.calibration.as_ref().map(CalibrationStream::samples) else {
             return Ok(());
         };
@@ -140,7 +139,7 @@ impl Pruner<'_> {
             return Ok(());
         };
         self.clock.measure("propagate", || {
-            stream.propagate(layer, context, self.events)
+            stream.propagate(layer, compute, self.events)
         })
     }
 
@@ -148,7 +147,7 @@ impl Pruner<'_> {
         &mut self,
         layer: &mut DecoderLayer,
         statistics: Option<&LayerStatistics>,
-        context: &mut LayerContext,
+        compute: &mut Compute<'_>,
     ) -> Result<Vec<MatrixReport>> {
         let mut matrices = Vec::with_capacity(Projection::ALL.len());
         let clock = self.clock;
@@ -164,7 +163,7 @@ impl Pruner<'_> {
             let dense = rows.map(|rows| {
                 clock.measure("output error", || {
                     let linear = layer.linear_mut(projection);
-                    DenseOutput::of(linear, rows, context.workspace().panel())
+                    DenseOutput::of(linear, rows, compute.workspace().panel())
                 })
             });
             let dense = dense.transpose()?;
@@ -174,7 +173,7 @@ impl Pruner<'_> {
             if let Some(dense) = dense {
                 report.relative_output_error = clock.measure("output error", || {
                     let linear = layer.linear_mut(projection);
-                    dense.error_of(linear, context.workspace().panel())
+                    dense.error_of(linear, compute.workspace().panel())
                 })?;
             }
             if mask.is_some() {

@@ -7,15 +7,19 @@ use super::{on_gpu, output_error};
 use crate::bytes::ByteSize;
 use crate::linalg::{StoredDtype, bf16};
 use crate::model::{LlamaConfig, Projection, footprint};
+use crate::placement::planner::ON_THEIR_WAY;
 use crate::placement::{Need, Resting, Way, Work, Workload};
 use crate::pruning::ColumnSquares;
 use crate::run::knobs::{Knobs, WeightsHeld};
 use crate::run::plan::Part;
 
-/// The program itself: what it has allocated before it opens a model, thread stacks, lists of tensors. Measured: 9 to 14 MiB.
-const PROGRAM: ByteSize = ByteSize(12 << 20);
+/// The program itself: what it has allocated before it opens a model, thread stacks, lists of tensors. Measured: 4 to 6 MiB.
+const PROGRAM: ByteSize = ByteSize(6 << 20);
 
-/// Files are copied, hashed and compared in pieces of this size, two at a time.
+/// What CUDA's libraries hold in the process. A guess of order, not measured; gpu-check shows the truth.
+const CUDA_ON_HOST: ByteSize = ByteSize(256 << 20);
+
+/// Files are copied, hashed and compared in pieces, two at a time, that take this together; less where the model is smaller.
 const FILE_PIECES: ByteSize = ByteSize(16 << 20);
 
 /// Packing its weights costs a product about as much as this many more tokens.
@@ -33,6 +37,8 @@ pub struct Job<'a> {
     pub dtype: StoredDtype,
     /// Tokens per sample and window.
     pub seqlen: usize,
+    /// The dtype GPUs compute in.
+    pub gpu_dtype: StoredDtype,
     /// Calibration samples; 0 where the method needs none.
     pub samples: usize,
     /// Evaluation windows of one side.
@@ -51,6 +57,14 @@ pub struct Job<'a> {
     pub tokenise: ByteSize,
     /// The one setting of the knobs that may be chosen; `None` leaves it to the plan.
     pub knobs: Option<Knobs>,
+}
+
+/// Whose hidden states there are: those of calibration go after the last layer, those of windows after the head.
+#[derive(Debug, Clone, Copy)]
+enum Alive {
+    All,
+    Windows,
+    None,
 }
 
 impl Job<'_> {
@@ -138,17 +152,31 @@ impl Job<'_> {
         settings
     }
 
-    /// What the process holds all the time: itself, token ids, the states that rest in RAM or one per stream on its way to disk.
-    fn standing(&self, resting: Resting, element: usize) -> Vec<Part> {
+    /// What the process holds beside a phase: itself, token ids, the states that rest in RAM or one per stream on its way to disk.
+    fn standing(&self, resting: Resting, element: usize, alive: Alive) -> Vec<Part> {
         let ids = ByteSize::of(
             (self.samples + self.windows) * self.seqlen,
             size_of::<u32>(),
         );
+        let samples = match alive {
+            Alive::All => self.samples,
+            Alive::Windows | Alive::None => 0,
+        };
+        let windows = match alive {
+            Alive::All | Alive::Windows => self.windows * self.sides,
+            Alive::None => 0,
+        };
         let (what, states) = match resting {
-            Resting::Ram => ("hidden states", self.hidden_states(element)),
+            Resting::Ram => (
+                "hidden states",
+                ByteSize(
+                    self.state(element)
+                        .0
+                        .saturating_mul((samples + windows) as u64),
+                ),
+            ),
             Resting::Disk => {
-                let streams =
-                    usize::from(self.samples > 0) + if self.windows > 0 { self.sides } else { 0 };
+                let streams = usize::from(samples > 0) + if windows > 0 { self.sides } else { 0 };
                 let state = footprint::hidden_states(self.config, self.seqlen);
                 (
                     "hidden states on their way",
@@ -197,7 +225,7 @@ impl Job<'_> {
             part("statistics", columns),
             part(
                 "calibration rows",
-                output_error::bytes(self.config, self.samples * self.seqlen),
+                output_error::bytes(self.config, self.samples, self.seqlen),
             ),
         ]
     }
@@ -228,11 +256,12 @@ impl Job<'_> {
             footprint::context(config, seqlen, threads) + self.packed(knobs),
         );
         layers.push(context.clone());
-        let need = |phase, more: Vec<Part>| Need {
+        let need = |phase, alive, more: Vec<Part>| Need {
             phase,
-            parts: [self.standing(resting, element), more].concat(),
+            parts: [self.standing(resting, element, alive), more].concat(),
         };
-        let with_layers = |phase, more: Vec<Part>| need(phase, [layers.clone(), more].concat());
+        let with_layers =
+            |phase, more: Vec<Part>| need(phase, Alive::All, [layers.clone(), more].concat());
         let mut host = vec![Need {
             phase: "tokenise",
             parts: vec![
@@ -249,7 +278,7 @@ impl Job<'_> {
         };
         let workspace = part("workspace", forward);
         if self.passes_samples() {
-            host.push(need("embed", Vec::new()));
+            host.push(need("embed", Alive::All, Vec::new()));
         }
         host.push(with_layers("read", Vec::new()));
         if self.samples > 0 {
@@ -273,6 +302,7 @@ impl Job<'_> {
             host.push(with_layers("evaluate", vec![workspace]));
             host.push(need(
                 "head",
+                Alive::Windows,
                 vec![
                     part(
                         "head and logits",
@@ -283,9 +313,14 @@ impl Job<'_> {
             ));
         }
         if self.saves {
+            let model = footprint::parameters(config).saturating_mul(dtype.bytes() as u64);
             host.push(need(
                 "save and verify",
-                vec![part("pieces of files", FILE_PIECES)],
+                Alive::None,
+                vec![part(
+                    "pieces of files",
+                    FILE_PIECES.min(ByteSize(model.saturating_mul(2))),
+                )],
             ));
         }
         Way {
@@ -298,19 +333,21 @@ impl Job<'_> {
         }
     }
 
-    /// Layers computed on GPUs: the process reads ahead and keeps hidden states, the GPU has the layer and one sample.
+    /// Layers computed on GPUs: the process reads ahead, keeps hidden states and scores, the GPU has the layer and one sample.
     fn on_gpu(&self, knobs: &Knobs, resting: Resting) -> Way {
-        let element = on_gpu::element(self.dtype);
+        let element = self.gpu_dtype.bytes();
         let mut way = self.on_host(knobs, resting, element);
-        // What is on its way to and from the GPUs takes the place of the CPU's workspace.
+        // The CPU's workspace stays: what a GPU has no memory for is done there.
+        let on_their_way = ByteSize(self.state(element).0.saturating_mul(2))
+            + ByteSize(self.state(F32).0.saturating_mul(2));
         for need in &mut way.host {
-            for part in need
+            need.parts.push(part("CUDA's own", CUDA_ON_HOST));
+            if need
                 .parts
-                .iter_mut()
-                .filter(|part| part.what == "workspace" || part.what == "head and logits")
+                .iter()
+                .any(|part| part.what == "workspace" || part.what == "head and logits")
             {
-                part.what = "samples on their way".to_string();
-                part.bytes = ByteSize(self.state(element).0.saturating_mul(4));
+                need.parts.push(part(ON_THEIR_WAY, on_their_way));
             }
         }
         way.device = on_gpu::needs(self, knobs);
@@ -384,7 +421,8 @@ impl Job<'_> {
                 + tokens(propagated + windows) * per_token,
             layer_read: layer_bytes,
             layer_moved: moved,
-            layer_uploaded: layer_bytes,
+            // Dense, and again once it is pruned.
+            layer_uploaded: layer_bytes * if self.prunes { 2.0 } else { 1.0 },
             layer_states: tokens(samples + 2.0 * propagated + 2.0 * windows)
                 * config.hidden_size as f64
                 * element as f64,

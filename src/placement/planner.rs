@@ -6,8 +6,8 @@
 //!
 //! ```text
 //! compute   = flop / (threads · thread rate)      on the CPU, or flop / (GPUs · rate): they share the samples
-//! transfers = (weights + states / GPUs) / link    overlaps computing
-//! layer     = max(compute, transfers, read) + moved with reading ahead, max(compute, transfers) + read + moved without
+//! transfers = (weights + states / GPUs) / link
+//! layer     = max(compute + transfers, read) + moved with reading ahead, compute + transfers + read + moved without
 //! total     = Σ layers + before and after
 //! ```
 
@@ -30,9 +30,14 @@ pub struct Policy {
     pub cpu_only: bool,
     /// Computes on this GPU alone.
     pub only_gpu: Option<usize>,
+    /// Fails rather than computing everything on the CPU.
+    pub must_use_gpu: bool,
     /// Where hidden states must rest; `None` leaves it to the plan.
     pub resting: Option<Resting>,
 }
+
+/// The part of a host's need that every GPU has for itself.
+pub const ON_THEIR_WAY: &str = "samples on their way";
 
 /// How much of the memory that is free a plan uses where no budget was given; the rest is for everyone else.
 pub const USABLE: f64 = 0.8;
@@ -80,12 +85,16 @@ pub fn cpu_budget(inventory: &Inventory, budget: &Budget) -> Option<ByteSize> {
     })
 }
 
-/// What may be used of a GPU: as given, else what is free less a reserve; nothing of one that is not there or not named.
+/// What may be used of a GPU: as given, but no more than is free; else that less a reserve; nothing of one that is not there.
 fn gpu_budget(inventory: &Inventory, budget: &Budget, index: usize) -> ByteSize {
     let Some(gpu) = inventory.gpus.get(index) else {
         return ByteSize::ZERO;
     };
-    budget.gpu(index).unwrap_or_else(|| gpu_default(gpu.memory))
+    match budget.gpu(index) {
+        // What others hold cannot be had.
+        Some(budget) => budget.min(gpu.memory),
+        None => gpu_default(gpu.memory),
+    }
 }
 
 /// Plans `workload` on a machine.
@@ -156,6 +165,7 @@ struct Machine<'a> {
     /// GPUs that may be used, with what may be used of them.
     gpus: Vec<(usize, ByteSize)>,
     map: &'a DeviceMap,
+    must_use_gpu: bool,
     resting: Option<Resting>,
     notes: Vec<String>,
 }
@@ -186,6 +196,10 @@ impl<'a> Machine<'a> {
             ))
             .hint("name devices that are there, or --use-cpu"));
         }
+        if policy.must_use_gpu && there == 0 {
+            return Err(Failure::new("no GPU can be used: the driver names none")
+                .hint("look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use --use-cpu"));
+        }
         if let DeviceMap::Manual(map) = &policy.map {
             // A layer that is not covered is an error, whatever fits.
             for layer in 0..workload.num_hidden_layers {
@@ -215,6 +229,7 @@ impl<'a> Machine<'a> {
             cpu: cpu_budget(inventory, &policy.budget),
             gpus,
             map: &policy.map,
+            must_use_gpu: policy.must_use_gpu,
             resting: policy.resting,
             notes,
         })
@@ -234,7 +249,7 @@ impl<'a> Machine<'a> {
             let is_allowed = match self.map {
                 // A map that names a GPU is kept, or the plan fails.
                 DeviceMap::Manual(map) => map.gpus().next().is_none(),
-                _ => true,
+                _ => !self.must_use_gpu,
             };
             (is_allowed && self.host_allows(way, &layers))
                 .then(|| self.candidate(way, Vec::new(), layers))
@@ -258,6 +273,12 @@ impl<'a> Machine<'a> {
     /// What the process holds: also what computing on the CPU takes where a map leaves some layers there.
     fn host(&self, way: &Way, layers: &[Vec<Device>]) -> Vec<Need> {
         let mut needs = way.host.clone();
+        // Every GPU has samples of its own on their way.
+        let gpus = layers.iter().map(Vec::len).max().unwrap_or(1) as u64;
+        let of_gpus = needs.iter_mut().flat_map(|need| &mut need.parts);
+        for part in of_gpus.filter(|part| !way.device.is_empty() && part.what == ON_THEIR_WAY) {
+            part.bytes = ByteSize(part.bytes.0.saturating_mul(gpus));
+        }
         let is_mixed =
             !way.device.is_empty() && layers.iter().flatten().any(|device| *device == Device::Cpu);
         let twin = self
@@ -356,7 +377,7 @@ impl<'a> Machine<'a> {
                 )
             };
             let (read, moved) = (work.layer_read / disk, work.layer_moved / disk);
-            let busy = compute.max(transfers);
+            let busy = compute + transfers;
             total.seconds += moved
                 + if way.knobs.prefetch {
                     busy.max(read)
@@ -435,8 +456,8 @@ impl<'a> Machine<'a> {
     /// What is missing for the ways that ask least.
     fn shortages(&self) -> PlanError {
         let mut shortages = Vec::new();
-        let must_use_gpu =
-            matches!(self.map, DeviceMap::Manual(map) if map.gpus().next().is_some());
+        let must_use_gpu = self.must_use_gpu
+            || matches!(self.map, DeviceMap::Manual(map) if map.gpus().next().is_some());
         let ways = if must_use_gpu {
             &self.workload.on_gpu
         } else {

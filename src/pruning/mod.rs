@@ -14,7 +14,7 @@ pub mod wanda;
 
 pub use mask::Mask;
 pub use method::{Needs, PruningMethod, Request};
-pub use statistics::ColumnSquares;
+pub use statistics::{ColumnSquares, SampleSquares};
 pub use target::{Pattern, Target};
 
 /// Every pruning method, in the order of the help text.

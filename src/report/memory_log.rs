@@ -1,6 +1,6 @@
 //! The memory log as the original has it: `memory_log.csv` with its columns, a line per checkpoint, a summary at the end.
 //!
-//! The columns are called GB as the original's; the numbers are GiB, as there. GPU columns are 0 on the CPU. `CPU_Used_GB` is
+//! The columns are called GB as the original's; the numbers are GiB, as there. GPU columns are the driver's pool counters, added over GPUs; 0 on the CPU. `CPU_Used_GB` is
 //! this process's resident anonymous memory; `CPU_Percent` is its share of the machine's; `CPU_Peak_GB`, the most since the row
 //! before, is ours and stands last, so that readers of the original's columns find them where they were.
 
@@ -19,8 +19,11 @@ pub fn csv_row(
     started_unix_seconds: u64,
     total: Option<ByteSize>,
 ) -> String {
+    let (allocated, reserved, peak) = sample.gpu.map_or((0.0, 0.0, 0.0), |gpu| {
+        (gib(gpu.allocated), gib(gpu.reserved), gib(gpu.peak))
+    });
     format!(
-        "{},{},0.000,0.000,0.000,{:.3},{:.2},{:.3}\n",
+        "{},{},{allocated:.3},{reserved:.3},{peak:.3},{:.3},{:.2},{:.3}\n",
         timestamp(started_unix_seconds + sample.seconds as u64),
         sample.checkpoint,
         gib(sample.anonymous),
@@ -31,21 +34,40 @@ pub fn csv_row(
 
 /// What is told when a checkpoint is reached.
 pub fn line(sample: &MemorySample, total: Option<ByteSize>) -> String {
-    format!(
+    let cpu = format!(
         "memory {:<20} {:.3} GiB used ({:.2} %), peak {:.3} GiB",
         sample.checkpoint,
         gib(sample.anonymous),
         percent(sample.anonymous, total),
         gib(sample.peak_anonymous)
-    )
+    );
+    match sample.gpu {
+        None => cpu,
+        Some(gpu) => format!(
+            "{cpu}; GPU {:.3} GiB allocated, {:.3} reserved, {:.3} peak, {:.3} free of {:.3}",
+            gib(gpu.allocated),
+            gib(gpu.reserved),
+            gib(gpu.peak),
+            gib(gpu.free),
+            gib(gpu.total)
+        ),
+    }
 }
 
 /// The table at the end, ending in a newline.
 pub fn summary(samples: &[MemorySample], total: Option<ByteSize>) -> String {
     let rule = "=".repeat(80);
+    let has_gpu = samples.iter().any(|sample| sample.gpu.is_some());
     let mut text = format!(
-        "{rule}\nMEMORY USAGE SUMMARY (GiB)\n{rule}\n{:<30} {:>12} {:>12} {:>12}\n{}\n",
-        "Checkpoint",
+        "{rule}\nMEMORY USAGE SUMMARY (GiB)\n{rule}\n{:<30} ",
+        "Checkpoint"
+    );
+    if has_gpu {
+        let _ = write!(text, "{:>10} {:>10} ", "GPU Alloc", "GPU Peak");
+    }
+    let _ = writeln!(
+        text,
+        "{:>12} {:>12} {:>12}\n{}",
         "CPU Used",
         "CPU Peak",
         "CPU %",
@@ -53,14 +75,24 @@ pub fn summary(samples: &[MemorySample], total: Option<ByteSize>) -> String {
     );
     for sample in samples {
         // Writing to a String cannot fail.
+        let _ = write!(text, "{:<30} ", sample.checkpoint);
+        if has_gpu {
+            let (allocated, peak) = sample
+                .gpu
+                .map_or((0.0, 0.0), |gpu| (gib(gpu.allocated), gib(gpu.peak)));
+            let _ = write!(text, "{allocated:>10.3} {peak:>10.3} ");
+        }
         let _ = writeln!(
             text,
-            "{:<30} {:>12.3} {:>12.3} {:>12.2}",
-            sample.checkpoint,
+            "{:>12.3} {:>12.3} {:>12.2}",
             gib(sample.anonymous),
             gib(sample.peak_anonymous),
             percent(sample.anonymous, total)
         );
+    }
+    let of_gpus = samples.iter().filter_map(|sample| sample.gpu);
+    if let Some(peak) = of_gpus.map(|gpu| gpu.peak).max() {
+        let _ = writeln!(text, "{rule}\nPeak GPU Memory: {:.3} GiB", gib(peak));
     }
     let peak = samples.iter().map(|sample| sample.peak_anonymous).max();
     let _ = writeln!(
@@ -90,6 +122,7 @@ mod tests {
             checkpoint: "02_model_loaded".to_string(),
             anonymous: ByteSize(1 << 29),
             peak_anonymous: ByteSize(3 << 29),
+            gpu: None,
         };
         let row = csv_row(&sample, 1_766_880_900, Some(ByteSize(1 << 34)));
         assert_eq!(

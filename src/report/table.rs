@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use crate::bytes::ByteSize;
 use crate::run::Manifest;
+use crate::run::fallback::{FallOutcome, FallReport};
 use crate::run::manifest::PerplexityReport;
 
 /// The final table, ending in a newline.
@@ -99,6 +100,29 @@ pub fn text(manifest: &Manifest) -> String {
             manifest.hidden_states
         ),
     );
+    for device in &manifest.devices {
+        let measured = match device.peak_allocated {
+            Some(peak) => format!("peak {peak}"),
+            None => format!("peak {} by our account", device.reserved_by_plan),
+        };
+        row(&device.device, format!("{}, {measured}", device.name));
+        let of = |outcome: FallOutcome| {
+            let fell = |fall: &&FallReport| fall.device == device.device && fall.outcome == outcome;
+            manifest.fallbacks.iter().filter(fell).count()
+        };
+        let falls = [FallOutcome::Cpu, FallOutcome::Smaller, FallOutcome::Retried];
+        let falls: Vec<String> = falls
+            .into_iter()
+            .filter(|&outcome| of(outcome) > 0)
+            .map(|outcome| format!("{} {}", of(outcome), outcome.name()))
+            .collect();
+        if !falls.is_empty() {
+            row(
+                "  out of memory",
+                format!("{} of {} units", falls.join(", "), device.units),
+            );
+        }
+    }
     if let Some(output) = &manifest.output {
         row(
             "result",

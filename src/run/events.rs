@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
+use super::fallback::FallReport;
 use super::manifest::{MatrixReport, MemorySample};
 
 /// Something worth telling the person who waits. As JSON: an object whose `event` names the variant.
@@ -63,6 +64,8 @@ pub enum Event {
         /// What it is about and what to do.
         text: String,
     },
+    /// A device was out of memory on a unit of work.
+    Fallback(FallReport),
     /// The process's memory at a checkpoint of the run.
     Memory(MemorySample),
 }

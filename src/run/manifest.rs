@@ -3,7 +3,8 @@
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-use super::plan::Plan;
+use super::fallback::{DeviceMemoryReport, FallReport};
+use super::plan::{DevicePlan, Plan};
 use crate::bytes::ByteSize;
 
 /// The version of the schema; raised when a field changes its meaning or goes.
@@ -57,6 +58,12 @@ pub struct Manifest {
     pub memory: Vec<MemorySample>,
     /// What was written and how it was verified; absent where nothing was.
     pub output: Option<OutputReport>,
+    /// Units of work a device had no memory for at first, in order; empty where the plan held, and in older records.
+    #[serde(default)]
+    pub fallbacks: Vec<FallReport>,
+    /// What each GPU held at most; empty without.
+    #[serde(default)]
+    pub devices: Vec<DeviceMemoryReport>,
     /// The file of masks; absent without `--save-masks`.
     #[serde(default)]
     pub masks: Option<String>,
@@ -65,14 +72,31 @@ pub struct Manifest {
 }
 
 impl Manifest {
-    /// A line where more memory was used than planned: more than a tenth of it, and more than 32 MiB.
-    pub fn exceeded_plan(&self) -> Option<String> {
-        let planned = self.plan.as_ref()?.cpu()?.peak;
-        let measured = self.peak_anonymous?;
-        let allowed = (planned.0 / 10).max(32 << 20).saturating_add(planned.0);
-        (measured.0 > allowed).then(|| {
-            format!("{measured} of memory were used at once, {planned} were planned; run.json has both per phase")
-        })
+    /// A line per device where more memory was used than planned: more than a tenth of it, and more than 32 MiB.
+    pub fn exceeded_plan(&self) -> Vec<String> {
+        let Some(plan) = &self.plan else {
+            return Vec::new();
+        };
+        let measured = |device: &str| match device {
+            "cpu" => self.peak_anonymous,
+            _ => self
+                .devices
+                .iter()
+                .find(|of| of.device == device)
+                .and_then(|of| Some(of.peak_allocated? + of.context)),
+        };
+        let exceeded = |device: &DevicePlan| {
+            let (planned, measured) = (device.peak, measured(&device.device)?);
+            let allowed = (planned.0 / 10).max(32 << 20).saturating_add(planned.0);
+            (measured.0 > allowed).then(|| {
+                let of = match device.device.as_str() {
+                    "cpu" => "memory",
+                    gpu => gpu,
+                };
+                format!("{measured} of {of} were used at once, {planned} were planned; run.json has both per phase")
+            })
+        };
+        plan.devices.iter().filter_map(exceeded).collect()
     }
 }
 
@@ -259,6 +283,24 @@ pub struct MemorySample {
     pub anonymous: ByteSize,
     /// The most there was since the sample before.
     pub peak_anonymous: ByteSize,
+    /// The GPUs' memory, added up; absent without GPUs that count.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<GpuMemory>,
+}
+
+/// GPU memory at one moment, as the driver's pool counts it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuMemory {
+    /// In use by allocations.
+    pub allocated: ByteSize,
+    /// What the pool has from the devices.
+    pub reserved: ByteSize,
+    /// The most that was allocated since the run began.
+    pub peak: ByteSize,
+    /// Free, whoever uses the rest.
+    pub free: ByteSize,
+    /// All of the devices.
+    pub total: ByteSize,
 }
 
 /// What was written.

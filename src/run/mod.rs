@@ -3,6 +3,7 @@
 //! Nothing here computes or prints; every other room may speak in these terms.
 
 pub mod events;
+pub mod fallback;
 pub mod generation;
 pub mod inspection;
 pub mod knobs;
@@ -10,6 +11,7 @@ pub mod manifest;
 pub mod plan;
 
 pub use events::{Event, Events, Silent};
+pub use fallback::FallReport;
 pub use generation::GenerationReport;
 pub use inspection::Inspection;
 pub use knobs::{Knobs, WeightsHeld};

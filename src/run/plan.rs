@@ -90,7 +90,7 @@ pub struct TimeEstimate {
     pub compute: f64,
     /// Bytes read from and written to files over the disk's rate; reading weights overlaps computing where they are read ahead.
     pub disk: f64,
-    /// Bytes between memory and GPUs over the link's rate; overlaps computing.
+    /// Bytes between memory and GPUs over the link's rate.
     pub transfers: f64,
 }
 

@@ -1,19 +1,24 @@
 //! Time and peak memory per phase of a run, added up over the layers, and memory at its checkpoints.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
+use super::engine::DeviceMemory;
 use super::memory;
 use crate::bytes::ByteSize;
-use crate::run::manifest::{MemorySample, PhaseReport};
+use crate::run::manifest::{GpuMemory, MemorySample, PhaseReport};
 use crate::run::{Event, Events};
 
 /// Collects what each phase cost. Shared by reference between the sweep, its editor and its passengers.
-#[derive(Debug)]
 pub struct Clock {
     began: Instant,
     seen: Mutex<Seen>,
+    /// Reads the memory of the GPUs, where there are any.
+    devices: OnceLock<DeviceGauge>,
 }
+
+/// Reads the counters of all GPUs, added up.
+pub type DeviceGauge = Arc<dyn Fn() -> DeviceMemory + Send + Sync>;
 
 #[derive(Debug, Default)]
 struct Seen {
@@ -42,7 +47,14 @@ impl Clock {
         Self {
             began: Instant::now(),
             seen: Mutex::default(),
+            devices: OnceLock::new(),
         }
+    }
+
+    /// From now on samples tell the memory of GPUs, too.
+    pub fn read_devices(&self, gauge: DeviceGauge) {
+        // The first one stays; a run opens its devices once.
+        let _ = self.devices.set(gauge);
     }
 
     /// Seconds since the clock started.
@@ -61,6 +73,16 @@ impl Clock {
             checkpoint: checkpoint.into(),
             anonymous: resident.anonymous,
             peak_anonymous: seen.peak_since_the_last_sample(resident.peak_anonymous),
+            gpu: self.devices.get().map(|gauge| {
+                let memory = gauge();
+                GpuMemory {
+                    allocated: memory.allocated,
+                    reserved: memory.reserved,
+                    peak: memory.peak_allocated,
+                    free: memory.free,
+                    total: memory.total,
+                }
+            }),
         };
         seen.samples.push(sample.clone());
         drop(seen);

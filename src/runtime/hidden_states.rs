@@ -1,14 +1,15 @@
 //! The hidden states of one stream of samples, at rest in RAM or in a spill file.
 //!
 //! Samples are independent, so a pass takes one, runs it through a layer and puts the result back in its place: one set
-//! of states, not two. They are f32, the dtype they are computed in, so resting them changes no bit: spilled or not, the
-//! masks are the same.
+//! of states, not two. They rest in the dtype they are computed in (f32 on the CPU, the checkpoint's on GPUs), so resting them
+//! changes no bit: spilled or not, the masks are the same.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
 
 use crate::bytes::ByteSize;
 use crate::checkpoint::positioned;
@@ -28,21 +29,18 @@ pub enum Rest {
 #[derive(Debug)]
 pub struct HiddenStates {
     shape: [usize; 2],
+    dtype: DType,
     store: Store,
 }
 
 #[derive(Debug)]
 enum Store {
     Ram(Vec<Option<Tensor>>),
-    Spill {
-        file: File,
-        buffer: Vec<f32>,
-        samples: usize,
-    },
+    Spill { file: File, samples: usize },
 }
 
 impl HiddenStates {
-    /// Room for `samples` states; `stream` names the spill file.
+    /// Room for `samples` states; `stream` names the spill file, `dtype` is what they rest in: f32, f16 or bf16.
     ///
     /// # Errors
     /// Fails when the spill file cannot be created.
@@ -52,17 +50,18 @@ impl HiddenStates {
         samples: usize,
         seqlen: usize,
         hidden_size: usize,
+        dtype: DType,
     ) -> Result<Self> {
         let store = match rest {
             Rest::Ram => Store::Ram(vec![None; samples]),
             Rest::Spill(folder) => Store::Spill {
                 file: spill_file(folder, stream)?,
-                buffer: vec![0.0; seqlen * hidden_size],
                 samples,
             },
         };
         Ok(Self {
             shape: [seqlen, hidden_size],
+            dtype,
             store,
         })
     }
@@ -80,12 +79,21 @@ impl HiddenStates {
         self.shape[0]
     }
 
-    /// The state of one sample, `[seqlen, hidden_size]`.
+    /// The state of one sample, `[seqlen, hidden_size]` in f32.
     ///
     /// # Errors
     /// Fails when it was never put, and when the spill file cannot be read.
     pub fn get(&mut self, sample: usize) -> Result<Tensor> {
+        Ok(self.at_rest(sample)?.to_dtype(DType::F32)?)
+    }
+
+    /// The state of one sample in the dtype it rests in.
+    ///
+    /// # Errors
+    /// As [`HiddenStates::get`].
+    pub fn at_rest(&mut self, sample: usize) -> Result<Tensor> {
         let elements = self.shape[0] * self.shape[1];
+        let at = self.offset(sample);
         match &mut self.store {
             Store::Ram(states) => states
                 .get(sample)
@@ -93,14 +101,27 @@ impl HiddenStates {
                 .cloned()
                 .context("a hidden state is read before it was written"),
             Store::Spill { file, .. } => {
-                let mut values = vec![0.0f32; elements];
-                positioned::read_exact_at(
-                    file,
-                    bytemuck::cast_slice_mut(&mut values),
-                    offset(sample, elements),
-                )
-                .context("reading hidden states from the spill file")?;
-                tensor::from_vec(values, &self.shape)
+                let read = |bytes: &mut [u8]| {
+                    positioned::read_exact_at(file, bytes, at)
+                        .context("reading hidden states from the spill file")
+                };
+                match self.dtype {
+                    DType::BF16 => {
+                        let mut values = vec![bf16::ZERO; elements];
+                        read(bytemuck::cast_slice_mut(&mut values))?;
+                        Ok(Tensor::from_vec(values, &self.shape, &Device::Cpu)?)
+                    }
+                    DType::F16 => {
+                        let mut values = vec![f16::ZERO; elements];
+                        read(bytemuck::cast_slice_mut(&mut values))?;
+                        Ok(Tensor::from_vec(values, &self.shape, &Device::Cpu)?)
+                    }
+                    _ => {
+                        let mut values = vec![0.0f32; elements];
+                        read(bytemuck::cast_slice_mut(&mut values))?;
+                        tensor::from_vec(values, &self.shape)
+                    }
+                }
             }
         }
     }
@@ -116,24 +137,40 @@ impl HiddenStates {
             state.dims(),
             self.shape
         );
-        let samples = self.samples();
+        let state = state.to_dtype(self.dtype)?;
+        let (samples, at) = (self.samples(), self.offset(sample));
+        let bytes = self.state_bytes();
         match &mut self.store {
             Store::Ram(states) => {
                 *states
                     .get_mut(sample)
                     .context("a hidden state beyond the last sample")? = Some(state)
             }
-            Store::Spill { file, buffer, .. } => {
-                tensor::with_slice(&state, |values| buffer.copy_from_slice(values))?;
-                let at = offset(sample, buffer.len());
-                positioned::write_all_at(file, bytemuck::cast_slice(buffer), at).map_err(|error| {
+            Store::Spill { file, .. } => {
+                let write = |bytes: &[u8]| positioned::write_all_at(file, bytes, at);
+                let written = tensor::with_bytes(&state, write)?;
+                written.map_err(|error| {
                     Failure::new(format!("cannot spill hidden states: {error}"))
-                        .detail(format!("this stream needs {} of disk", ByteSize::of(samples * buffer.len(), 4)))
+                        .detail(format!("this stream needs {} of disk", ByteSize::of(samples, bytes)))
                         .hint("name a folder on a larger disk with --offload-folder, or use fewer --nsamples or --eval-windows")
                 })?;
             }
         }
         Ok(())
+    }
+
+    /// Lets go of all states, and of the spill file.
+    pub fn clear(&mut self) {
+        self.store = Store::Ram(Vec::new());
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.shape[0] * self.shape[1] * self.dtype.size_in_bytes()
+    }
+
+    /// Where a state lies in the spill file.
+    fn offset(&self, sample: usize) -> u64 {
+        sample as u64 * self.state_bytes() as u64
     }
 
     /// Takes every state through `step` in sample order and puts the result back.
@@ -151,10 +188,6 @@ impl HiddenStates {
         }
         Ok(())
     }
-}
-
-fn offset(sample: usize, elements: usize) -> u64 {
-    sample as u64 * elements as u64 * 4
 }
 
 fn spill_file(folder: &Path, stream: &str) -> Result<File> {
@@ -189,8 +222,13 @@ mod tests {
     #[test]
     fn states_rest_in_ram_or_on_disk_alike_and_leave_no_file() {
         let folder = tempfile::tempdir().unwrap();
-        for rest in [Rest::Ram, Rest::Spill(folder.path().to_path_buf())] {
-            let mut states = HiddenStates::new(&rest, "test", 3, 2, 3).unwrap();
+        let dtypes = [DType::F32, DType::F16, DType::BF16];
+        let rests = [Rest::Ram, Rest::Spill(folder.path().to_path_buf())];
+        for (rest, dtype) in rests
+            .iter()
+            .flat_map(|rest| dtypes.map(|dtype| (rest, dtype)))
+        {
+            let mut states = HiddenStates::new(rest, "test", 3, 2, 3, dtype).unwrap();
             for sample in 0..3 {
                 states.put(sample, state(sample as f32)).unwrap();
             }
@@ -216,7 +254,7 @@ mod tests {
     #[test]
     fn a_state_that_was_never_put_is_an_error() {
         assert!(
-            HiddenStates::new(&Rest::Ram, "test", 1, 2, 3)
+            HiddenStates::new(&Rest::Ram, "test", 1, 2, 3, DType::F32)
                 .unwrap()
                 .get(0)
                 .is_err()

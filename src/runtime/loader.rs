@@ -1,6 +1,7 @@
 //! Reads decoder layers, the next one while this one is in use if there is memory for both.
 //!
 //! What waits is the layer in its stored dtype, nothing wider; at most two layers exist at a time, and one without reading ahead.
+//! What a GPU will compute is copied there by the same thread, while the GPU works on the layer before.
 //! Where weights are held matrix by matrix, a layer has only its norms and biases in memory.
 
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use std::thread::JoinHandle;
 
 use anyhow::{Result, anyhow};
 
+use super::engine::CopyAhead;
 use crate::checkpoint::WeightSource;
 use crate::model::{DecoderLayer, LlamaConfig};
 use crate::run::knobs::{Knobs, WeightsHeld};
@@ -17,23 +19,31 @@ pub struct LayerLoader {
     source: Arc<dyn WeightSource>,
     config: Arc<LlamaConfig>,
     knobs: Knobs,
+    /// Takes every layer on, onto a device, as soon as it is read ahead.
+    copy: Arc<CopyAhead>,
     ahead: Option<(usize, JoinHandle<Result<DecoderLayer>>)>,
 }
 
 impl LayerLoader {
-    /// Begins to read layer 0, where it may read ahead.
-    pub fn new(source: Arc<dyn WeightSource>, config: Arc<LlamaConfig>, knobs: Knobs) -> Self {
+    /// Begins to read layer 0, where it may read ahead; `copy` sees every layer that is, in the thread that reads.
+    pub fn new(
+        source: Arc<dyn WeightSource>,
+        config: Arc<LlamaConfig>,
+        knobs: Knobs,
+        copy: CopyAhead,
+    ) -> Self {
         let mut loader = Self {
             source,
             config,
             knobs,
+            copy: Arc::new(copy),
             ahead: None,
         };
-        loader.prefetch(0);
+        loader.read_ahead(0);
         loader
     }
 
-    /// The layer `index`; where it may read ahead, it starts reading the one after it.
+    /// The layer `index`.
     ///
     /// # Errors
     /// Fails when the layer cannot be read.
@@ -44,15 +54,20 @@ impl LayerLoader {
                 .map_err(|_| anyhow!("the reader of layer {index} panicked"))??,
             _ => load(&self.source, &self.config, self.knobs.weights, index)?,
         };
-        self.prefetch(index + 1);
         Ok(layer)
     }
 
-    fn prefetch(&mut self, index: usize) {
+    /// Begins to read the layer `index`, where it may read ahead and there is one.
+    pub fn read_ahead(&mut self, index: usize) {
         if self.knobs.prefetch && index < self.config.num_hidden_layers {
             let (source, config) = (Arc::clone(&self.source), Arc::clone(&self.config));
             let held = self.knobs.weights;
-            let reading = std::thread::spawn(move || load(&source, &config, held, index));
+            let copy = Arc::clone(&self.copy);
+            let reading = std::thread::spawn(move || {
+                let layer = load(&source, &config, held, index)?;
+                copy(&layer);
+                Ok(layer)
+            });
             self.ahead = Some((index, reading));
         }
     }

@@ -9,11 +9,14 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 
 use super::clock::Clock;
+use super::compute::Compute;
+use super::devices::Devices;
 use super::loader::LayerLoader;
 use super::memory;
 use crate::checkpoint::WeightSource;
 use crate::linalg::Products;
 use crate::model::{DecoderLayer, Head, LayerContext, LlamaConfig};
+use crate::run::fallback::{DeviceMemoryReport, FallReport};
 use crate::run::{Events, Knobs};
 
 /// Changes layers: calibrates, prunes, writes.
@@ -22,7 +25,7 @@ pub trait Editor {
     ///
     /// # Errors
     /// Ends the sweep.
-    fn edit(&mut self, layer: DecoderLayer, context: &mut LayerContext) -> Result<DecoderLayer>;
+    fn edit(&mut self, layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer>;
 }
 
 /// Rides along: sees each layer before and after the editor, and the head at the end.
@@ -31,19 +34,19 @@ pub trait Passenger {
     ///
     /// # Errors
     /// Ends the sweep.
-    fn dense(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()>;
+    fn dense(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()>;
 
     /// The layer as the editor left it.
     ///
     /// # Errors
     /// Ends the sweep.
-    fn pruned(&mut self, layer: &DecoderLayer, context: &mut LayerContext) -> Result<()>;
+    fn pruned(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()>;
 
     /// The end of the model, after the last layer.
     ///
     /// # Errors
     /// Ends the run.
-    fn finish(&mut self, head: &Head, context: &mut LayerContext) -> Result<()>;
+    fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()>;
 }
 
 /// What a sweep goes over.
@@ -56,8 +59,10 @@ pub struct Sweep<'a> {
     pub seqlen: usize,
     /// How the work is cut up.
     pub knobs: Knobs,
-    /// How products with bf16 weights are computed.
+    /// How products with bf16 weights are computed on the CPU.
     pub products: Products,
+    /// Who computes beside the CPU.
+    pub devices: &'a Devices,
     /// Where time goes.
     pub clock: &'a Clock,
     /// Who is told of memory at each layer.
@@ -68,18 +73,27 @@ impl Sweep<'_> {
     /// Goes over all layers, then shows the head to the passengers.
     ///
     /// # Errors
-    /// Fails when a layer cannot be read, and with the first error of the editor or a passenger; both name the layer.
+    /// Fails when a device cannot be set up or a layer not be read, and with the first error of the editor or a passenger; these
+    /// name the layer.
     pub fn run(
         self,
         mut editor: Option<&mut dyn Editor>,
         passengers: &mut [&mut dyn Passenger],
-    ) -> Result<()> {
-        let mut context = LayerContext::with_knobs(&self.config, self.seqlen, self.knobs.clone())?
-            .with_products(self.products);
+    ) -> Result<Swept> {
+        let context = || -> Result<LayerContext> {
+            let knobs = self.knobs.clone();
+            let context = LayerContext::with_knobs(&self.config, self.seqlen, knobs)?;
+            Ok(context.with_products(self.products))
+        };
+        let (seats, by_layer) =
+            self.devices
+                .seats(&self.config, self.seqlen, &self.knobs, &context)?;
+        let mut compute = Compute::new(context()?, &self.config, seats, by_layer, self.events);
         let mut loader = LayerLoader::new(
             Arc::clone(&self.source),
             Arc::clone(&self.config),
             self.knobs.clone(),
+            compute.copies_ahead(),
         );
         for index in 0..self.config.num_hidden_layers {
             let in_layer = || format!("in layer {index}");
@@ -87,17 +101,19 @@ impl Sweep<'_> {
                 .clock
                 .measure("read", || loader.take(index))
                 .with_context(in_layer)?;
+            compute.layer_begins();
+            loader.read_ahead(index + 1);
             for passenger in passengers.iter_mut() {
                 passenger
-                    .dense(&layer, &mut context)
+                    .dense(&layer, &mut compute)
                     .with_context(in_layer)?;
             }
             if let Some(editor) = editor.as_deref_mut() {
-                layer = editor.edit(layer, &mut context).with_context(in_layer)?;
+                layer = editor.edit(layer, &mut compute).with_context(in_layer)?;
             }
             for passenger in passengers.iter_mut() {
                 passenger
-                    .pruned(&layer, &mut context)
+                    .pruned(&layer, &mut compute)
                     .with_context(in_layer)?;
             }
             // Layers are allocated by the reader's thread and freed by this one. Without this, glibc keeps about one
@@ -121,11 +137,21 @@ impl Sweep<'_> {
                 .context("in the head")?;
             for passenger in passengers {
                 passenger
-                    .finish(&head, &mut context)
+                    .finish(&head, &mut compute)
                     .context("in the head")?;
             }
             self.clock.mark("06_after_eval", self.events);
         }
-        Ok(())
+        let (fallbacks, devices) = compute.finish();
+        Ok(Swept { fallbacks, devices })
     }
+}
+
+/// What there is to say of the devices after a sweep.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Swept {
+    /// Units a device had no memory for at first.
+    pub fallbacks: Vec<FallReport>,
+    /// What devices held at most.
+    pub devices: Vec<DeviceMemoryReport>,
 }

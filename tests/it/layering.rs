@@ -104,6 +104,7 @@ const MAY_BE_UNSAFE: &[&str] = &[
     "linalg/bf16/amx.rs",
     "linalg/bf16/avx512.rs",
     "linalg/matmul.rs",
+    "runtime/engine/cuda.rs",
     "runtime/memory.rs",
 ];
 

@@ -239,6 +239,7 @@ fn planned(place: &Place, dtype: StoredDtype, resting: Resting) -> u64 {
     let job = Job {
         config: &config,
         dtype,
+        gpu_dtype: dtype,
         seqlen: SEQLEN,
         samples: SAMPLES,
         windows: WINDOWS,

@@ -187,7 +187,7 @@ fn devices_this_build_does_not_have_are_refused() {
         (
             2,
             "error: --use-cpu and --device cuda contradict each other\n\
-             hint: leave one of them out; this build computes on the CPU only\n"
+             hint: leave one of them out\n"
         )
     );
     let cuda = run(&["--device", "cuda:1"]);
@@ -196,10 +196,25 @@ fn devices_this_build_does_not_have_are_refused() {
         (
             2,
             "error: --device cuda:1: this build has no CUDA\n\
-             hint: use --use-cpu, or leave --device out\n"
+             hint: use --use-cpu, or leave --device out; docs/building.md says how to build with CUDA\n"
         )
     );
     assert_eq!(run(&["--device", "tpu"]).code, 2);
+    let writes = place.run(&[
+        "generate",
+        "--model",
+        "m",
+        "--prompt",
+        "a",
+        "--device-map",
+        "balanced",
+    ]);
+    assert_eq!(writes.code, 2);
+    assert!(
+        writes.stderr.contains("computes on the CPU"),
+        "{}",
+        writes.stderr
+    );
     let told = "device       cpu; this build has no CUDA";
     assert!(run(&[]).stderr.contains(told));
     assert!(!run(&["--use-cpu"]).stderr.contains(told));

@@ -148,10 +148,15 @@ impl<'a> Job<'a> {
         for line in report::plan::text(plan).lines() {
             console.line(line);
         }
-        if !args.device.names_the_cpu() {
-            console.line(
-                "device       cpu; this build has no CUDA (--use-cpu says that this is meant)",
-            );
+        if plan.devices.len() == 1 && !args.device.names_the_cpu() {
+            let why = if cfg!(feature = "cuda") {
+                "no GPU computes in this plan"
+            } else {
+                "this build has no CUDA"
+            };
+            console.line(&format!(
+                "device       cpu; {why} (--use-cpu says that this is meant)"
+            ));
         }
         match &folder.model {
             Some(model) => console.line(&format!("output       {}", model.display())),

@@ -25,7 +25,12 @@ fn over_time(manifest: &Manifest) -> Result<Figure> {
     let last = samples.last().map_or(0.0, |sample| sample.seconds);
     let most = samples
         .iter()
-        .map(|sample| sample.peak_anonymous.max(sample.anonymous))
+        .map(|sample| {
+            let gpu = sample
+                .gpu
+                .map_or(ByteSize::ZERO, |gpu| gpu.allocated.max(gpu.peak));
+            sample.peak_anonymous.max(sample.anonymous).max(gpu)
+        })
         .max()
         .unwrap_or(ByteSize::ZERO);
     let (time, time_unit) = time_unit(last);
@@ -49,6 +54,17 @@ fn over_time(manifest: &Manifest) -> Result<Figure> {
         points,
         is_marked: false,
     };
+    let mut lines = vec![
+        line("at the sample", now),
+        line("most since the last", peak),
+    ];
+    let on_gpus: Vec<(f64, f64)> = samples
+        .iter()
+        .filter_map(|sample| Some((x(sample.seconds), y(sample.gpu?.allocated))))
+        .collect();
+    if !on_gpus.is_empty() {
+        lines.push(line("allocated on GPUs", on_gpus));
+    }
     let svg = Chart {
         title: "Memory over time",
         y_name: &format!("resident anonymous memory, {bytes_unit}"),
@@ -61,10 +77,7 @@ fn over_time(manifest: &Manifest) -> Result<Figure> {
         y: Axis::up_to(0.0, y(most), 5),
         x_label: &label,
         y_label: &label,
-        lines: vec![
-            line("at the sample", now),
-            line("most since the last", peak),
-        ],
+        lines,
         levels: Vec::new(),
     }
     .draw()?;
@@ -131,7 +144,7 @@ fn byte_unit(most: ByteSize) -> (f64, &'static str) {
 mod tests {
     use super::*;
     use crate::report::made_up;
-    use crate::run::manifest::MemorySample;
+    use crate::run::manifest::{GpuMemory, MemorySample};
 
     fn sample(seconds: f64, mebibytes: u64) -> MemorySample {
         MemorySample {
@@ -139,6 +152,7 @@ mod tests {
             checkpoint: format!("layer {seconds}"),
             anonymous: ByteSize(mebibytes << 20),
             peak_anonymous: ByteSize((mebibytes + 10) << 20),
+            gpu: None,
         }
     }
 
@@ -155,6 +169,26 @@ mod tests {
             let line = format!("stroke=\"{color}\" stroke-width=\"2\" points=");
             assert!(figure.svg.contains(&line), "{}", figure.svg);
         }
+    }
+
+    #[test]
+    fn memory_of_gpus_has_a_line_of_its_own() {
+        let mut manifest = made_up::manifest("wanda", 0.5);
+        manifest.memory = vec![sample(0.0, 20), sample(100.0, 90)];
+        assert!(!figure(&manifest).unwrap().unwrap().svg.contains("on GPUs"));
+        for sample in &mut manifest.memory {
+            let [size, more] = [ByteSize(300 << 20), ByteSize(400 << 20)];
+            sample.gpu = Some(GpuMemory {
+                allocated: size,
+                reserved: more,
+                peak: more,
+                free: more,
+                total: more,
+            });
+        }
+        let figure = figure(&manifest).unwrap().unwrap();
+        assert!(figure.svg.contains("allocated on GPUs"), "{}", figure.svg);
+        assert!(figure.caption.contains("400.00 MiB"), "{}", figure.caption);
     }
 
     #[test]

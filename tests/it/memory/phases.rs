@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result, bail};
+use candle_core::DType;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::demo::RandomCheckpoint;
@@ -19,7 +20,7 @@ use prune::model::{
 use prune::pruning::{self, Pattern, Request, Target};
 use prune::run::Silent;
 use prune::run::knobs::{Knobs, WeightsHeld};
-use prune::runtime::{Clock, HiddenStates, Passenger, Rest};
+use prune::runtime::{Clock, Compute, HiddenStates, Passenger, Rest};
 
 use super::{ALIVE, PEAK};
 use crate::cli::Place;
@@ -54,6 +55,12 @@ impl Observer for Nobody {
     }
 
     fn observe(&mut self, _: Observation, _: &[f32]) {}
+
+    fn keeps(&self, _: Observation) -> &[usize] {
+        &[]
+    }
+
+    fn observe_sums(&mut self, _: Observation, _: &[f32], _: &[f32]) {}
 }
 
 /// The most that was allocated during `body` beyond what was before.
@@ -168,7 +175,8 @@ fn phase(
                 .map(|i| (i * 31 % vocabulary) as u32)
                 .collect();
             let width = config.hidden_size;
-            let mut hidden = HiddenStates::new(&Rest::Ram, "t", WINDOWS, SEQLEN, width)?;
+            let mut hidden =
+                HiddenStates::new(&Rest::Ram, "t", WINDOWS, SEQLEN, width, DType::F32)?;
             for window in 0..WINDOWS {
                 hidden.put(window, state()?)?;
             }
@@ -180,12 +188,13 @@ fn phase(
             let left = ALIVE.load(Ordering::Relaxed) - before;
             let mut perplexity =
                 Perplexity::new(Side::Dense, hidden, &tokens, SEQLEN, 1, &clock, &Silent);
+            let mut compute = Compute::on_cpu(context, config, &Silent);
             let counted = counted(|| {
                 let head = match knobs.head_rows {
                     None => Head::load(&*source, config)?,
                     Some(rows) => Head::at_rest(&source, config, rows)?,
                 };
-                perplexity.finish(&head, &mut context)
+                perplexity.finish(&head, &mut compute)
             })?;
             Ok((predicted, counted.1 + left as u64))
         }

@@ -34,6 +34,12 @@ impl Observer for Seen {
     fn observe(&mut self, point: Observation, rows: &[f32]) {
         self.0.entry(point).or_default().extend_from_slice(rows);
     }
+
+    fn keeps(&self, _: Observation) -> &[usize] {
+        &[]
+    }
+
+    fn observe_sums(&mut self, _: Observation, _: &[f32], _: &[f32]) {}
 }
 
 /// The largest difference, relative to the largest element.

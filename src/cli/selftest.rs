@@ -1,0 +1,606 @@
+//! `prune selftest` (hidden): whether a device computes what the CPU does, on the machine it is in.
+//!
+//! One file is all a GPU machine needs: models are made on the spot. On the CPU candle's operators are held against our own, and
+//! what only a GPU can show (its counters, a real out-of-memory) is skipped aloud.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor};
+use clap::{Args, Parser};
+
+use super::args::DeviceArg;
+use super::console::Console;
+use super::prune::{self, PruneArgs};
+use crate::bytes::ByteSize;
+use crate::checkpoint::{Checkpoint, WeightSource};
+use crate::demo::{RandomCheckpoint, embedded};
+use crate::failure::Failure;
+use crate::linalg::StoredDtype;
+use crate::model::observe::Need;
+use crate::model::on_device::{Cut, Seen};
+use crate::model::{
+    DecoderLayer, Embedding, Head, LayerContext, LlamaConfig, Observation, Observer, Projection,
+};
+use crate::pipeline::{PrunedMatrix, Watcher};
+use crate::pruning::Mask;
+use crate::run::fallback::FallOutcome;
+use crate::run::{Knobs, Silent};
+use crate::runtime::engine::{Engine, OnCandle};
+use crate::runtime::ledger::{Ledger, Refusals};
+use crate::runtime::seat::Seat;
+use crate::runtime::{Compute, HiddenStates, Rest};
+
+/// Flags of `prune selftest`.
+#[derive(Debug, Clone, Args)]
+pub struct SelftestArgs {
+    /// `cpu`, or in a build with CUDA `cuda:N`
+    #[arg(long, default_value = "cpu")]
+    device: DeviceArg,
+}
+
+/// What came of a check.
+enum Outcome {
+    /// As it should be, with the figures.
+    Held(String),
+    /// What only another device can show.
+    Skipped(&'static str),
+}
+
+/// Runs every check and prints a line for each.
+///
+/// # Errors
+/// Fails when a check did, after all of them ran.
+pub fn command(args: &SelftestArgs) -> Result<()> {
+    let console = Console::default();
+    let bench = Bench::new(&args.device)?;
+    let folder = tempfile_folder()?;
+    let checks: [(&str, &dyn Fn() -> Result<Outcome>); 6] = [
+        ("a layer, its observations and the head", &|| {
+            bench.layers(&folder.0)
+        }),
+        ("rows wider than 8192 columns", &|| {
+            bench.wide_rows(&folder.0)
+        }),
+        ("a sample in smaller pieces", &|| {
+            bench.smaller_pieces(&folder.0)
+        }),
+        ("masks and perplexity of the demo model", &|| {
+            bench.masks(&folder.0)
+        }),
+        ("predicted and counted memory", &|| bench.memory(&folder.0)),
+        ("a real out-of-memory", &|| bench.out_of_memory(&folder.0)),
+    ];
+    console.line(&format!(
+        "self-test of {} ({})",
+        bench.name, bench.driver_name
+    ));
+    let mut failed = 0;
+    for (name, check) in checks {
+        let (mark, detail) = match check() {
+            Ok(Outcome::Held(detail)) => ("ok", detail),
+            Ok(Outcome::Skipped(why)) => ("skipped", why.to_string()),
+            Err(error) => {
+                failed += 1;
+                ("FAILED", format!("{error:#}"))
+            }
+        };
+        console.line(&format!("{mark:<8} {name}: {detail}"));
+    }
+    if failed > 0 {
+        return Err(Failure::new(format!(
+            "{failed} of {} checks failed on {}",
+            checks.len(),
+            bench.name
+        ))
+        .into());
+    }
+    Ok(())
+}
+
+/// A folder that goes with the process's normal end.
+struct Folder(std::path::PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What cannot be removed is left to the system's own cleaning of temporary files.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn tempfile_folder() -> Result<Folder> {
+    let folder = std::env::temp_dir().join(format!("prune-selftest-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).with_context(|| format!("creating `{}`", folder.display()))?;
+    Ok(Folder(folder))
+}
+
+/// The device under test.
+struct Bench {
+    name: String,
+    driver_name: String,
+    device: Device,
+}
+
+/// A model with its first layer in memory.
+struct Model {
+    config: LlamaConfig,
+    source: Arc<dyn WeightSource>,
+    layer: DecoderLayer,
+    context: LayerContext,
+    tokens: Vec<u32>,
+    state: Tensor,
+}
+
+impl Model {
+    fn open(folder: &Path, seqlen: usize) -> Result<Self> {
+        let config = LlamaConfig::load(folder)?;
+        let source: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder)?);
+        let layer = DecoderLayer::load(&*source, &config, 0)?;
+        let context = LayerContext::new(&config, seqlen)?;
+        let vocabulary = config.vocab_size as u32;
+        let tokens: Vec<u32> = (0..seqlen as u32).map(|t| t * 7919 % vocabulary).collect();
+        let state = Embedding::open(&*source, &config)?.rows(&tokens)?;
+        Ok(Self {
+            config,
+            source,
+            layer,
+            context,
+            tokens,
+            state,
+        })
+    }
+
+    /// A random one.
+    fn random(folder: &Path, name: &str, shape: &RandomCheckpoint, seqlen: usize) -> Result<Self> {
+        let folder = folder.join(name);
+        if !folder.exists() {
+            shape.write(&folder, &Silent)?;
+        }
+        Self::open(&folder, seqlen)
+    }
+}
+
+/// The wide one: rows of 11008, grouped-query heads.
+fn wide() -> RandomCheckpoint {
+    RandomCheckpoint {
+        hidden_size: 1024,
+        intermediate_size: 11008,
+        num_hidden_layers: 1,
+        num_attention_heads: 16,
+        num_key_value_heads: 4,
+        vocab_size: 4003,
+        max_position_embeddings: 1024,
+        dtype: StoredDtype::Bf16,
+        ..RandomCheckpoint::default()
+    }
+}
+
+/// Largest relative difference of one layer by the dtype of the arithmetic; f32 sums in another order, the others round at every
+/// operator. Measured with candle on the CPU: at most 7e-7, 2e-3, 1e-2.
+const TOLERANCES: [(DType, f32); 3] = [(DType::F32, 2e-5), (DType::F16, 5e-3), (DType::BF16, 4e-2)];
+
+impl Bench {
+    fn new(device: &DeviceArg) -> Result<Self> {
+        match device {
+            DeviceArg::Auto | DeviceArg::Cpu => Ok(Self {
+                name: "cpu".to_string(),
+                driver_name: "candle's operators".to_string(),
+                device: Device::Cpu,
+            }),
+            DeviceArg::Cuda(index) => Self::cuda(index.unwrap_or(0)),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(index: usize) -> Result<Self> {
+        use crate::runtime::engine::cuda;
+        let gpus = cuda::gpus();
+        let gpu = gpus.get(index).ok_or_else(|| {
+            Failure::new(format!("cuda:{index} is not there: {} GPUs", gpus.len()))
+        })?;
+        Ok(Self {
+            name: format!("cuda:{index}"),
+            driver_name: format!("{}, {} free", gpu.name, gpu.free),
+            device: cuda::open(index)?,
+        })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn cuda(_index: usize) -> Result<Self> {
+        Err(Failure::usage("this build has no CUDA")
+            .hint("docs/building.md says how to build with CUDA")
+            .into())
+    }
+
+    fn engine(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
+        OnCandle::new(
+            self.device.clone(),
+            dtype,
+            self.driver_name.clone(),
+            &model.config,
+            &model.context,
+        )
+    }
+
+    fn loaded(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
+        let mut engine = self.engine(model, dtype)?;
+        engine.begin(&model.layer)?;
+        for projection in Projection::ALL {
+            engine.take_up(&model.layer, projection)?;
+        }
+        Ok(engine)
+    }
+
+    /// Forward, capture and head in every dtype, against the host.
+    fn compare(&self, model: &mut Model, cut: &Cut) -> Result<Vec<String>> {
+        let Model {
+            layer,
+            context,
+            state,
+            tokens,
+            source,
+            config,
+            ..
+        } = &mut *model;
+        let ours = values(&layer.forward(state, context)?)?;
+        let mut observed = Sums::new(config);
+        layer.capture(state, context, &mut observed)?;
+        let head = Head::load(&**source, config)?;
+        let chunk = head.chunk(0..config.vocab_size)?;
+        let losses = losses(&Seen::on_host(&chunk, state, tokens, context)?);
+        let mut figures = Vec::new();
+        for (dtype, tolerance) in TOLERANCES {
+            let mut engine = self.loaded(model, dtype)?;
+            let Model {
+                layer,
+                state,
+                tokens,
+                ..
+            } = &*model;
+            let apart = difference(&ours, &values(&engine.forward(layer, state, cut)?)?);
+            let mut theirs = Sums::new(&model.config);
+            engine.capture(layer, state, cut, &mut theirs)?;
+            let sums = (0..4)
+                .map(|point| difference(&observed.0[point], &theirs.0[point]))
+                .fold(0.0, f32::max);
+            // Once more, copied by another thread while this one computes, as a sweep does it.
+            let copies = engine.copies_ahead().context("candle copies")?;
+            let again = std::thread::scope(|scope| {
+                let copied = scope.spawn(|| copies(layer));
+                let out = engine.forward(layer, state, cut);
+                copied
+                    .join()
+                    .map_err(|_| anyhow::anyhow!("the copy panicked"))?;
+                out
+            })?;
+            engine.drop_weights();
+            engine.adopt();
+            engine.begin(layer)?;
+            for projection in Projection::ALL {
+                engine.take_up(layer, projection)?;
+            }
+            let ahead = engine.forward(layer, state, cut)?;
+            let apart = apart
+                .max(difference(&ours, &values(&again)?))
+                .max(difference(&ours, &values(&ahead)?));
+            engine.begin_head(&chunk)?;
+            let seen = engine.see(&chunk, state, tokens, cut)?;
+            let loss = difference(&losses, &self::losses(&seen));
+            let worst = apart.max(sums / 2.0).max(loss);
+            figures.push(format!(
+                "{} {apart:.1e} / {sums:.1e} / {loss:.1e}",
+                dtype.as_str()
+            ));
+            ensure!(
+                worst <= tolerance,
+                "{}: off by {apart:.1e} (layer), {sums:.1e} (sums of squares), {loss:.1e} (head); {tolerance:.0e} is allowed",
+                dtype.as_str()
+            );
+        }
+        Ok(figures)
+    }
+
+    fn layers(&self, folder: &Path) -> Result<Outcome> {
+        let demo = folder.join("demo");
+        if !demo.exists() {
+            embedded::write_model(&demo)?;
+        }
+        let mut model = Model::open(&demo, 256)?;
+        let cut = Cut::of(&Knobs::default(), &model.config);
+        Ok(Outcome::Held(self.compare(&mut model, &cut)?.join(", ")))
+    }
+
+    fn wide_rows(&self, folder: &Path) -> Result<Outcome> {
+        let mut model = Model::random(folder, "wide", &wide(), 512)?;
+        let cut = Cut::of(&Knobs::default(), &model.config);
+        Ok(Outcome::Held(self.compare(&mut model, &cut)?.join(", ")))
+    }
+
+    /// A seat whose account refuses the first attempts of every sample.
+    fn smaller_pieces(&self, folder: &Path) -> Result<Outcome> {
+        let mut model = Model::random(folder, "wide", &wide(), 512)?;
+        // 8 uploads come first; then the sample, refused whole twice and halved once.
+        let capacity = ByteSize(1 << 40);
+        let refusals = "8x3".parse::<Refusals>().map_err(anyhow::Error::msg)?;
+        let ledger = Ledger::new(capacity, ByteSize::ZERO, refusals);
+        let (apart, outcomes) = self.pass(&mut model, ledger)?;
+        ensure!(
+            outcomes == [FallOutcome::Smaller],
+            "the ladder went {outcomes:?}"
+        );
+        ensure!(apart <= TOLERANCES[0].1, "off by {apart:.1e}");
+        Ok(Outcome::Held(format!("off by {apart:.1e}")))
+    }
+
+    /// One sample through a layer on a seat, in f32: how far from the host's, and how the ladder went.
+    fn pass(&self, model: &mut Model, ledger: Ledger) -> Result<(f32, Vec<FallOutcome>)> {
+        let ours = values(&model.layer.forward(&model.state, &mut model.context)?)?;
+        let seqlen = model.tokens.len();
+        let seat = Seat::new(
+            self.name.clone(),
+            Box::new(self.engine(model, DType::F32)?),
+            ledger,
+            Cut::of(&Knobs::default(), &model.config),
+            seqlen,
+            ByteSize::ZERO,
+        );
+        let mut hidden = HiddenStates::new(
+            &Rest::Ram,
+            "selftest",
+            1,
+            seqlen,
+            model.config.hidden_size,
+            DType::F32,
+        )?;
+        hidden.put(0, model.state.clone())?;
+        let context = LayerContext::new(&model.config, seqlen)?;
+        let by_layer = vec![vec![self.name.clone()]];
+        let mut compute = Compute::new(context, &model.config, vec![seat], by_layer, &Silent);
+        compute.forward("selftest", &model.layer, &mut hidden, &|_| ())?;
+        let (falls, _) = compute.finish();
+        let apart = difference(&ours, &values(&hidden.get(0)?)?);
+        Ok((apart, falls.iter().map(|fall| fall.outcome).collect()))
+    }
+
+    /// The whole job on the demo model, here and on the CPU.
+    fn masks(&self, folder: &Path) -> Result<Outcome> {
+        let demo = folder.join("demo");
+        if !demo.exists() {
+            embedded::write_model(&demo)?;
+        }
+        let run = |device: &str| -> Result<(Masks, f64)> {
+            let flags = vec![
+                "prune".to_string(),
+                format!("--model={}", demo.display()),
+                "--dataset=demo".to_string(),
+                "--eval-dataset=demo".to_string(),
+                "--nsamples=8".to_string(),
+                "--eval-windows=4".to_string(),
+                "--sparsity-ratio=0.5".to_string(),
+                "--quiet".to_string(),
+                format!("--device={device}"),
+            ];
+            let args = SelftestRun::try_parse_from(flags)?.prune;
+            let mut masks = Masks::default();
+            let quiet = Console::quiet();
+            let manifest = prune::execute(&args, Vec::new(), &quiet, Some(&mut masks))?;
+            ensure!(
+                manifest.fallbacks.is_empty(),
+                "{} units fell",
+                manifest.fallbacks.len()
+            );
+            let pruned = manifest.perplexity.pruned.context("it was measured")?;
+            Ok((masks, pruned.perplexity))
+        };
+        let (ours, theirs) = (run("cpu")?, run(&self.name)?);
+        let agreement = ours.0.agreement(&theirs.0)?;
+        let figures = format!(
+            "{:.4} % of the masks' bits agree; perplexity {:.4} here, {:.4} on the CPU",
+            100.0 * agreement,
+            theirs.1,
+            ours.1
+        );
+        ensure!(
+            agreement >= 0.99 && (theirs.1 / ours.1 - 1.0).abs() < 0.01,
+            "{figures}"
+        );
+        Ok(Outcome::Held(figures))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn memory(&self, _folder: &Path) -> Result<Outcome> {
+        Ok(Outcome::Skipped("the CPU has no memory pool that counts"))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn out_of_memory(&self, _folder: &Path) -> Result<Outcome> {
+        Ok(Outcome::Skipped("the CPU's memory is not to be used up"))
+    }
+
+    /// What the formulas say of a layer and a sample, and what the pool counted.
+    #[cfg(feature = "cuda")]
+    fn memory(&self, folder: &Path) -> Result<Outcome> {
+        use crate::runtime::engine::cuda;
+        if cuda::memory(&self.device).is_none() {
+            return Ok(Outcome::Skipped(
+                "this device has no memory pool that counts",
+            ));
+        }
+        let seqlen = 1024;
+        let model = Model::random(folder, "wide", &wide(), seqlen)?;
+        let cut = Cut::of(&Knobs::default(), &model.config);
+        cuda::reset_peaks(&self.device);
+        let before = cuda::memory(&self.device).unwrap_or_default();
+        let mut engine = self.loaded(&model, DType::BF16)?;
+        let mut sums = Sums::new(&model.config);
+        engine.capture(&model.layer, &model.state, &cut, &mut sums)?;
+        engine.forward(&model.layer, &model.state, &cut)?;
+        let after = cuda::memory(&self.device).unwrap_or_default();
+        let counted = ByteSize(after.peak_allocated.0.saturating_sub(before.allocated.0));
+        let predicted =
+            Cut::layer_bytes(&model.config, 2) + cut.pass_bytes(&model.config, seqlen, 2);
+        let figures = format!("{predicted} predicted, {counted} counted");
+        ensure!(
+            predicted.0.abs_diff(counted.0) <= (counted.0 / 10).max(32 << 20),
+            "{figures}"
+        );
+        Ok(Outcome::Held(figures))
+    }
+
+    /// Fills the device but for a little, and lets a sample pass all the same.
+    #[cfg(feature = "cuda")]
+    fn out_of_memory(&self, folder: &Path) -> Result<Outcome> {
+        use crate::runtime::engine::{cuda, out_of_memory};
+        if matches!(self.device, Device::Cpu) {
+            return Ok(Outcome::Skipped("the CPU's memory is not to be used up"));
+        }
+        // In f32, so that no cast takes memory beside the weights.
+        let shape = RandomCheckpoint {
+            dtype: StoredDtype::F32,
+            ..wide()
+        };
+        let mut model = Model::random(folder, "wide-f32", &shape, 1024)?;
+        let layer = Cut::layer_bytes(&model.config, 4);
+        let mut ballast = Vec::new();
+        // Ever smaller pieces, until what is left is the layer and some 48 MiB: less than a whole sample takes.
+        let mut piece = 4usize << 30;
+        let wanted_free = layer.0 as usize + (48 << 20);
+        while piece >= 8 << 20 {
+            let free = cuda::memory(&self.device).unwrap_or_default().free.0 as usize;
+            if free < wanted_free + piece {
+                piece /= 2;
+                continue;
+            }
+            match Tensor::zeros(piece, DType::U8, &self.device) {
+                Ok(tensor) => ballast.push(tensor),
+                Err(error) => {
+                    let error = anyhow::Error::new(error);
+                    ensure!(
+                        out_of_memory(&error).is_some(),
+                        "not taken for an out-of-memory: {error:#}"
+                    );
+                    piece /= 2;
+                }
+            }
+        }
+        let ledger = Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, Refusals::default());
+        let (apart, outcomes) = self.pass(&mut model, ledger)?;
+        let figures = format!("the ladder went {outcomes:?}, off by {apart:.1e}");
+        drop(ballast);
+        ensure!(
+            outcomes == [FallOutcome::Smaller] && apart <= TOLERANCES[0].1,
+            "{figures}"
+        );
+        let ledger = Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, Refusals::default());
+        let (apart, outcomes) = self.pass(&mut model, ledger)?;
+        ensure!(
+            outcomes.is_empty() && apart <= TOLERANCES[0].1,
+            "afterwards, with all memory free, the ladder went {outcomes:?}"
+        );
+        Ok(Outcome::Held(figures))
+    }
+}
+
+/// The flags of a pruning run, from a list.
+#[derive(Parser)]
+struct SelftestRun {
+    #[command(flatten)]
+    prune: PruneArgs,
+}
+
+/// Column sums of squares at the four points.
+struct Sums([Vec<f32>; 4]);
+
+impl Sums {
+    fn new(config: &LlamaConfig) -> Self {
+        let queries = config.num_attention_heads * config.head_dim;
+        let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+        Self([hidden, queries, hidden, intermediate].map(|width| vec![0.0; width]))
+    }
+}
+
+impl Observer for Sums {
+    fn needs(&self, _point: Observation) -> Need {
+        Need::Rows
+    }
+
+    fn observe(&mut self, point: Observation, rows: &[f32]) {
+        let sums = &mut self.0[point as usize];
+        for row in rows.chunks_exact(sums.len()) {
+            for (sum, value) in sums.iter_mut().zip(row) {
+                *sum += value * value;
+            }
+        }
+    }
+
+    fn keeps(&self, _point: Observation) -> &[usize] {
+        &[]
+    }
+
+    fn observe_sums(&mut self, point: Observation, squares: &[f32], _kept: &[f32]) {
+        let sums = &mut self.0[point as usize];
+        for (sum, square) in sums.iter_mut().zip(squares) {
+            *sum += square;
+        }
+    }
+}
+
+/// All masks of a run, in order.
+#[derive(Default)]
+struct Masks(Vec<Mask>);
+
+impl Watcher for Masks {
+    fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
+        self.0.push(matrix.mask.clone());
+        Ok(())
+    }
+}
+
+impl Masks {
+    /// The share of equal bits.
+    fn agreement(&self, other: &Self) -> Result<f64> {
+        ensure!(
+            !self.0.is_empty() && self.0.len() == other.0.len(),
+            "{} and {} masks",
+            self.0.len(),
+            other.0.len()
+        );
+        let (mut bits, mut apart) = (0u64, 0u64);
+        for (ours, theirs) in self.0.iter().zip(&other.0) {
+            bits += (ours.rows() * ours.columns()) as u64;
+            let pairs = ours.bits().iter().zip(theirs.bits());
+            apart += pairs
+                .map(|(a, b)| u64::from((a ^ b).count_ones()))
+                .sum::<u64>();
+        }
+        Ok(1.0 - apart as f64 / bits as f64)
+    }
+}
+
+fn values(tensor: &Tensor) -> Result<Vec<f32>> {
+    Ok(tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+}
+
+/// −ln p of every token that follows another.
+fn losses(seen: &[Seen]) -> Vec<f32> {
+    let loss = |seen: &Seen| {
+        let logit = f64::from(seen.logit.unwrap_or(f32::NAN));
+        (seen.sum.ln() + f64::from(seen.largest) - logit) as f32
+    };
+    seen.iter().map(loss).collect()
+}
+
+/// The largest difference, relative to the largest element; infinite where lengths differ or a value is none.
+fn difference(ours: &[f32], theirs: &[f32]) -> f32 {
+    let largest = ours.iter().fold(0f32, |max, value| max.max(value.abs()));
+    let apart = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs());
+    let is_whole = ours.len() == theirs.len()
+        && !ours.is_empty()
+        && theirs.iter().all(|value| value.is_finite());
+    if is_whole {
+        apart.fold(0.0, f32::max) / largest
+    } else {
+        f32::INFINITY
+    }
+}

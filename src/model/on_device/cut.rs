@@ -1,0 +1,131 @@
+//! How a device cuts its work up, and what each piece of it holds: the numbers a plan and the ledger are made of.
+//!
+//! e bytes per element of the arithmetic; S tokens of a sample, H hidden_size, I intermediate_size, V vocab_size; a group of
+//! key/value heads with its queries is q and k elements wide, all of them Q and K; b queries and t tokens at once:
+//!
+//! ```text
+//! sample     e·S·H in and e·S·H out
+//! attention  e·S·(H + Q) normed, context;  e·S·(2q + 2k) one group's q, k, v and one of them rotated;
+//!            8·h·b·S scores and softmax in f32 of h heads, 2·e·h·b·S of them in the arithmetic's dtype
+//! MLP        e·t·(2H + 3I) + 8·t·I gate, up, their product; its squares in f32 while it is observed
+//! observed   e·S·(H + Q) + 8·t·max(H, Q) normed and context, and the squares of some of their rows
+//! head       e·H·r + (e + 12)·r·v logits of r tokens for v rows of the vocabulary, their exponentials and sums
+//! ```
+
+use crate::bytes::ByteSize;
+use crate::model::{LlamaConfig, Projection};
+use crate::run::Knobs;
+
+/// What a device takes before anything is computed: CUDA context, cuBLAS workspace, kernels. From the literature (0.3 to 0.6 GiB);
+/// it differs with card and driver.
+pub const CONTEXT: ByteSize = ByteSize(512 << 20);
+
+/// Queries whose scores exist at once, unless there is too little memory.
+const QUERIES: usize = 256;
+
+/// Below these a piece is not cut again: it takes less than the weights it is multiplied with.
+const LEAST_QUERIES: usize = 16;
+const LEAST_TOKENS: usize = 32;
+
+/// How a device's work is cut up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cut {
+    /// Key/value heads attention handles at once.
+    pub key_value_heads: usize,
+    /// Queries whose scores exist at once.
+    pub queries: usize,
+    /// Tokens the MLP handles at once.
+    pub mlp_tokens: usize,
+    /// Logits that exist at once, in bytes of f32.
+    pub logits_bytes: ByteSize,
+}
+
+impl Cut {
+    /// What a plan's knobs mean for a device.
+    pub fn of(knobs: &Knobs, config: &LlamaConfig) -> Self {
+        Self {
+            key_value_heads: knobs
+                .attention_heads
+                .unwrap_or(usize::MAX)
+                .clamp(1, config.num_key_value_heads),
+            queries: QUERIES,
+            mlp_tokens: knobs.mlp_tokens.max(1),
+            logits_bytes: knobs.logits_bytes,
+        }
+    }
+
+    /// The next smaller one; `None` where there is nothing left to cut.
+    pub fn smaller(&self) -> Option<Self> {
+        let half = |value: usize, least: usize| (value / 2).max(least).min(value);
+        let smaller = Self {
+            key_value_heads: half(self.key_value_heads, 1),
+            queries: half(self.queries, LEAST_QUERIES),
+            mlp_tokens: half(self.mlp_tokens, LEAST_TOKENS),
+            logits_bytes: ByteSize(
+                (self.logits_bytes.0 / 2)
+                    .max(1 << 16)
+                    .min(self.logits_bytes.0),
+            ),
+        };
+        (smaller != *self).then_some(smaller)
+    }
+
+    /// Tokens whose logits for `rows` rows of the vocabulary exist at once.
+    pub fn logit_tokens(&self, rows: usize) -> usize {
+        crate::model::head::logit_rows(self.logits_bytes, rows)
+    }
+
+    /// What a sample takes on its way through a layer, the larger of attention and MLP; `element` is e.
+    pub fn pass_bytes(&self, config: &LlamaConfig, seqlen: usize, element: usize) -> ByteSize {
+        let (s, h, i) = (seqlen, config.hidden_size, config.intermediate_size);
+        let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
+        let heads = self.key_value_heads.min(config.num_key_value_heads) * per_key;
+        let (q, k) = (
+            heads * config.head_dim,
+            heads / per_key.max(1) * config.head_dim,
+        );
+        let all = config.num_attention_heads * config.head_dim;
+        let scores = (8 + 2 * element) * heads * self.queries.min(s) * s;
+        let attention = element * s * (h + all + 2 * q + 2 * k) + scores;
+        let t = self.mlp_tokens.min(s);
+        let mlp = element * t * (2 * h + 3 * i) + 8 * t * i;
+        let observed = element * s * (h + all) + 8 * t * h.max(all);
+        ByteSize::of(element, 2 * s * h) + ByteSize(attention.max(mlp).max(observed) as u64)
+    }
+
+    /// What a window takes at the end of the model, for `rows` rows of the vocabulary; `element` is e.
+    pub fn head_bytes(
+        &self,
+        config: &LlamaConfig,
+        seqlen: usize,
+        rows: usize,
+        element: usize,
+    ) -> ByteSize {
+        let tokens = self.logit_tokens(rows).min(seqlen);
+        ByteSize::of(element, (seqlen + tokens) * config.hidden_size)
+            + ByteSize::of(element + 12, tokens * rows)
+    }
+
+    /// What copying a matrix holds for a moment where it is stored in another dtype: the largest one, as stored.
+    pub fn cast_bytes(config: &LlamaConfig, stored: usize, element: usize) -> ByteSize {
+        if stored == element {
+            return ByteSize::ZERO;
+        }
+        let largest = Projection::ALL
+            .iter()
+            .map(|projection| projection.shape(config))
+            .map(|(rows, columns)| rows * columns)
+            .max();
+        ByteSize::of(largest.unwrap_or(0), stored)
+    }
+
+    /// A layer's weights on a device: e · (2·H·Q + 2·H·K + 3·H·I + 2·H).
+    pub fn layer_bytes(config: &LlamaConfig, element: usize) -> ByteSize {
+        let matrices: usize = Projection::ALL
+            .iter()
+            .map(|projection| projection.shape(config))
+            .map(|(rows, columns)| rows * columns)
+            .sum();
+        ByteSize::of(element, matrices + 2 * config.hidden_size)
+    }
+}

@@ -1,0 +1,150 @@
+//! The end of the model on a device: the last norm, some rows of the vocabulary, and what a token's prediction is worth.
+//!
+//! For logits l of r tokens over some rows of the vocabulary: max_j l_j, Σ_j e^(l_j − max) and the logit of the token that
+//! follows, where it is among the rows. Three numbers a token leave the device; `eval` puts the parts of the vocabulary together.
+
+use std::ops::Range;
+
+use anyhow::{Context, Result};
+use candle_core::{D, DType, Device, Tensor};
+use candle_nn::ops;
+use rayon::prelude::*;
+
+use super::{Cut, copy, upload_vector};
+use crate::linalg::exp;
+use crate::model::LayerContext;
+use crate::model::head::HeadChunk;
+
+/// Norm and some rows of the head.
+#[derive(Debug)]
+pub struct DeviceHead {
+    norm: Tensor,
+    rms_norm_eps: f32,
+    /// `[rows, hidden_size]`
+    weight: Tensor,
+    rows: Range<usize>,
+}
+
+/// What a device has seen of one token's prediction.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Seen {
+    /// The largest logit.
+    pub largest: f32,
+    /// Σ e^(logit − largest).
+    pub sum: f64,
+    /// The logit of the token that follows, where its row was among those.
+    pub logit: Option<f32>,
+}
+
+impl Seen {
+    /// What tokens have of `rows` of the vocabulary, from logits `[tokens, rows.len()]` on the host.
+    ///
+    /// # Arguments
+    /// * `next`: the tokens that follow, as many or fewer: nothing follows the last one of a window
+    pub fn of_logits(logits: &[f32], rows: &Range<usize>, next: &[u32]) -> Vec<Self> {
+        logits
+            .par_chunks_exact(rows.len().max(1))
+            .zip(next)
+            .map(|(logits, &next)| {
+                let largest = exp::largest(logits);
+                let next = next as usize;
+                Self {
+                    largest,
+                    sum: exp::sum_exp_minus(logits, largest),
+                    logit: rows.contains(&next).then(|| logits[next - rows.start]),
+                }
+            })
+            .collect()
+    }
+
+    /// What one window's tokens have of a chunk's rows, computed on the host.
+    ///
+    /// # Errors
+    /// As [`HeadChunk::logits`].
+    pub fn on_host(
+        chunk: &HeadChunk<'_>,
+        state: &Tensor,
+        tokens: &[u32],
+        context: &mut LayerContext,
+    ) -> Result<Vec<Self>> {
+        let mut seen = Vec::with_capacity(tokens.len());
+        chunk.logits(state, context, |first, logits| {
+            seen.extend(Self::of_logits(logits, &chunk.rows, &tokens[first + 1..]));
+            Ok(())
+        })?;
+        Ok(seen)
+    }
+}
+
+impl DeviceHead {
+    /// Copies the norm and some rows of the head onto a device.
+    ///
+    /// # Errors
+    /// Fails when the device has no memory for them, and for a chunk whose rows are not in memory.
+    pub fn new(chunk: &HeadChunk<'_>, dtype: DType, device: &Device) -> Result<Self> {
+        let (norm, rms_norm_eps) = chunk.head().norm();
+        let weight = chunk
+            .weight()
+            .context("a device takes the head from memory")?;
+        Ok(Self {
+            norm: upload_vector(norm, dtype, device)?,
+            rms_norm_eps,
+            weight: copy(weight, device)?.to_dtype(dtype)?,
+            rows: chunk.rows.clone(),
+        })
+    }
+
+    /// The rows it has.
+    pub fn rows(&self) -> Range<usize> {
+        self.rows.clone()
+    }
+
+    /// What the tokens of one window have of these rows, the last one left out: nothing follows it.
+    ///
+    /// # Arguments
+    /// * `hidden`: `[seqlen, hidden_size]` on the device, what left the last layer
+    /// * `tokens`: `[seqlen]`
+    ///
+    /// # Errors
+    /// Fails when the device does.
+    pub fn see(&self, hidden: &Tensor, tokens: &[u32], cut: &Cut) -> Result<Vec<Seen>> {
+        let count = tokens.len().saturating_sub(1);
+        let at_once = cut.logit_tokens(self.rows.len());
+        let device = hidden.device();
+        let mut seen = Vec::with_capacity(count);
+        while seen.len() < count {
+            let first = seen.len();
+            let some = at_once.min(count - first);
+            let rows = hidden.narrow(0, first, some)?.contiguous()?;
+            let normed = ops::rms_norm(&rows, &self.norm, self.rms_norm_eps)?;
+            let logits = normed.matmul(&self.weight.t()?)?.to_dtype(DType::F32)?;
+            let next: Vec<Option<u32>> = tokens[first + 1..first + 1 + some]
+                .iter()
+                .map(|&token| {
+                    let row = token as usize;
+                    self.rows
+                        .contains(&row)
+                        .then(|| (row - self.rows.start) as u32)
+                })
+                .collect();
+            let index: Vec<u32> = next.iter().map(|row| row.unwrap_or(0)).collect();
+            let index = Tensor::from_vec(index, (some, 1), device)?;
+            let chosen = logits.gather(&index, 1)?.squeeze(1)?;
+            let largest = logits.max_keepdim(D::Minus1)?;
+            let sums = logits.broadcast_sub(&largest)?.exp()?.sum(D::Minus1)?;
+            let host = |tensor: &Tensor| -> Result<Vec<f32>> {
+                Ok(tensor.to_device(&Device::Cpu)?.to_vec1()?)
+            };
+            let (largest, sums, chosen) =
+                (host(&largest.squeeze(1)?)?, host(&sums)?, host(&chosen)?);
+            for (token, next) in next.iter().enumerate() {
+                seen.push(Seen {
+                    largest: largest[token],
+                    sum: f64::from(sums[token]),
+                    logit: next.map(|_| chosen[token]),
+                });
+            }
+        }
+        Ok(seen)
+    }
+}

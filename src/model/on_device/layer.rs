@@ -1,0 +1,384 @@
+//! One decoder layer on a device: the formulas of `model/layer.rs` with operators of candle's.
+//!
+//! ```text
+//! x ← hidden;  a = norm(x);  q, k, v = a·Wqᵀ, a·Wkᵀ, a·Wvᵀ;  q, k rotated
+//! x ← x + attention(q, k, v)·Woᵀ;  m = norm(x);  x ← x + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ
+//! ```
+//!
+//! Attention goes over some key/value heads at a time with the queries that read them, and over some of those queries: scores
+//! `[heads, queries, keys]` exist for one block, in f32, with the keys up to its last query only. The MLP goes over some tokens
+//! at a time. What is observed leaves the device as column sums of squares and a few rows, never as the activations themselves.
+
+use anyhow::{Context, Result};
+use candle_core::{D, DType, Device, Tensor};
+use candle_nn::ops;
+
+use super::{CopyMatrix, Cut, upload_vector};
+use crate::linalg::attention::Heads;
+use crate::model::observe::{Need, Observation, Observer};
+use crate::model::{DecoderLayer, LayerContext, LlamaConfig, Projection};
+
+/// Rotary tables on a device, `[seqlen, head_dim / 2]` each.
+#[derive(Debug, Clone)]
+pub struct DeviceTables {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl DeviceTables {
+    /// Copies the tables of a context onto a device.
+    ///
+    /// # Errors
+    /// Fails when the device has no memory for them.
+    pub fn new(
+        context: &LayerContext,
+        config: &LlamaConfig,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let half = config.head_dim / 2;
+        let table = |values: &[f32]| -> Result<Tensor> {
+            let shape = (values.len() / half.max(1), half);
+            Ok(Tensor::from_slice(values, shape, device)?.to_dtype(dtype)?)
+        };
+        let (cos, sin) = context.rotary().tables();
+        Ok(Self {
+            cos: table(cos)?,
+            sin: table(sin)?,
+        })
+    }
+}
+
+/// x·Wᵀ + b
+#[derive(Debug)]
+struct DeviceLinear {
+    /// `[out_features, in_features]`
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl DeviceLinear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_rows(x, 0, self.weight.dim(0)?)
+    }
+
+    /// The output features from `first` on.
+    fn forward_rows(&self, x: &Tensor, first: usize, count: usize) -> Result<Tensor> {
+        let out = x.matmul(&self.weight.narrow(0, first, count)?.t()?)?;
+        Ok(match &self.bias {
+            Some(bias) => out.broadcast_add(&bias.narrow(0, first, count)?)?,
+            None => out,
+        })
+    }
+}
+
+/// A decoder layer on a device. Matrices are taken up one by one, so that each can be refused.
+#[derive(Debug)]
+pub struct DeviceLayer {
+    index: usize,
+    revision: u64,
+    heads: Heads,
+    rms_norm_eps: f32,
+    device: Device,
+    dtype: DType,
+    input_layernorm: Tensor,
+    post_attention_layernorm: Tensor,
+    linears: [Option<DeviceLinear>; 7],
+}
+
+impl DeviceLayer {
+    /// A layer whose norms are on the device and whose matrices are to follow.
+    ///
+    /// # Errors
+    /// Fails when the device has no memory for the norms.
+    pub fn begin(layer: &DecoderLayer, dtype: DType, device: &Device) -> Result<Self> {
+        let [input_layernorm, post_attention_layernorm] =
+            layer.norms().map(|norm| upload_vector(norm, dtype, device));
+        Ok(Self {
+            index: layer.index(),
+            revision: layer.revision(),
+            heads: layer.heads(),
+            rms_norm_eps: layer.rms_norm_eps(),
+            device: device.clone(),
+            dtype,
+            input_layernorm: input_layernorm?,
+            post_attention_layernorm: post_attention_layernorm?,
+            linears: Default::default(),
+        })
+    }
+
+    /// Whether it was begun for this layer as it is now.
+    pub fn is_of(&self, layer: &DecoderLayer) -> bool {
+        (self.index, self.revision) == (layer.index(), layer.revision())
+    }
+
+    /// Copies one matrix onto the device, if it is not there yet.
+    ///
+    /// # Errors
+    /// Fails when the device has no memory for it, and for a weight that is not in memory itself.
+    pub fn take_up(
+        &mut self,
+        layer: &DecoderLayer,
+        projection: Projection,
+        copy: CopyMatrix<'_>,
+    ) -> Result<()> {
+        let place = &mut self.linears[projection as usize];
+        if place.is_some() {
+            return Ok(());
+        }
+        let linear = layer.linear(projection);
+        let weight = linear.weight.held();
+        let weight = copy(weight.context("a device takes weights from memory")?)?;
+        let bias = linear.bias.as_deref();
+        *place = Some(DeviceLinear {
+            weight: weight.to_dtype(self.dtype)?,
+            bias: bias
+                .map(|bias| upload_vector(bias, self.dtype, &self.device))
+                .transpose()?,
+        });
+        Ok(())
+    }
+
+    fn linear(&self, projection: Projection) -> Result<&DeviceLinear> {
+        self.linears[projection as usize]
+            .as_ref()
+            .with_context(|| format!("{} is not on the device", projection.full_name(self.index)))
+    }
+
+    /// Passes one sample through: `[seqlen, hidden_size]` on the device in, the same shape out.
+    ///
+    /// # Errors
+    /// Fails when the device does, for lack of memory above all.
+    pub fn forward(&self, hidden: &Tensor, tables: &DeviceTables, cut: &Cut) -> Result<Tensor> {
+        let out = self.attend(hidden, tables, cut, None)?;
+        self.mlp(&out, cut, None)?;
+        Ok(out)
+    }
+
+    /// Shows what is observed of one sample to `observer`, and stops before down's product.
+    ///
+    /// # Errors
+    /// As [`DeviceLayer::forward`].
+    pub fn capture(
+        &self,
+        hidden: &Tensor,
+        tables: &DeviceTables,
+        cut: &Cut,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let out = self.attend(hidden, tables, cut, Some(&mut *observer))?;
+        self.mlp(&out, cut, Some(observer))
+    }
+
+    /// hidden + attention(norm(hidden))·Woᵀ, in memory of its own.
+    fn attend(
+        &self,
+        hidden: &Tensor,
+        tables: &DeviceTables,
+        cut: &Cut,
+        mut observer: Option<&mut dyn Observer>,
+    ) -> Result<Tensor> {
+        let Heads {
+            num_heads,
+            num_key_value_heads,
+            head_dim,
+        } = self.heads;
+        let seqlen = hidden.dim(0)?;
+        let queries_per_key = num_heads / num_key_value_heads.max(1);
+        let (cos, sin) = (
+            tables.cos.narrow(0, 0, seqlen)?,
+            tables.sin.narrow(0, 0, seqlen)?,
+        );
+        let normed = ops::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps)?;
+        show(&mut observer, Observation::AttentionInput, 0, &normed, cut)?;
+        let width = num_heads * head_dim;
+        let context = Tensor::zeros((seqlen, width), self.dtype, &self.device)?;
+        let mut first = 0;
+        while first < num_key_value_heads {
+            let keys = cut.key_value_heads.min(num_key_value_heads - first);
+            let queries = keys * queries_per_key;
+            // [heads, seqlen, head_dim] of one projection
+            let project = |projection, first: usize, heads: usize| -> Result<Tensor> {
+                let out = self.linear(projection)?.forward_rows(
+                    &normed,
+                    first * head_dim,
+                    heads * head_dim,
+                )?;
+                Ok(out
+                    .reshape((seqlen, heads, head_dim))?
+                    .transpose(0, 1)?
+                    .contiguous()?)
+            };
+            let rotate = |x: Tensor| -> Result<Tensor> {
+                let rotated = candle_nn::rotary_emb::rope(&x.unsqueeze(0)?, &cos, &sin)?;
+                Ok(rotated.squeeze(0)?)
+            };
+            let q = rotate(project(Projection::Q, first * queries_per_key, queries)?)?;
+            let k = rotate(project(Projection::K, first, keys)?)?;
+            let v = project(Projection::V, first, keys)?;
+            let q = q.reshape((keys, queries_per_key, seqlen, head_dim))?;
+            self.attend_blocks(&q, &k, &v, cut.queries, |position, attended| {
+                // Heads side by side in the columns of this group.
+                let columns = first * queries_per_key * head_dim;
+                let rows = context.narrow(0, position, attended.dim(0)?)?;
+                write_columns(&rows, &attended, columns)
+            })?;
+            first += keys;
+        }
+        drop(normed);
+        show(&mut observer, Observation::OInput, 0, &context, cut)?;
+        let out = self.linear(Projection::O)?.forward(&context)?;
+        Ok((out + hidden)?)
+    }
+
+    /// Calls `body(first query, context [queries, heads · head_dim])` block by block.
+    ///
+    /// # Arguments
+    /// * `q`: `[keys, queries per key, seqlen, head_dim]`
+    /// * `k`, `v`: `[keys, seqlen, head_dim]`
+    fn attend_blocks(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        queries: usize,
+        mut body: impl FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let (heads, per_key, seqlen, head_dim) = q.dims4()?;
+        let scale = 1.0 / (head_dim as f64).sqrt();
+        let mut first = 0;
+        while first < seqlen {
+            let rows = queries.clamp(1, seqlen - first);
+            let end = first + rows;
+            let q = q.narrow(2, first, rows)?.contiguous()?.reshape((
+                heads,
+                per_key * rows,
+                head_dim,
+            ))?;
+            // Blocks, so that every tensor goes as soon as it was used: two of scores' size exist at a time.
+            let scores = {
+                let keys = k.narrow(1, 0, end)?.contiguous()?;
+                let scores = q.matmul(&keys.transpose(1, 2)?)?;
+                scores.to_dtype(DType::F32)?
+            };
+            drop(q);
+            let scores = (scores * scale)?.reshape((heads, per_key, rows, end))?;
+            let masked = {
+                let scores = scores;
+                scores.broadcast_add(&self.mask(first, rows)?)?
+            };
+            let probabilities = {
+                let masked = masked;
+                ops::softmax_last_dim(&masked)?
+            };
+            let attended = {
+                let probabilities = {
+                    let wide = probabilities;
+                    wide.to_dtype(self.dtype)?
+                };
+                let probabilities = probabilities.reshape((heads, per_key * rows, end))?;
+                probabilities.matmul(&v.narrow(1, 0, end)?.contiguous()?)?
+            };
+            let attended = attended
+                .reshape((heads * per_key, rows, head_dim))?
+                .transpose(0, 1)?
+                .contiguous()?
+                .reshape((rows, heads * per_key * head_dim))?;
+            body(first, attended)?;
+            first = end;
+        }
+        Ok(())
+    }
+
+    /// 0 where a query sees a key and −∞ where it does not, `[rows, first + rows]` in f32.
+    fn mask(&self, first: usize, rows: usize) -> Result<Tensor> {
+        let end = first + rows;
+        let mut mask = vec![0.0f32; rows * end];
+        for (row, mask) in mask.chunks_exact_mut(end).enumerate() {
+            mask[first + row + 1..].fill(f32::NEG_INFINITY);
+        }
+        Ok(Tensor::from_vec(mask, (rows, end), &self.device)?)
+    }
+
+    /// hidden ← hidden + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ with m = norm(hidden), in place; with an observer, up to down's input only.
+    fn mlp(
+        &self,
+        hidden: &Tensor,
+        cut: &Cut,
+        mut observer: Option<&mut dyn Observer>,
+    ) -> Result<()> {
+        let seqlen = hidden.dim(0)?;
+        let mut first = 0;
+        while first < seqlen {
+            let tokens = cut.mlp_tokens.min(seqlen - first);
+            let rows = hidden.narrow(0, first, tokens)?;
+            let normed = ops::rms_norm(
+                &rows.contiguous()?,
+                &self.post_attention_layernorm,
+                self.rms_norm_eps,
+            )?;
+            show(&mut observer, Observation::MlpInput, first, &normed, cut)?;
+            let gate = {
+                let gate = self.linear(Projection::Gate)?.forward(&normed)?;
+                ops::silu(&gate)?
+            };
+            let up = self.linear(Projection::Up)?.forward(&normed)?;
+            drop(normed);
+            let inner = (gate * up)?;
+            show(&mut observer, Observation::DownInput, first, &inner, cut)?;
+            if observer.is_none() {
+                let out = self.linear(Projection::Down)?.forward(&inner)?;
+                drop(inner);
+                hidden.slice_set(&(out + rows)?, 0, first)?;
+            }
+            first += tokens;
+        }
+        Ok(())
+    }
+}
+
+/// Writes `values` `[rows, columns]` into some columns of `to` `[rows, width]`.
+fn write_columns(to: &Tensor, values: &Tensor, first: usize) -> Result<()> {
+    to.slice_set(values, 1, first)?;
+    Ok(())
+}
+
+/// Hands an observer the column sums of squares of some rows, and the rows it wants to keep.
+fn show(
+    observer: &mut Option<&mut dyn Observer>,
+    point: Observation,
+    first: usize,
+    rows: &Tensor,
+    cut: &Cut,
+) -> Result<()> {
+    let Some(observer) = observer else {
+        return Ok(());
+    };
+    if observer.needs(point) == Need::Nothing {
+        return Ok(());
+    }
+    let tokens = rows.dim(0)?;
+    let mut squares = vec![0.0f32; rows.dim(D::Minus1)?];
+    let mut at = 0;
+    while at < tokens {
+        let some = cut.mlp_tokens.clamp(1, tokens - at);
+        let wide = rows.narrow(0, at, some)?.to_dtype(DType::F32)?;
+        let sums: Vec<f32> = wide.sqr()?.sum(0)?.to_device(&Device::Cpu)?.to_vec1()?;
+        squares
+            .iter_mut()
+            .zip(sums)
+            .for_each(|(square, sum)| *square += sum);
+        at += some;
+    }
+    let mut kept = Vec::new();
+    for &position in observer.keeps(point) {
+        if (first..first + tokens).contains(&position) {
+            // A copy of its own: a view would take the whole tensor along.
+            let row = rows.narrow(0, position - first, 1)?.force_contiguous()?;
+            let row = row.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+            kept.extend(row.flatten_all()?.to_vec1::<f32>()?);
+        }
+    }
+    observer.observe_sums(point, &squares, &kept);
+    Ok(())
+}

@@ -1,0 +1,298 @@
+//! NVIDIA GPUs: which there are, what their memory pool counts, and which of their errors mean that memory is out.
+//!
+//! Allocations are stream-ordered: they come from the device's default pool, which keeps what is freed until it is told to give
+//! it back ([`trim`]) or until the device has nothing else. Its counters are exact; "free on the device" is not, as long as the
+//! pool keeps something.
+
+use std::error::Error;
+use std::ffi::c_void;
+use std::sync::OnceLock;
+
+use anyhow::{Context, Result};
+use candle_core::cuda_backend::cudarc::cublas::result::CublasError;
+use candle_core::cuda_backend::cudarc::cublas::sys::cublasStatus_t;
+use candle_core::cuda_backend::cudarc::curand::result::CurandError;
+use candle_core::cuda_backend::cudarc::curand::sys::curandStatus_t;
+use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
+use candle_core::cuda_backend::cudarc::driver::sys::{CUmemPool_attribute, CUmemoryPool, CUresult};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, DriverError};
+use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaError, CudaStorage};
+use candle_core::op::BackpropOp;
+use candle_core::{Device, Error as CandleError, Storage, Tensor};
+use half::{bf16, f16};
+
+use super::DeviceMemory;
+use crate::bytes::ByteSize;
+use crate::linalg::{StoredDtype, StoredMatrix};
+use crate::model::on_device::copy;
+
+/// A GPU that can be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoundGpu {
+    /// As its driver calls it.
+    pub name: String,
+    /// What is free, this process's context already made; nothing where it does not answer.
+    pub free: ByteSize,
+    /// Whether it computes in bf16: compute capability 8.0 and newer.
+    pub has_bf16: bool,
+}
+
+/// Copies a matrix onto a GPU beside the work that is under way there: on a stream of its own, so that the transfer overlaps computing.
+/// Returns when the copy is there, so who reads it waits for nothing. It is for weights, which products alone read: freeing them waits
+/// for the events that a product records on the GPU's own stream. candle's other operators record none there, so what is cast must
+/// not come from here.
+///
+/// # Errors
+/// Fails when the GPU has no memory for it.
+pub fn copy_beside(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
+    let Ok(cuda) = device.as_cuda_device() else {
+        return copy(matrix, device);
+    };
+    let stream = cuda.cuda_stream().context().new_stream()?;
+    let bytes = matrix.as_bytes();
+    let storage = match matrix.dtype() {
+        StoredDtype::F32 => wrap(
+            cuda,
+            stream.clone_htod(bytemuck::cast_slice::<u8, f32>(bytes))?,
+        ),
+        StoredDtype::F16 => wrap(
+            cuda,
+            stream.clone_htod(bytemuck::cast_slice::<u8, f16>(bytes))?,
+        ),
+        StoredDtype::Bf16 => wrap(
+            cuda,
+            stream.clone_htod(bytemuck::cast_slice::<u8, bf16>(bytes))?,
+        ),
+    };
+    stream.synchronize()?;
+    let shape = (matrix.rows(), matrix.columns());
+    Ok(Tensor::from_storage(
+        Storage::Cuda(storage),
+        shape,
+        BackpropOp::none(),
+        false,
+    ))
+}
+
+fn wrap<T: CudaDType>(cuda: &CudaDevice, slice: CudaSlice<T>) -> CudaStorage {
+    CudaStorage::wrap_cuda_slice(slice, cuda.clone())
+}
+
+/// All GPUs by index, as they were when first asked for, a context of this process on each; none where there is no driver or no
+/// device.
+pub fn gpus() -> Vec<FoundGpu> {
+    static FOUND: OnceLock<Vec<FoundGpu>> = OnceLock::new();
+    FOUND.get_or_init(look_for_gpus).clone()
+}
+
+fn look_for_gpus() -> Vec<FoundGpu> {
+    let count = CudaContext::device_count().unwrap_or(0).max(0) as usize;
+    let mut gpus = Vec::with_capacity(count);
+    for index in 0..count {
+        let found = CudaContext::new(index).and_then(|context| {
+            let (free, _) = context.mem_get_info()?;
+            let (major, _) = context.compute_capability()?;
+            Ok(FoundGpu {
+                name: context.name()?,
+                free: ByteSize(free as u64),
+                has_bf16: major >= 8,
+            })
+        });
+        match found {
+            Ok(gpu) => gpus.push(gpu),
+            // Indices must stay those of the driver; a GPU that does not answer has no memory for us.
+            Err(error) => gpus.push(FoundGpu {
+                name: format!("unusable: {error}"),
+                free: ByteSize::ZERO,
+                has_bf16: false,
+            }),
+        }
+    }
+    gpus
+}
+
+/// Opens a GPU with a stream of its own, which does not depend on the thread that uses it: a seat's thread computes, and the reader's
+/// copies small vectors in between.
+///
+/// # Errors
+/// Fails when the driver refuses.
+pub fn open(index: usize) -> Result<Device> {
+    let device =
+        Device::new_cuda_with_stream(index).with_context(|| format!("opening cuda:{index}"))?;
+    if let Ok(cuda) = device.as_cuda_device() {
+        // What is freed stays with the pool: without this every wait for the device would give it back and fetch it again.
+        let mut keep_all = u64::MAX;
+        with_pool(cuda, |pool| {
+            #[expect(unsafe_code, reason = "a call into the CUDA driver")]
+            // SAFETY: the pool is the device's default one, which lives as long as the context; the attribute is a u64, and
+            // the driver copies it before it returns.
+            unsafe {
+                mem_pool::set_attribute(
+                    pool,
+                    CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                    (&raw mut keep_all).cast::<c_void>(),
+                )
+            }
+        });
+    }
+    Ok(device)
+}
+
+/// Calls `body` with the device's default pool; `None` where there is none or the call fails.
+fn with_pool<R>(
+    cuda: &CudaDevice,
+    body: impl FnOnce(CUmemoryPool) -> Result<R, DriverError>,
+) -> Option<R> {
+    let stream = cuda.cuda_stream();
+    let context = stream.context();
+    if !context.has_async_alloc() {
+        return None;
+    }
+    context.bind_to_thread().ok()?;
+    #[expect(unsafe_code, reason = "a call into the CUDA driver")]
+    // SAFETY: `cu_device` is the device this context was made for.
+    let pool = unsafe { device::get_default_mem_pool(context.cu_device()) };
+    body(pool.ok()?).ok()
+}
+
+fn counter(pool: CUmemoryPool, attribute: CUmemPool_attribute) -> Result<ByteSize, DriverError> {
+    let mut value = 0u64;
+    #[expect(unsafe_code, reason = "a call into the CUDA driver")]
+    // SAFETY: the pool is a device's default one; all attributes asked for here are u64.
+    unsafe {
+        mem_pool::get_attribute(pool, attribute, (&raw mut value).cast::<c_void>())?;
+    }
+    Ok(ByteSize(value))
+}
+
+/// The counters of a GPU; `None` for another device, and for a GPU without a memory pool.
+pub fn memory(device: &Device) -> Option<DeviceMemory> {
+    let cuda = device.as_cuda_device().ok()?;
+    let stream = cuda.cuda_stream();
+    let (free, total) = stream.context().mem_get_info().ok()?;
+    let pool = with_pool(cuda, |pool| {
+        Ok(DeviceMemory {
+            allocated: counter(pool, CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+            peak_allocated: counter(pool, CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
+            reserved: counter(
+                pool,
+                CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
+            )?,
+            peak_reserved: counter(pool, CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
+            free: ByteSize::ZERO,
+            total: ByteSize::ZERO,
+        })
+    })?;
+    // What the pool keeps and no one uses can be had again.
+    let kept = pool.reserved.0.saturating_sub(pool.allocated.0);
+    Some(DeviceMemory {
+        free: ByteSize(free as u64 + kept),
+        total: ByteSize(total as u64),
+        ..pool
+    })
+}
+
+/// Lets the pool's high-water marks begin again from what is in use now.
+pub fn reset_peaks(device: &Device) {
+    let Ok(cuda) = device.as_cuda_device() else {
+        return;
+    };
+    for attribute in [
+        CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH,
+        CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH,
+    ] {
+        let mut zero = 0u64;
+        with_pool(cuda, |pool| {
+            #[expect(unsafe_code, reason = "a call into the CUDA driver")]
+            // SAFETY: as in `open`; 0 is the one value these attributes may be set to.
+            unsafe {
+                mem_pool::set_attribute(pool, attribute, (&raw mut zero).cast::<c_void>())
+            }
+        });
+    }
+}
+
+/// Waits for everything on a GPU, on all streams, and gives what the pool keeps back to it.
+///
+/// # Errors
+/// What went wrong in the meantime, as the driver's own error.
+pub fn release(device: &Device) -> Result<()> {
+    let Ok(cuda) = device.as_cuda_device() else {
+        return Ok(());
+    };
+    cuda.cuda_stream().context().synchronize()?;
+    with_pool(cuda, |pool| {
+        #[expect(unsafe_code, reason = "a call into the CUDA driver")]
+        // SAFETY: the pool is the device's default one; memory in use is not touched.
+        unsafe {
+            mem_pool::trim_to(pool, 0)
+        }
+    });
+    Ok(())
+}
+
+/// Whether an error says that a device's memory is out, by its type and code: the driver's code 2, and the codes of cuBLAS and
+/// cuRAND. A dead context (an illegal address, a failed launch) is none of these.
+pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
+    if let Some(error) = error.downcast_ref::<CandleError>() {
+        return match error {
+            CandleError::Cuda(inner) => is_out_of_memory(&**inner),
+            CandleError::WithBacktrace { inner, .. }
+            | CandleError::WithPath { inner, .. }
+            | CandleError::Context { inner, .. } => is_out_of_memory(&**inner),
+            CandleError::WrappedContext { wrapped, .. } => is_out_of_memory(&**wrapped),
+            _ => false,
+        };
+    }
+    if let Some(error) = error.downcast_ref::<CudaError>() {
+        return match error {
+            CudaError::Cuda(driver) | CudaError::Load { cuda: driver, .. } => {
+                is_out_of_memory(driver)
+            }
+            CudaError::Cublas(error) => is_out_of_memory(error),
+            CudaError::Curand(error) => is_out_of_memory(error),
+            _ => false,
+        };
+    }
+    if let Some(DriverError(code)) = error.downcast_ref() {
+        return *code == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if let Some(CublasError(code)) = error.downcast_ref() {
+        return *code == cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED;
+    }
+    if let Some(CurandError(code)) = error.downcast_ref() {
+        return *code == curandStatus_t::CURAND_STATUS_ALLOCATION_FAILED;
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_are_told_by_code_through_all_wrappings() {
+        let candle = |code| CandleError::Cuda(Box::new(CudaError::Cuda(DriverError(code))));
+        let wrapped = |code| {
+            candle(code)
+                .context("layer 3")
+                .with_path("model.safetensors")
+        };
+        let out = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        let dead = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
+        assert!(is_out_of_memory(&candle(out)) && is_out_of_memory(&wrapped(out)));
+        assert!(!is_out_of_memory(&candle(dead)) && !is_out_of_memory(&wrapped(dead)));
+        let loading = CudaError::Load {
+            cuda: DriverError(out),
+            module_name: "reduce".to_string(),
+        };
+        assert!(is_out_of_memory(&CandleError::Cuda(Box::new(loading))));
+        assert!(is_out_of_memory(&CublasError(
+            cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED
+        )));
+        let message = CandleError::Msg("out of memory on cuda".to_string());
+        assert!(!is_out_of_memory(&message), "words do not count");
+        let error = anyhow::Error::new(wrapped(out)).context("in layer 3");
+        assert_eq!(super::super::out_of_memory(&error), Some(None));
+    }
+}

@@ -1,0 +1,209 @@
+//! Layers and head computed by candle's operators on one of its devices. With the feature `cuda` that is a GPU; tests use the CPU.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor};
+
+use super::{CopyAhead, DeviceMemory, Engine};
+use crate::linalg::StoredMatrix;
+use crate::model::head::HeadChunk;
+#[cfg(feature = "cuda")]
+use crate::model::on_device::candle_dtype;
+use crate::model::on_device::{Cut, DeviceHead, DeviceLayer, DeviceTables, Seen, copy};
+use crate::model::{DecoderLayer, LayerContext, LlamaConfig, Observer, Projection};
+
+/// One device of candle's.
+#[derive(Debug)]
+pub struct OnCandle {
+    device: Device,
+    dtype: DType,
+    name: String,
+    tables: DeviceTables,
+    layer: Option<DeviceLayer>,
+    head: Option<DeviceHead>,
+    /// The copy of the layer whose turn it is.
+    adopted: Option<DeviceLayer>,
+    ahead: Arc<Ahead>,
+}
+
+/// A layer that is copied while another one is in use, by the thread that reads it.
+#[derive(Debug, Default)]
+struct Ahead {
+    layer: Mutex<Option<DeviceLayer>>,
+    /// Its memory is needed for other things from now on.
+    is_stopped: AtomicBool,
+}
+
+/// Copies a matrix beside the work that is under way, where it need not be cast: a cast is part of that work, in whose order its
+/// source must then be freed.
+fn beside(matrix: &StoredMatrix, dtype: DType, device: &Device) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if candle_dtype(matrix.dtype()) == dtype {
+        return super::cuda::copy_beside(matrix, device);
+    }
+    #[cfg(not(feature = "cuda"))]
+    let _ = dtype;
+    copy(matrix, device)
+}
+
+impl Ahead {
+    fn take(&self) -> Option<DeviceLayer> {
+        self.layer
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+    }
+
+    fn put(&self, layer: DeviceLayer) {
+        *self.layer.lock().unwrap_or_else(PoisonError::into_inner) = Some(layer);
+    }
+}
+
+impl OnCandle {
+    /// Computes on `device` in `dtype`.
+    ///
+    /// # Errors
+    /// Fails when the device has no memory for the rotary tables.
+    pub fn new(
+        device: Device,
+        dtype: DType,
+        name: String,
+        config: &LlamaConfig,
+        context: &LayerContext,
+    ) -> Result<Self> {
+        let tables = DeviceTables::new(context, config, dtype, &device)?;
+        Ok(Self {
+            device,
+            dtype,
+            name,
+            tables,
+            layer: None,
+            head: None,
+            adopted: None,
+            ahead: Arc::default(),
+        })
+    }
+
+    fn to_device(&self, state: &Tensor) -> Result<Tensor> {
+        Ok(state.to_device(&self.device)?.to_dtype(self.dtype)?)
+    }
+}
+
+impl Engine for OnCandle {
+    fn begin(&mut self, layer: &DecoderLayer) -> Result<()> {
+        self.drop_weights();
+        let adopted = self.adopted.take().filter(|copied| copied.is_of(layer));
+        self.layer = Some(match adopted {
+            Some(copied) => copied,
+            None => DeviceLayer::begin(layer, self.dtype, &self.device)?,
+        });
+        Ok(())
+    }
+
+    fn take_up(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
+        let device = &self.device;
+        self.layer
+            .as_mut()
+            .context("a layer was begun")?
+            .take_up(layer, projection, &|matrix| copy(matrix, device))
+    }
+
+    fn forward(&mut self, _layer: &DecoderLayer, state: &Tensor, cut: &Cut) -> Result<Tensor> {
+        let state = self.to_device(state)?;
+        let layer = self.layer.as_ref().context("a layer was begun")?;
+        let out = layer.forward(&state, &self.tables, cut)?;
+        // Waits for the device: what failed on the way is reported here, as part of this unit.
+        Ok(out.to_device(&Device::Cpu)?)
+    }
+
+    fn capture(
+        &mut self,
+        _layer: &DecoderLayer,
+        state: &Tensor,
+        cut: &Cut,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let state = self.to_device(state)?;
+        let layer = self.layer.as_ref().context("a layer was begun")?;
+        layer.capture(&state, &self.tables, cut, observer)
+    }
+
+    fn adopt(&mut self) {
+        self.adopted = None;
+        self.adopted = self.ahead.take();
+    }
+
+    fn copies_ahead(&self) -> Option<CopyAhead> {
+        let (ahead, device, dtype) = (Arc::clone(&self.ahead), self.device.clone(), self.dtype);
+        Some(Box::new(move |layer| {
+            if ahead.is_stopped.load(Ordering::Relaxed) {
+                return;
+            }
+            let copied = (|| -> Result<DeviceLayer> {
+                let mut copied = DeviceLayer::begin(layer, dtype, &device)?;
+                for projection in Projection::ALL {
+                    let copy = |matrix: &StoredMatrix| beside(matrix, dtype, &device);
+                    copied.take_up(layer, projection, &copy)?;
+                }
+                Ok(copied)
+            })();
+            // What fails here, for lack of memory above all, is tried again, with the ladder, when the layer's turn has come.
+            if let Ok(copied) = copied {
+                ahead.put(copied);
+            }
+        }))
+    }
+
+    fn begin_head(&mut self, chunk: &HeadChunk<'_>) -> Result<()> {
+        self.drop_weights();
+        self.head = Some(DeviceHead::new(chunk, self.dtype, &self.device)?);
+        Ok(())
+    }
+
+    fn see(
+        &mut self,
+        _chunk: &HeadChunk<'_>,
+        state: &Tensor,
+        tokens: &[u32],
+        cut: &Cut,
+    ) -> Result<Vec<Seen>> {
+        let state = self.to_device(state)?;
+        let head = self.head.as_ref().context("the head was begun")?;
+        head.see(&state, tokens, cut)
+    }
+
+    fn drop_weights(&mut self) {
+        (self.layer, self.head) = (None, None);
+    }
+
+    fn release(&mut self) -> Result<()> {
+        // What is not needed yet can be copied again, when its turn has come.
+        self.ahead.is_stopped.store(true, Ordering::Relaxed);
+        drop(self.ahead.take());
+        self.adopted = None;
+        #[cfg(feature = "cuda")]
+        super::cuda::release(&self.device)?;
+        #[cfg(not(feature = "cuda"))]
+        self.device.synchronize()?;
+        Ok(())
+    }
+
+    fn element(&self) -> usize {
+        self.dtype.size_in_bytes()
+    }
+
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn memory(&self) -> Option<DeviceMemory> {
+        #[cfg(feature = "cuda")]
+        {
+            super::cuda::memory(&self.device)
+        }
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
+}

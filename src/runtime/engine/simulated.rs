@@ -1,0 +1,85 @@
+//! A GPU that is none: computes on the CPU with the host's own arithmetic, so that every mask has the bits of a run on the CPU,
+//! whichever units it was refused. Its memory exists in the ledger only.
+
+use anyhow::Result;
+use candle_core::Tensor;
+
+use super::{CopyAhead, DeviceMemory, Engine};
+use crate::model::head::HeadChunk;
+use crate::model::on_device::{Cut, Seen};
+use crate::model::{DecoderLayer, LayerContext, Observer, Projection};
+
+/// The CPU in a GPU's place.
+#[derive(Debug)]
+pub struct Simulated {
+    context: LayerContext,
+}
+
+impl Simulated {
+    /// Computes with a context of its own.
+    pub fn new(context: LayerContext) -> Self {
+        Self { context }
+    }
+}
+
+impl Engine for Simulated {
+    fn begin(&mut self, _layer: &DecoderLayer) -> Result<()> {
+        Ok(())
+    }
+
+    fn take_up(&mut self, _layer: &DecoderLayer, _projection: Projection) -> Result<()> {
+        Ok(())
+    }
+
+    fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, _cut: &Cut) -> Result<Tensor> {
+        layer.forward(state, &mut self.context)
+    }
+
+    fn capture(
+        &mut self,
+        layer: &DecoderLayer,
+        state: &Tensor,
+        _cut: &Cut,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        layer.capture(state, &mut self.context, observer)
+    }
+
+    fn begin_head(&mut self, _chunk: &HeadChunk<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn see(
+        &mut self,
+        chunk: &HeadChunk<'_>,
+        state: &Tensor,
+        tokens: &[u32],
+        _cut: &Cut,
+    ) -> Result<Vec<Seen>> {
+        Seen::on_host(chunk, state, tokens, &mut self.context)
+    }
+
+    fn copies_ahead(&self) -> Option<CopyAhead> {
+        None
+    }
+
+    fn adopt(&mut self) {}
+
+    fn drop_weights(&mut self) {}
+
+    fn release(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn element(&self) -> usize {
+        size_of::<f32>()
+    }
+
+    fn name(&self) -> String {
+        "simulated".to_string()
+    }
+
+    fn memory(&self) -> Option<DeviceMemory> {
+        None
+    }
+}

@@ -1,0 +1,320 @@
+//! Devices beside the CPU, simulated: placement by plan and map, and the ladder a unit goes down when its device has no memory,
+//! at every single unit. A simulated GPU computes what the CPU does, so whatever happens the masks must be those of the CPU.
+
+use prune::demo::RandomCheckpoint;
+use prune::linalg::StoredDtype;
+use prune::run::Manifest;
+use prune::run::fallback::FallOutcome;
+
+use crate::cli::{Place, Ran};
+
+fn place() -> Place {
+    Place::with(&RandomCheckpoint {
+        hidden_size: 64,
+        intermediate_size: 96,
+        num_hidden_layers: 3,
+        num_attention_heads: 8,
+        num_key_value_heads: 4,
+        vocab_size: 523,
+        dtype: StoredDtype::Bf16,
+        ..RandomCheckpoint::default()
+    })
+}
+
+fn run(place: &Place, flags: &[&str]) -> Ran {
+    let base = [
+        "--model",
+        "m",
+        "--eval",
+        "both",
+        "--dataset",
+        "train.txt",
+        "--eval-dataset",
+        "test.txt",
+        "--nsamples",
+        "3",
+        "--seqlen",
+        "100",
+        "--eval-windows",
+        "2",
+        "--sparsity-ratio",
+        "0.5",
+        "--force",
+        "--save",
+        "out",
+    ];
+    let arguments: Vec<&str> = base.iter().chain(flags).copied().collect();
+    place.run(&arguments)
+}
+
+fn manifest(place: &Place, flags: &[&str]) -> Manifest {
+    let ran = run(place, flags);
+    assert_eq!(ran.code, 0, "{flags:?}\n{}", ran.stderr);
+    place.manifest("out")
+}
+
+/// What must not depend on who computed: masks, and perplexities to the bit.
+fn results(manifest: &Manifest) -> (Vec<Option<String>>, Vec<f64>) {
+    let matrices = manifest.layers.iter().flat_map(|layer| &layer.matrices);
+    let reports = manifest
+        .perplexity
+        .dense
+        .iter()
+        .chain(&manifest.perplexity.pruned);
+    let masks: Vec<_> = matrices.map(|matrix| matrix.mask_sha256.clone()).collect();
+    assert_eq!(
+        masks.iter().flatten().count(),
+        3 * 7,
+        "every layer is pruned"
+    );
+    (masks, reports.map(|report| report.perplexity).collect())
+}
+
+fn devices(manifest: &Manifest) -> Vec<String> {
+    let plan = manifest.plan.as_ref().expect("runs are planned");
+    let layers = plan.layers.iter();
+    layers
+        .map(|run| format!("{}-{} {}", run.first, run.last, run.devices.join("+")))
+        .collect()
+}
+
+const ONE: &str = r#"{"gpus": ["2GiB"]}"#;
+const TWO: &str = r#"{"gpus": ["2GiB", "2GiB"]}"#;
+
+#[test]
+fn devices_compute_what_the_cpu_does_wherever_the_plan_puts_layers() {
+    let place = place();
+    let cpu = manifest(&place, &["--use-cpu"]);
+    assert!(cpu.devices.is_empty() && cpu.arithmetic.device == "cpu");
+    std::fs::write(
+        place.path("map.json"),
+        r#"{"": 0, "model.layers.1": "cpu", "model.layers.2": 1}"#,
+    )
+    .expect("a writable folder");
+    for (flags, expected) in [
+        (&["--simulate", ONE][..], &["0-2 cuda:0"][..]),
+        (&["--simulate", ONE, "--device", "cuda"], &["0-2 cuda:0"]),
+        (&["--simulate", TWO], &["0-2 cuda:0+cuda:1"]),
+        (&["--simulate", TWO, "--device", "cuda:1"], &["0-2 cuda:1"]),
+        (
+            &["--simulate", TWO, "--device-map", "balanced"],
+            &["0-1 cuda:0", "2-2 cuda:1"],
+        ),
+        (
+            &["--simulate", TWO, "--device-map", "map.json"],
+            &["0-0 cuda:0", "1-1 cpu", "2-2 cuda:1"],
+        ),
+        (
+            &[
+                "--simulate",
+                TWO,
+                "--hidden-states",
+                "disk",
+                "--offload-folder",
+                "spill",
+            ],
+            &["0-2 cuda:0+cuda:1"],
+        ),
+        (&["--simulate", ONE, "--use-cpu"], &["0-2 cpu"]),
+        (&["--simulate", ONE, "--device", "cpu"], &["0-2 cpu"]),
+    ] {
+        let run = manifest(&place, flags);
+        assert_eq!(devices(&run), expected, "{flags:?}");
+        assert_eq!(results(&run), results(&cpu), "{flags:?}");
+        assert!(run.fallbacks.is_empty(), "{flags:?}: {:?}", run.fallbacks);
+        assert_eq!(
+            run.devices.is_empty(),
+            expected == ["0-2 cpu"],
+            "devices that computed are in the record"
+        );
+        for device in &run.devices {
+            let plan = run.plan.as_ref().expect("planned");
+            let planned = plan
+                .devices
+                .iter()
+                .find(|plan| plan.device == device.device);
+            let planned = planned.expect("planned").peak;
+            assert!(device.units > 0);
+            assert!(
+                device.reserved_by_plan <= planned,
+                "{device:?} was to take {planned} at most"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_unit_that_is_refused_is_done_on_the_cpu_whichever_it_is() {
+    let place = place();
+    let whole = manifest(&place, &["--simulate", ONE]);
+    let units = whole.devices[0].units;
+    // Per layer: norms and 7 matrices, twice (dense and pruned), 2 + 2 windows, 3 samples twice but for the last layer. Then the head for both.
+    let expected = 3 * (2 * 8 + 4 + 6) - 3 + 2 * (1 + 2);
+    // The head is the same for both sides and is copied once.
+    assert_eq!(units, expected - 1, "every unit has a number");
+    for unit in 0..units {
+        let simulation = format!(r#"{{"gpus": ["2GiB"], "refuse": "{unit}"}}"#);
+        let run = manifest(&place, &["--simulate", &simulation]);
+        assert_eq!(results(&run), results(&whole), "unit {unit}");
+        let [fall] = run.fallbacks.as_slice() else {
+            panic!("unit {unit}: {:?}", run.fallbacks);
+        };
+        assert_eq!(
+            (fall.device.as_str(), fall.outcome),
+            ("cuda:0", FallOutcome::Cpu)
+        );
+        assert!(
+            fall.unit.starts_with("model.layers.") || fall.unit.starts_with("lm_head"),
+            "{fall:?}"
+        );
+        assert!(
+            run.warnings
+                .iter()
+                .any(|warning| *warning == fall.to_string())
+        );
+    }
+}
+
+#[test]
+fn the_ladder_has_its_rungs_in_order() {
+    let place = place();
+    let cpu = manifest(&place, &["--use-cpu"]);
+    // Units 0 to 7 copy layer 0, 8 and 9 are its dense windows, 10 to 12 its samples.
+    for (refuse, unit, outcome) in [
+        (
+            "10x1",
+            "model.layers.0 (calibrate, sample 0)",
+            FallOutcome::Retried,
+        ),
+        (
+            "10x2",
+            "model.layers.0 (calibrate, sample 0)",
+            FallOutcome::Smaller,
+        ),
+        (
+            "10x4",
+            "model.layers.0 (calibrate, sample 0)",
+            FallOutcome::Smaller,
+        ),
+        (
+            "11",
+            "model.layers.0 (calibrate, sample 1)",
+            FallOutcome::Cpu,
+        ),
+        (
+            "6x1",
+            "model.layers.0.mlp.up_proj (upload)",
+            FallOutcome::Retried,
+        ),
+        // A matrix is not cut: the layer goes to the CPU.
+        (
+            "6x2",
+            "model.layers.0.mlp.up_proj (upload)",
+            FallOutcome::Cpu,
+        ),
+    ] {
+        let simulation = format!(r#"{{"gpus": ["2GiB"], "refuse": "{refuse}"}}"#);
+        let ran = run(&place, &["--simulate", &simulation]);
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        let run = place.manifest("out");
+        let falls: Vec<_> = run
+            .fallbacks
+            .iter()
+            .map(|fall| (fall.unit.as_str(), fall.outcome))
+            .collect();
+        assert_eq!(falls[0], (unit, outcome), "{refuse}");
+        assert_eq!(results(&run), results(&cpu), "{refuse}");
+        let warning = format!("warning: GPU out of memory on {unit}: ");
+        assert!(ran.stderr.contains(&warning), "{}", ran.stderr);
+        assert!(ran.stdout.contains("out of memory"), "{}", ran.stdout);
+    }
+}
+
+#[test]
+fn a_device_that_has_less_than_it_said_works_with_what_it_has() {
+    let place = place();
+    let cpu = manifest(&place, &["--use-cpu"]);
+    for (capacity, on_cpu) in [
+        // The context takes 512 MiB, a layer 121 KiB in f32, a sample 1425 KiB, and 763 once it is cut.
+        ("525200KiB", false),
+        ("512MiB", true),
+    ] {
+        let simulation = format!(r#"{{"gpus": ["2GiB"], "capacity": "{capacity}"}}"#);
+        let ran = run(&place, &["--simulate", &simulation]);
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        let run = place.manifest("out");
+        assert_eq!(results(&run), results(&cpu), "{capacity}");
+        let outcomes: Vec<_> = run.fallbacks.iter().map(|fall| fall.outcome).collect();
+        let expected = if on_cpu {
+            FallOutcome::Cpu
+        } else {
+            FallOutcome::Smaller
+        };
+        assert!(
+            !outcomes.is_empty() && outcomes.iter().all(|of| *of == expected),
+            "{capacity}: {outcomes:?}"
+        );
+    }
+    // Everything refused: after three samples in a row a device is left alone until the next layer.
+    let simulation = r#"{"gpus": ["2GiB"], "refuse": "all"}"#;
+    let run = manifest(&place, &["--simulate", simulation]);
+    assert_eq!(results(&run), results(&cpu));
+}
+
+#[test]
+fn a_gpu_that_is_not_there_or_too_small_is_refused_with_the_fix() {
+    let place = place();
+    for (flags, code, says) in [
+        (
+            &["--simulate", ONE, "--device", "cuda:1"][..],
+            2,
+            &["cuda:1 is not there", "cuda:0"][..],
+        ),
+        (
+            &["--simulate", r#"{"gpus": []}"#, "--device", "cuda"],
+            1,
+            &["no GPU can be used", "--use-cpu"],
+        ),
+        (
+            &[
+                "--simulate",
+                ONE,
+                "--device",
+                "cuda",
+                "--max-memory",
+                "cuda:0=400MiB",
+            ],
+            1,
+            &["does not fit into", "cuda:0", "context", "short"],
+        ),
+        (
+            &["--device", "cuda:0", "--use-cpu"],
+            2,
+            &["contradict each other"],
+        ),
+    ] {
+        let ran = run(&place, flags);
+        assert_eq!(ran.code, code, "{flags:?}: {}", ran.stderr);
+        for words in says {
+            assert!(ran.stderr.contains(words), "{flags:?}: {}", ran.stderr);
+        }
+    }
+    if !cfg!(feature = "cuda") {
+        let ran = run(&place, &["--device", "cuda:0"]);
+        assert_eq!(ran.code, 2);
+        assert!(
+            ran.stderr.contains("this build has no CUDA"),
+            "{}",
+            ran.stderr
+        );
+        assert!(ran.stderr.contains("docs/building.md"), "{}", ran.stderr);
+    }
+    // A card that is too small is no reason to stop where the CPU will do; the plan says so.
+    let small = manifest(&place, &["--simulate", r#"{"gpus": ["400MiB"]}"#]);
+    assert_eq!(devices(&small), ["0-2 cpu"]);
+    let notes = &small.plan.as_ref().expect("planned").notes;
+    assert!(
+        notes.iter().any(|note| note.contains("cuda:0 is not used")),
+        "{notes:?}"
+    );
+}

@@ -1,0 +1,268 @@
+//! What a GPU computes, computed by candle on the CPU: layers, observations and the head against our own, however the work is cut
+//! up. `prune selftest --device cuda:0` holds the same on a GPU.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use prune::bytes::ByteSize;
+use prune::checkpoint::{Checkpoint, WeightSource};
+use prune::demo::RandomCheckpoint;
+use prune::linalg::{StoredDtype, tensor};
+use prune::model::observe::Need;
+use prune::model::on_device::{Cut, Seen};
+use prune::model::{DecoderLayer, Head, LayerContext, LlamaConfig, Observation, Observer};
+use prune::model::{Embedding, Projection};
+use prune::run::Knobs;
+use prune::runtime::engine::{Engine, OnCandle};
+
+const SEQLEN: usize = 75;
+
+/// Sums of squares and the kept rows at the four points.
+#[derive(Debug, Clone, Default)]
+struct Observed {
+    keeps: Vec<usize>,
+    squares: [Vec<f64>; 4],
+    kept: [Vec<f32>; 4],
+    seen: [usize; 4],
+}
+
+impl Observer for Observed {
+    fn needs(&self, _: Observation) -> Need {
+        Need::Rows
+    }
+
+    fn observe(&mut self, point: Observation, rows: &[f32]) {
+        let width = match point {
+            Observation::DownInput => INTERMEDIATE,
+            Observation::OInput => HEADS * HEAD_DIM,
+            _ => HIDDEN,
+        };
+        let point = point as usize;
+        for row in rows.chunks_exact(width) {
+            self.squares[point].resize(width, 0.0);
+            for (sum, &value) in self.squares[point].iter_mut().zip(row) {
+                *sum += f64::from(value).powi(2);
+            }
+            if self.keeps.contains(&self.seen[point]) {
+                self.kept[point].extend_from_slice(row);
+            }
+            self.seen[point] += 1;
+        }
+    }
+
+    fn keeps(&self, _: Observation) -> &[usize] {
+        &self.keeps
+    }
+
+    fn observe_sums(&mut self, point: Observation, squares: &[f32], kept: &[f32]) {
+        let point = point as usize;
+        self.squares[point].resize(squares.len(), 0.0);
+        for (sum, &square) in self.squares[point].iter_mut().zip(squares) {
+            *sum += f64::from(square);
+        }
+        self.kept[point].extend_from_slice(kept);
+    }
+}
+
+const HIDDEN: usize = 48;
+const INTERMEDIATE: usize = 80;
+const HEADS: usize = 6;
+const HEAD_DIM: usize = 8;
+
+fn model(folder: &std::path::Path, dtype: StoredDtype) -> Result<()> {
+    RandomCheckpoint {
+        hidden_size: HIDDEN,
+        intermediate_size: INTERMEDIATE,
+        num_hidden_layers: 2,
+        num_attention_heads: HEADS,
+        num_key_value_heads: 2,
+        vocab_size: 307,
+        max_position_embeddings: SEQLEN,
+        dtype,
+        ..RandomCheckpoint::default()
+    }
+    .write(folder, &prune::run::Silent)?;
+    Ok(())
+}
+
+/// The largest difference, relative to the largest element.
+fn difference(ours: &[f32], theirs: &[f32]) -> f32 {
+    assert_eq!(ours.len(), theirs.len());
+    let largest = ours.iter().fold(0f32, |max, value| max.max(value.abs()));
+    let apart = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs());
+    apart.fold(0.0, f32::max) / largest
+}
+
+fn values(tensor: &Tensor) -> Result<Vec<f32>> {
+    let tensor = tensor.to_dtype(DType::F32)?;
+    Ok(tensor.flatten_all()?.to_vec1()?)
+}
+
+#[test]
+fn candles_operators_compute_what_our_layer_does() -> Result<()> {
+    // Largest difference of one layer, relative: f32 sums in another order; bf16 is rounded at every operator.
+    for (stored, arithmetic, tolerance) in [
+        (StoredDtype::F32, DType::F32, 2e-6),
+        (StoredDtype::Bf16, DType::F32, 2e-6),
+        (StoredDtype::Bf16, DType::BF16, 2e-2),
+        (StoredDtype::F16, DType::F16, 3e-3),
+    ] {
+        let folder = tempfile::tempdir()?;
+        model(folder.path(), stored)?;
+        let config = LlamaConfig::load(folder.path())?;
+        let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
+        let mut context = LayerContext::new(&config, SEQLEN)?;
+        let tokens: Vec<u32> = (0..SEQLEN as u32).map(|t| t * 31 % 307).collect();
+        let state = Embedding::open(&*checkpoint, &config)?.rows(&tokens)?;
+        let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
+        let mut engine = OnCandle::new(
+            Device::Cpu,
+            arithmetic,
+            "cpu".to_string(),
+            &config,
+            &context,
+        )?;
+        let ours = values(&layer.forward(&state, &mut context)?)?;
+        let keeps = vec![0, 40, 74];
+        let mut expected = Observed {
+            keeps: keeps.clone(),
+            ..Observed::default()
+        };
+        layer.capture(&state, &mut context, &mut expected)?;
+        engine.begin(&layer)?;
+        for projection in Projection::ALL {
+            engine.take_up(&layer, projection)?;
+        }
+        let whole = Cut::of(&Knobs::default(), &config);
+        let small = Cut {
+            key_value_heads: 1,
+            queries: 7,
+            mlp_tokens: 19,
+            logits_bytes: ByteSize(5 * 4 * 307),
+        };
+        for cut in [whole, small] {
+            let theirs = values(&engine.forward(&layer, &state, &cut)?)?;
+            let apart = difference(&ours, &theirs);
+            assert!(
+                apart < tolerance,
+                "{stored:?} {arithmetic:?} {cut:?}: {apart}"
+            );
+            let mut observed = Observed {
+                keeps: keeps.clone(),
+                ..Observed::default()
+            };
+            engine.capture(&layer, &state, &cut, &mut observed)?;
+            for point in 0..4 {
+                let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect::<Vec<_>>();
+                let (ours, theirs) = (&expected.squares[point], &observed.squares[point]);
+                let apart = difference(&narrow(ours), &narrow(theirs));
+                assert!(
+                    apart < 2.0 * tolerance,
+                    "{stored:?} {arithmetic:?} {point}: {apart}"
+                );
+                let apart = difference(&expected.kept[point], &observed.kept[point]);
+                assert!(apart < tolerance, "rows of {point}: {apart}");
+            }
+        }
+        // The head, whole and in two parts of the vocabulary.
+        let head = Head::load(&*checkpoint, &config)?;
+        let chunk = head.chunk(0..307)?;
+        let mut expected = Vec::new();
+        chunk.logits(&state, &mut context, |first, logits| {
+            expected.extend(Seen::of_logits(logits, &(0..307), &tokens[first + 1..]));
+            Ok(())
+        })?;
+        engine.begin_head(&chunk)?;
+        for cut in [whole, small] {
+            let seen = engine.see(&chunk, &state, &tokens, &cut)?;
+            assert_eq!(seen.len(), expected.len());
+            for (ours, theirs) in expected.iter().zip(&seen) {
+                let loss = |seen: &Seen| {
+                    seen.sum.ln() + f64::from(seen.largest) - f64::from(seen.logit.unwrap())
+                };
+                let apart = (loss(ours) - loss(theirs)).abs();
+                assert!(
+                    apart < 10.0 * f64::from(tolerance),
+                    "{arithmetic:?}: {apart}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_selftest_passes_with_candle_on_the_cpu() {
+    let place = crate::cli::Place::empty();
+    let ran = place.run(&["selftest"]);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let count = |mark: &str| {
+        ran.stderr
+            .lines()
+            .filter(|line| line.starts_with(mark))
+            .count()
+    };
+    assert_eq!((count("ok "), count("skipped ")), (4, 2), "{}", ran.stderr);
+    assert_eq!(place.run(&["selftest", "--device", "tpu"]).code, 2);
+}
+
+#[test]
+fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    model(folder.path(), StoredDtype::F32)?;
+    let config = LlamaConfig::load(folder.path())?;
+    let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
+    let mut context = LayerContext::new(&config, SEQLEN)?;
+    let tokens: Vec<u32> = (0..SEQLEN as u32).collect();
+    let state = Embedding::open(&*checkpoint, &config)?.rows(&tokens)?;
+    let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
+    let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &config, &context)?;
+    let copies = engine.copies_ahead().expect("candle copies");
+    copies(&layer);
+    engine.adopt();
+    // From here on nothing can be copied: the weights are not in memory.
+    let elsewhere = DecoderLayer::at_rest(&checkpoint, &config, 1)?;
+    engine.begin(&elsewhere)?;
+    for projection in Projection::ALL {
+        engine.take_up(&elsewhere, projection)?;
+    }
+    let cut = Cut::of(&Knobs::default(), &config);
+    let theirs = values(&engine.forward(&elsewhere, &state, &cut)?)?;
+    let ours = values(&layer.forward(&state, &mut context)?)?;
+    assert!(difference(&ours, &theirs) < 2e-6);
+    // Out of date once the layer was changed, and gone where memory is needed.
+    let mut changed = layer.clone();
+    changed.linear_mut(Projection::Q);
+    for (layer, releases) in [(&changed, false), (&layer, true)] {
+        copies(&DecoderLayer::load(&*checkpoint, &config, 1)?);
+        if releases {
+            engine.release()?;
+        }
+        engine.adopt();
+        engine.begin(layer)?;
+        assert!(engine.take_up(&elsewhere, Projection::Q).is_err());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_weight_that_is_not_in_memory_is_an_error() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    model(folder.path(), StoredDtype::F32)?;
+    let config = LlamaConfig::load(folder.path())?;
+    let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
+    let context = LayerContext::new(&config, SEQLEN)?;
+    let layer = DecoderLayer::at_rest(&checkpoint, &config, 0)?;
+    let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &config, &context)?;
+    engine.begin(&layer)?;
+    assert!(engine.take_up(&layer, Projection::Q).is_err());
+    let state = tensor::from_vec(vec![0.0; SEQLEN * HIDDEN], &[SEQLEN, HIDDEN])?;
+    let cut = Cut::of(&Knobs::default(), &config);
+    let error = engine.forward(&layer, &state, &cut).unwrap_err();
+    assert!(
+        error.to_string().contains("q_proj is not on the device"),
+        "{error}"
+    );
+    Ok(())
+}
