@@ -32,6 +32,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::failure::Failure;
 use crate::linalg::kernel;
+use crate::runtime::memory;
 use args::MessageArgs;
 use console::Console;
 use outcome::Outcome;
@@ -141,6 +142,7 @@ pub fn command() -> clap::Command {
 
 /// Runs the program with these arguments and returns its exit code.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+    memory::return_large_blocks();
     let arguments: Vec<OsString> = arguments.into_iter().map(dashes).collect();
     let parsed = command()
         .try_get_matches_from(&arguments)

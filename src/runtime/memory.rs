@@ -53,6 +53,24 @@ pub fn release_freed() {
     }
 }
 
+/// Blocks of this size and above go back to the system as soon as they are freed.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+const RETURNED_AT_ONCE: libc::c_int = 4 << 20;
+
+/// Lets large blocks go back to the system when they are freed, from now on. Left to itself, glibc takes blocks of up to 32 MiB from its
+/// heap once one of that size was freed, and keeps what lies below another: with hidden states of 16 MiB on disk a run's peak
+/// was 63 MiB above what it had allocated. Does nothing with other C libraries. To be called once, at the start.
+pub fn return_large_blocks() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    {
+        #[expect(unsafe_code, reason = "a call into the C library")]
+        // SAFETY: `mallopt` takes two numbers and sets a parameter of the allocator under its own lock.
+        unsafe {
+            libc::mallopt(libc::M_MMAP_THRESHOLD, RETURNED_AT_ONCE);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
