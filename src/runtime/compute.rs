@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Result, anyhow};
 
-use super::engine::{CopyAhead, DeviceMemory};
+use super::engine::CopyAhead;
 use super::hidden_states::HiddenStates;
 use super::seat::Seat;
 use crate::linalg::Workspace;
@@ -228,12 +228,6 @@ impl<'a> Compute<'a> {
                 }
             }
         })
-    }
-
-    /// The memory of the devices that have counters, by name.
-    pub fn memory(&self) -> Vec<(String, DeviceMemory)> {
-        let of = |seat: &Seat| Some((seat.device().to_string(), seat.engine().memory()?));
-        self.seats.iter().filter_map(of).collect()
     }
 
     /// What devices had no memory for at first, and what they held at most.

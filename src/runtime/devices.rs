@@ -49,11 +49,6 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// None: the CPU computes everything.
-    pub fn cpu_only() -> Self {
-        Self::default()
-    }
-
     /// Opens the devices a plan names.
     ///
     /// # Arguments

@@ -390,7 +390,7 @@ impl Seat {
         match fitting {
             Some(cut) => {
                 events.warn(format!(
-                    "{device}: {FALLS_BEFORE_REPLAN} units in a row were out of memory, {free} are free: work is cut smaller until other weights are taken up"
+                    "{device}: {FALLS_BEFORE_REPLAN} units in a row were out of memory, {free} are free: work is cut smaller from now on"
                 ));
                 self.cut = cut;
             }

@@ -221,7 +221,7 @@ impl DeviceLayer {
                 // Heads side by side in the columns of this group.
                 let columns = first * queries_per_key * head_dim;
                 let rows = context.narrow(0, position, attended.dim(0)?)?;
-                write_columns(&rows, &attended, columns)
+                Ok(rows.slice_set(&attended, 1, columns)?)
             })?;
             first += keys;
         }
@@ -335,12 +335,6 @@ impl DeviceLayer {
         }
         Ok(())
     }
-}
-
-/// Writes `values` `[rows, columns]` into some columns of `to` `[rows, width]`.
-fn write_columns(to: &Tensor, values: &Tensor, first: usize) -> Result<()> {
-    to.slice_set(values, 1, first)?;
-    Ok(())
 }
 
 /// Hands an observer the column sums of squares of some rows, and the rows it wants to keep.
