@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Predicted against measured peak of anonymous memory, as a table in Markdown: the demo model, a 1B shape and a 7B shape, with and
-# without evaluation, hidden states in RAM and on disk; then the 1B shape at 60 % of its default peak. By hand: it needs python3,
-# Linux and 8 GB of disk in FOLDER, and takes about half an hour on two cores.
+# without evaluation, hidden states in RAM and on disk; then the 1B shape, all 16 layers of it, at 60 % of its default peak. By hand:
+# it needs python3, Linux and 10 GB of disk in FOLDER, and takes about an hour on two cores.
 #
 #   benches/predictions.sh FOLDER
 #
-# The large shapes have fewer layers than the models they are named after (LAYERS=4, of 16 and 32): peaks do not depend on the
-# depth. Needs the tokenizers and wiki.test.raw in $PRUNE_SHARED (default ../shared). PRUNE names a binary that is built already.
+# In the first rows the shapes have fewer layers than the models they are named after (LAYERS=4, of 16 and 32): peaks do not depend
+# on the depth. Needs the tokenizers and wiki.test.raw in $PRUNE_SHARED (default ../shared). PRUNE names a binary that is built already.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?"usage: benches/predictions.sh FOLDER"}
@@ -46,8 +46,11 @@ PYTHON
 echo "| run | hidden states | predicted MiB | in | measured MiB | in | apart MiB | apart | within the larger of 10 % and 32 MiB |"
 echo "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 "$prune" demo --save "$folder/demo" > /dev/null 2>&1 || [ -d "$folder/demo/dense" ]
-make 1b --hidden-size 2048 --intermediate-size 8192 --num-attention-heads 32 --num-key-value-heads 8 --head-dim 64 --vocab-size 128256 \
-  --max-position-embeddings 8192 --tie-word-embeddings --num-hidden-layers "$layers" --tokenizer "$shared/data/tokenizers/llama3" --dtype bf16
+make_1b() { # checkpoint, layers
+  make "$1" --hidden-size 2048 --intermediate-size 8192 --num-attention-heads 32 --num-key-value-heads 8 --head-dim 64 --vocab-size 128256 \
+    --max-position-embeddings 8192 --tie-word-embeddings --num-hidden-layers "$2" --tokenizer "$shared/data/tokenizers/llama3" --dtype bf16
+}
+make_1b 1b "$layers"
 make 7b --hidden-size 4096 --intermediate-size 11008 --num-attention-heads 32 --vocab-size 32000 --max-position-embeddings 4096 \
   --num-hidden-layers "$layers" --tokenizer "$shared/data/tokenizers/llama2" --dtype bf16
 for rest in ram disk; do
@@ -62,8 +65,9 @@ for rest in ram disk; do
   done
 done
 
-model=(--model "$folder/1b" --dataset "$text/wiki.valid.raw" --nsamples 16 --eval-dataset "$text/wiki.test.raw" --eval-windows 2)
-run "1b, 16 samples of 2048 and 2 windows" "${model[@]}"
+make_1b 1b-whole 16
+model=(--model "$folder/1b-whole" --dataset "$text/wiki.valid.raw" --nsamples 16 --eval-dataset "$text/wiki.test.raw" --eval-windows 2)
+run "1b, all 16 layers, 16 samples of 2048 and 2 windows" "${model[@]}"
 budget=$(python3 -c "
 import json
 plan = json.load(open('$folder/run/run.json'))['plan']

@@ -194,6 +194,22 @@ impl Console {
 
     /// The last words of a run that a signal ends: the terminal is left clean.
     pub fn interrupted(&self, signal: &str) {
+        self.last_words("interrupted", |place| {
+            format!("interrupted ({signal}){place}")
+        });
+    }
+
+    /// The last words of a run that ends by a mistake of ours, `what` the panic says: the terminal is left clean.
+    pub fn broken(&self, what: &str) {
+        self.last_words("error", |place| {
+            format!(
+                "error: this is a bug in prune{place}\n  {what}\nhint: report it with the command that led here; \
+                 RUST_BACKTRACE=1 in the environment shows the way to it"
+            )
+        });
+    }
+
+    fn last_words(&self, event: &str, text: impl FnOnce(&str) -> String) {
         let mut state = self.state();
         if let Some(mut bars) = state.bars.take() {
             bars.clear();
@@ -205,11 +221,7 @@ impl Console {
         } else {
             format!(" in {phase}")
         };
-        state.print(
-            self.form,
-            "interrupted",
-            &format!("interrupted ({signal}){place}"),
-        );
+        state.print(self.form, event, &text(&place));
         if let Some(unfinished) = state.unfinished.take() {
             state.print(self.form, "note", &unfinished);
         }

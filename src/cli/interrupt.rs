@@ -1,4 +1,4 @@
-//! Ctrl-C and a polite kill: the terminal is left clean, and what stays behind is said.
+//! Ctrl-C, a polite kill, and mistakes of ours: the terminal is left clean, and what stays behind is said.
 //!
 //! Nothing is finished here: files of an unfinished checkpoint have names that no reader loads, and hidden states on disk are
 //! unlinked as soon as they are opened. So the process may end at any point.
@@ -31,16 +31,36 @@ pub(super) fn watch(console: &Arc<Console>) {
                 } else {
                     "SIGTERM"
                 };
-                // Whoever reads our messages may have stopped reading: the last words must not keep the process.
-                let words = std::thread::spawn(move || console.interrupted(name));
-                let began = Instant::now();
-                while !words.is_finished() && began.elapsed() < PATIENCE {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                std::process::exit(128 + signal);
+                end(128 + signal, move || console.interrupted(name));
             }
         });
     drop(watching);
+}
+
+/// Ends the process where it panics, with exit code 101, which is Rust's own for it: programs are compiled without unwinding, and an
+/// abort would leave a core dump of gigabytes.
+pub(super) fn end_on_panic(console: &Arc<Console>) {
+    let console = Arc::clone(console);
+    std::panic::set_hook(Box::new(move |panic| {
+        let mut what = panic.to_string();
+        let backtrace = std::backtrace::Backtrace::capture();
+        if backtrace.status() == std::backtrace::BacktraceStatus::Captured {
+            what += &format!("\n{backtrace}");
+        }
+        let console = Arc::clone(&console);
+        end(101, move || console.broken(&what));
+    }));
+}
+
+/// Ends the process after its last words. Whoever reads our messages may have stopped reading, and a panic may hold what they need:
+/// they must not keep the process.
+fn end(code: i32, words: impl FnOnce() + Send + 'static) -> ! {
+    let words = std::thread::spawn(words);
+    let began = Instant::now();
+    while !words.is_finished() && began.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::process::exit(code)
 }
 
 /// Nothing to watch for.

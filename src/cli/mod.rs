@@ -160,6 +160,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         .map(|argument| argument.to_string_lossy().into_owned())
         .collect();
     let console = Arc::new(Console::new(cli.messages()));
+    interrupt::end_on_panic(&console);
     interrupt::watch(&console);
     match dispatch(cli, arguments, &console) {
         Ok(outcome) => outcome.exit_code(),

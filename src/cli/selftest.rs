@@ -38,6 +38,9 @@ pub struct SelftestArgs {
     /// `cpu`, or in a build with CUDA `cuda:N`
     #[arg(long, default_value = "cpu")]
     device: DeviceArg,
+    /// Panics, to show what a person sees then
+    #[arg(long)]
+    panic: bool,
 }
 
 /// What came of a check.
@@ -53,6 +56,7 @@ enum Outcome {
 /// # Errors
 /// Fails when a check did, after all of them ran.
 pub fn command(args: &SelftestArgs) -> Result<()> {
+    assert!(!args.panic, "asked to panic");
     let console = Console::default();
     let bench = Bench::new(&args.device)?;
     let folder = tempfile_folder()?;

@@ -208,6 +208,16 @@ fn the_selftest_passes_with_candle_on_the_cpu() {
 }
 
 #[test]
+fn a_panic_ends_the_process_with_one_error() {
+    let ran = crate::cli::Place::empty().run(&["selftest", "--panic"]);
+    assert_eq!(ran.code, 101, "{}", ran.stderr);
+    let lines: Vec<&str> = ran.stderr.lines().collect();
+    assert_eq!(lines[0], "error: this is a bug in prune");
+    assert!(ran.stderr.contains("asked to panic") && ran.stderr.contains("selftest.rs"));
+    assert!(lines.iter().any(|line| line.starts_with("hint: report it")));
+}
+
+#[test]
 fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     let folder = tempfile::tempdir()?;
     model(folder.path(), StoredDtype::F32)?;
