@@ -11,8 +11,6 @@
     reason = "the peak belongs beside criterion's own lines"
 )]
 
-mod peak;
-
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,6 +22,7 @@ use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSink, W
 use prune::demo::RandomCheckpoint;
 use prune::linalg::attention::{self, Heads};
 use prune::linalg::matmul::{Threads, View, matmul};
+use prune::linalg::peak;
 use prune::linalg::{Linear, Panel, StoredDtype, StoredMatrix, tensor};
 use prune::model::{DecoderLayer, LayerContext, LlamaConfig, Observation, Observer, observe::Need};
 use prune::pruning::{METHODS, Pattern, Request, Target};
@@ -44,8 +43,8 @@ fn print_peak() {
     let threads = rayon::current_num_threads();
     eprintln!(
         "peak loop, f32: {:.0} GFLOP/s on 1 thread, {:.0} on {threads}",
-        peak::measure(1),
-        peak::measure(threads)
+        peak::f32(1),
+        peak::f32(threads)
     );
 }
 
@@ -75,10 +74,7 @@ fn products(criterion: &mut Criterion) {
             },
         );
         for dtype in [StoredDtype::F32, StoredDtype::Bf16, StoredDtype::F16] {
-            let linear = Linear {
-                weight: StoredMatrix::from_f32(dtype, out, inner, &weight).into(),
-                bias: None,
-            };
+            let linear = Linear::new(StoredMatrix::from_f32(dtype, out, inner, &weight), None);
             let mut panel = Panel::new();
             group.bench_function(
                 BenchmarkId::new(format!("linear, {} weight", dtype.name()), &shape),
@@ -226,6 +222,7 @@ fn scoring(criterion: &mut Criterion) {
                     statistics: &statistics,
                     target,
                     use_variant: false,
+                    score_time: None,
                 };
                 group.bench_function(
                     BenchmarkId::new(

@@ -497,6 +497,13 @@ pub(super) struct OutputArgs {
     #[arg(long)]
     pub(super) log_memory: bool,
 
+    /// Also print where the time went, and its share of what this CPU can do
+    ///
+    /// Seconds, GFLOP/s and share of the peak of each part: read, pack, qkv, attention, o, mlp, statistics, score, select, output
+    /// error, write, head. The peak is measured first, which takes a second. Times without the peak are in every run.json.
+    #[arg(long)]
+    pub(super) profile: bool,
+
     /// What is compared after saving: hashes, zeros and N:M groups, or also every kept weight with the source
     #[arg(long, value_name = "LEVEL", default_value = "quick")]
     pub(super) verify: Verify,

@@ -10,8 +10,9 @@ use serde_json::json;
 use super::args::{MessageArgs, ProgressArg};
 use super::memory_log::MemoryLog;
 use super::progress::{Bars, JSON_INTERVAL, PLAIN_INTERVAL, Progress};
+use crate::report;
 use crate::run::manifest::MatrixReport;
-use crate::run::{Event, Events};
+use crate::run::{Event, Events, Manifest};
 
 /// How much is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -190,6 +191,15 @@ impl Console {
     /// A folder to remove when the run is interrupted from now on.
     pub(super) fn set_temporary(&self, folder: Option<PathBuf>) {
         self.state().temporary = folder;
+    }
+
+    /// Where the time went, where `--profile` asked for it: behind the table, on standard error, so that `--json` stays one object.
+    pub(super) fn profile(&self, manifest: &Manifest) {
+        let profile = manifest.profile.as_ref();
+        let text = profile.map_or(String::new(), report::profile::text);
+        for line in text.lines() {
+            print_line(line);
+        }
     }
 
     /// The last words of a run that a signal ends: the terminal is left clean.

@@ -9,6 +9,7 @@ use clap::Args;
 use super::args::{DeviceArgs, EvaluationArgs, MessageArgs, ModelArgs};
 use super::console::Console;
 use super::outcome::{Outcome, gate};
+use super::profile;
 use super::run_folder::RunFolder;
 use super::session::Session;
 use crate::checkpoint::WeightSource;
@@ -40,6 +41,9 @@ pub struct EvalArgs {
     /// Folder for run.json; without it only the table is printed
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     save: Option<PathBuf>,
+    /// Also print where the time went, and its share of what this CPU can do
+    #[arg(long, help_heading = "Output")]
+    profile: bool,
     /// Replace a finished run in the --save folder
     #[arg(long, help_heading = "Output")]
     force: bool,
@@ -54,6 +58,7 @@ pub struct EvalArgs {
 pub fn command(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
     let manifest = execute(args, arguments, console)?;
     console.record(&manifest, &report::table::text(&manifest))?;
+    console.profile(&manifest);
     Ok(Outcome::of(&manifest, console))
 }
 
@@ -109,6 +114,9 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     for line in report::plan::text(&plan).lines() {
         console.line(line);
     }
+    let peak = args
+        .profile
+        .then(|| profile::peak(session.products, session.threads));
     let devices = session.devices(&plan)?;
     let mut perplexity = session.perplexity(Side::Dense, &rest, &devices, &windows, console)?;
     let source: Arc<dyn WeightSource> = session.checkpoint.clone();
@@ -129,7 +137,9 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     let swept = sweep.run(None, &mut [&mut perplexity as &mut dyn Passenger])?;
     console.emit(Event::SweepDone);
     session.clock.mark("09_end", console);
+    let watch = swept.watch.clone();
     let mut manifest = session.manifest("eval", arguments, &rest, &plan, swept)?;
+    manifest.profile = Some(profile::report(peak, &watch, None, &manifest));
     manifest.perplexity.dense = perplexity.report();
     manifest.gate = gate(&args.evaluation, manifest.perplexity.dense);
     manifest.evaluation = Some(serde_json::to_value(&windows.protocol)?);

@@ -42,7 +42,7 @@ pub(super) fn watch(console: &Arc<Console>) {
 pub(super) fn end_on_panic(console: &Arc<Console>) {
     let console = Arc::clone(console);
     std::panic::set_hook(Box::new(move |panic| {
-        let mut what = panic.to_string();
+        let mut what = panic.to_string().replace('\n', " ");
         let backtrace = std::backtrace::Backtrace::capture();
         if backtrace.status() == std::backtrace::BacktraceStatus::Captured {
             what += &format!("\n{backtrace}");

@@ -15,6 +15,7 @@ mod memory_log;
 pub mod outcome;
 pub mod plan;
 mod planned;
+mod profile;
 mod progress;
 pub mod prune;
 pub mod report;

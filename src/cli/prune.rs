@@ -16,9 +16,10 @@ use super::args::{
 use super::console::Console;
 use super::memory_log::{self, MemoryLog};
 use super::outcome::{Outcome, gate};
+use super::profile;
 use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, WeightSink, WeightSource};
 use crate::eval::{Perplexity, Side};
-use crate::pipeline::{CalibrationStream, Pruner, SaveMasks, Watcher};
+use crate::pipeline::{CalibrationStream, Pruner, SaveMasks, SelectionTime, Watcher};
 use crate::report;
 use crate::run::manifest::OutputReport;
 use crate::run::{Event, Events, Manifest};
@@ -62,6 +63,7 @@ pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> R
         console.line(summary.trim_end());
     }
     console.record(&manifest, &report::table::text(&manifest))?;
+    console.profile(&manifest);
     console.line("zeros alone change neither the size of the files nor the speed of inference");
     Ok(Outcome::of(&manifest, console))
 }
@@ -91,6 +93,10 @@ pub fn execute(
         ..
     } = &job;
 
+    let peak = args
+        .output
+        .profile
+        .then(|| profile::peak(session.products, session.threads));
     folder.prepare()?;
     if let Some(run) = &folder.run {
         console.write_memory_log(&run.join(memory_log::FILE))?;
@@ -126,6 +132,7 @@ pub fn execute(
         clock: &session.clock,
         events: console,
         num_hidden_layers: session.config.num_hidden_layers,
+        selection: SelectionTime::default(),
         layers: Vec::new(),
         expected: Vec::new(),
     };
@@ -152,12 +159,14 @@ pub fn execute(
     let swept = sweep.run(Some(&mut pruner as &mut dyn Editor), &mut riders);
     console.emit(Event::SweepDone);
     let swept = swept?;
-    let (layers, expected) = (pruner.layers, pruner.expected);
+    let (layers, expected, selection) = (pruner.layers, pruner.expected, pruner.selection);
+    let watch = swept.watch.clone();
 
     let output = finish(&job, writer, masks, &expected, console)?;
     console.set_unfinished(None);
     session.clock.mark("09_end", console);
     let mut manifest = session.manifest("prune", arguments, rest, &job.plan, swept)?;
+    manifest.profile = Some(profile::report(peak, &watch, Some(&selection), &manifest));
     manifest.sparsity = Some(record::sparsity(&layers));
     manifest.layers = layers;
     manifest.pruning = Some(record::settings(

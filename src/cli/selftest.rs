@@ -362,7 +362,7 @@ impl Bench {
         let by_layer = vec![vec![self.name.clone()]];
         let mut compute = Compute::new(context, &model.config, vec![seat], by_layer, &Silent);
         compute.forward("selftest", &model.layer, &mut hidden, &|_| ())?;
-        let (falls, _) = compute.finish();
+        let falls = compute.finish().fallbacks;
         let apart = difference(&ours, &values(&hidden.get(0)?)?);
         Ok((apart, falls.iter().map(|fall| fall.outcome).collect()))
     }

@@ -390,6 +390,7 @@ impl Session {
         swept: Swept,
     ) -> Result<Manifest> {
         let phases = self.clock.report();
+        let seconds = self.started.0.elapsed().as_secs_f64();
         let parameters = self
             .checkpoint
             .tensors()
@@ -407,7 +408,7 @@ impl Session {
             command: command.to_string(),
             arguments,
             started_unix_seconds: self.started.1,
-            seconds: self.started.0.elapsed().as_secs_f64(),
+            seconds,
             model: ModelReport {
                 path: self.folder.display().to_string(),
                 id: self.hub_model.as_ref().map(|model| model.id.clone()),
@@ -436,6 +437,7 @@ impl Session {
             peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
             phases,
             memory: self.clock.samples(),
+            profile: None,
             output: None,
             masks: None,
             warnings: Vec::new(),

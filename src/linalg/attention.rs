@@ -30,6 +30,15 @@ pub struct Heads {
     pub head_dim: usize,
 }
 
+impl Heads {
+    /// Floating-point operations of scores and context where `tokens` follow `past` others: 4·head_dim for every pair of a query
+    /// and a key it sees, in every query head.
+    pub fn operations(&self, past: usize, tokens: usize) -> usize {
+        let pairs = tokens * past + tokens * (tokens + 1) / 2;
+        4 * self.head_dim * self.num_heads * pairs
+    }
+}
+
 /// Bytes of scratch [`causal`] holds while it works on `queries` tokens that see `keys` at the end, with `threads` threads.
 pub fn scratch_bytes(queries: usize, keys: usize, threads: usize) -> usize {
     4 * keys * QUERIES_AT_ONCE.min(queries) * threads

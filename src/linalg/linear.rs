@@ -6,16 +6,18 @@
 //! every product, with the same bits. Callers do not see how the product is made.
 
 use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 
 use anyhow::Result;
 use rayon::prelude::*;
 
-use super::bf16;
+use super::bf16::{self, Factor, PackedWeight};
 use super::matmul::{Threads, View, matmul};
 use super::matvec;
 use super::parts::{largest_part, least_columns, parts};
+use super::profile::Part;
 use super::stored::StoredDtype;
-use super::weight::{Panel, Products, Weight};
+use super::weight::{Panel, Products, Weight, grow};
 
 /// Elements of a weight panel widened at once: 16 MiB of f32, about what an L3 cache holds.
 const PANEL_ELEMENTS: usize = 1 << 22;
@@ -23,13 +25,50 @@ const PANEL_ELEMENTS: usize = 1 << 22;
 /// A weight `[out_features, in_features]` and an optional bias `[out_features]`.
 #[derive(Debug, Clone)]
 pub struct Linear {
-    /// The weight in its stored dtype.
-    pub weight: Weight,
-    /// The bias, widened to f32.
-    pub bias: Option<Vec<f32>>,
+    weight: Weight,
+    bias: Option<Vec<f32>>,
+    /// The weight as bf16 products read it, from the first of them on, where the panel says to keep it.
+    packed: OnceLock<Arc<PackedWeight>>,
+    is_reused: bool,
 }
 
 impl Linear {
+    /// A linear layer.
+    ///
+    /// # Arguments
+    /// * `bias`: widened to f32
+    pub fn new(weight: impl Into<Weight>, bias: Option<Vec<f32>>) -> Self {
+        Self {
+            weight: weight.into(),
+            bias,
+            packed: OnceLock::new(),
+            is_reused: false,
+        }
+    }
+
+    /// The same, of which there will be many products: what is prepared for one may be kept for the next ([`Panel::keeps_packed`]).
+    #[must_use]
+    pub fn reused(mut self) -> Self {
+        self.is_reused = true;
+        self
+    }
+
+    /// The weight in its stored dtype.
+    pub fn weight(&self) -> &Weight {
+        &self.weight
+    }
+
+    /// The weight, to be changed: what was prepared for products is dropped.
+    pub fn weight_mut(&mut self) -> &mut Weight {
+        self.packed = OnceLock::new();
+        &mut self.weight
+    }
+
+    /// The bias, as f32.
+    pub fn bias(&self) -> Option<&[f32]> {
+        self.bias.as_deref()
+    }
+
     /// Output features.
     pub fn out_features(&self) -> usize {
         self.weight.rows()
@@ -76,6 +115,23 @@ impl Linear {
         out: &mut [f32],
         panel: &mut Panel,
     ) -> Result<()> {
+        self.product(rows.clone(), x, out, panel)?;
+        if let Some(bias) = &self.bias {
+            let bias = &bias[rows];
+            out.par_chunks_mut(bias.len())
+                .for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
+        }
+        Ok(())
+    }
+
+    /// Writes x·Wᵀ of some output features to `out`, `[tokens, rows.len()]`.
+    fn product(
+        &self,
+        rows: Range<usize>,
+        x: &[f32],
+        out: &mut [f32],
+        panel: &mut Panel,
+    ) -> Result<()> {
         let (inner, columns) = (self.in_features(), rows.len());
         let tokens = x.len() / inner.max(1);
         assert_eq!(x.len(), tokens * inner, "x must be [tokens, in_features]");
@@ -84,6 +140,7 @@ impl Linear {
             tokens * columns,
             "out must be [tokens, out_features]"
         );
+        panel.watch.count(2 * tokens * inner * columns);
         let lhs = View::strided(x, tokens, inner, inner);
         if let (Products::Bf16(kernel), StoredDtype::Bf16) = (panel.products, self.weight.dtype()) {
             self.multiply_bf16(kernel, rows.clone(), x, out, panel)?;
@@ -96,20 +153,22 @@ impl Linear {
                 let (first, length) = (rows.start + part.start, part.len());
                 let wide: &[f32] = match &self.weight {
                     Weight::Held(weight) => {
-                        let wide = panel.wide(length * inner);
+                        let part = panel.watch.enter(Part::Pack);
+                        let wide = grow(&mut panel.wide, length * inner);
                         weight.widen_rows_parallel(first, wide);
+                        panel.watch.enter(part);
                         wide
                     }
-                    Weight::AtRest(weight) => weight.read_wide(first..first + length, panel)?,
+                    Weight::AtRest(weight) => {
+                        let part = panel.watch.enter(Part::Read);
+                        weight.read_wide(first..first + length, panel)?;
+                        panel.watch.enter(part);
+                        &panel.wide[..length * inner]
+                    }
                 };
                 let rhs = View::strided(wide, length, inner, inner).transposed();
                 matmul(&mut out[part.start..], columns, 1.0, lhs, rhs, Threads::All);
             }
-        }
-        if let Some(bias) = &self.bias {
-            let bias = &bias[rows];
-            out.par_chunks_mut(columns)
-                .for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
         }
         Ok(())
     }
@@ -127,23 +186,37 @@ impl Linear {
         let packed = &mut panel.packed;
         match &self.weight {
             Weight::Held(weight) => {
-                if let Some(weight) = weight.as_bf16() {
-                    let weight = &weight[rows.start * inner..rows.end * inner];
-                    bf16::product(kernel, x, weight, inner, out, columns, packed);
-                }
+                let Some(weight) = weight.as_bf16() else {
+                    return Ok(());
+                };
+                let keeps = panel.keeps_packed && self.is_reused;
+                let factor = if keeps && PackedWeight::begins_at(rows.start) {
+                    let part = panel.watch.enter(Part::Pack);
+                    let kept = self.packed.get_or_init(|| {
+                        Arc::new(PackedWeight::of(weight, self.out_features(), inner))
+                    });
+                    panel.watch.enter(part);
+                    Factor::Packed(kept, rows.start, columns)
+                } else {
+                    Factor::Stored(&weight[rows.start * inner..rows.end * inner])
+                };
+                bf16::product(kernel, x, factor, inner, out, columns, packed);
             }
             Weight::AtRest(weight) => {
                 let tokens = x.len() / inner.max(1);
                 for part in parts(columns, panel_rows(inner), least_columns(tokens)) {
                     let first = rows.start + part.start;
+                    let before = panel.watch.enter(Part::Read);
                     let stored =
                         weight.read_stored(first..first + part.len(), &mut panel.stored)?;
-                    let stored = bytemuck::cast_slice(stored);
+                    panel.watch.enter(before);
+                    let stored = Factor::Stored(bytemuck::cast_slice(stored));
                     let out = &mut out[part.start..];
                     bf16::product(kernel, x, stored, inner, out, columns, packed);
                 }
             }
         }
+        panel.watch.move_to(Part::Pack, panel.packed.take_time());
         Ok(())
     }
 
@@ -165,6 +238,16 @@ impl Linear {
             out.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
         }
         Ok(())
+    }
+
+    /// X·Wᵀ without the bias, in a new vector.
+    ///
+    /// # Errors
+    /// As [`Linear::forward_into`].
+    pub fn product_alone(&self, x: &[f32], panel: &mut Panel) -> Result<Vec<f32>> {
+        let mut out = vec![0.0; x.len() / self.in_features().max(1) * self.out_features()];
+        self.product(0..self.out_features(), x, &mut out, panel)?;
+        Ok(out)
     }
 
     /// [`Linear::forward_into`] into a new vector.
@@ -200,10 +283,10 @@ mod tests {
             .collect();
         let bias: Vec<f32> = (0..columns).map(|i| i as f32).collect();
         for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
-            let linear = Linear {
-                weight: StoredMatrix::from_f32(dtype, columns, inner, &weight).into(),
-                bias: Some(bias.clone()),
-            };
+            let linear = Linear::new(
+                StoredMatrix::from_f32(dtype, columns, inner, &weight),
+                Some(bias.clone()),
+            );
             let y = linear.forward(&x, &mut Panel::new()).unwrap();
             for token in 0..tokens {
                 for column in 0..columns {
@@ -228,10 +311,10 @@ mod tests {
             .collect();
         let x: Vec<f32> = (0..2 * inner).map(|i| (i as f32 * 0.29).cos()).collect();
         for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
-            let linear = Linear {
-                weight: StoredMatrix::from_f32(dtype, columns, inner, &weight).into(),
-                bias: Some((0..columns).map(|i| i as f32).collect()),
-            };
+            let linear = Linear::new(
+                StoredMatrix::from_f32(dtype, columns, inner, &weight),
+                Some((0..columns).map(|i| i as f32).collect()),
+            );
             let (mut panel, mut one) = (Panel::new(), vec![0.0; columns]);
             let two = linear.forward(&x, &mut panel).unwrap();
             for (x, two) in x.chunks(inner).zip(two.chunks(columns)) {
@@ -257,10 +340,10 @@ mod tests {
         let weight: Vec<f32> = (0..inner * columns)
             .map(|i| if i % inner == i / inner { 3.0 } else { 0.0 })
             .collect();
-        let linear = Linear {
-            weight: StoredMatrix::from_f32(StoredDtype::Bf16, columns, inner, &weight).into(),
-            bias: None,
-        };
+        let linear = Linear::new(
+            StoredMatrix::from_f32(StoredDtype::Bf16, columns, inner, &weight),
+            None,
+        );
         let x: Vec<f32> = (0..inner).map(|i| i as f32).collect();
         let y = linear.forward(&x, &mut Panel::new()).unwrap();
         assert_eq!(y, (0..columns).map(|i| 3.0 * i as f32).collect::<Vec<_>>());

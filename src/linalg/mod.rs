@@ -13,6 +13,8 @@ pub mod linear;
 pub mod matmul;
 mod matvec;
 pub mod parts;
+pub mod peak;
+pub mod profile;
 pub mod select;
 pub mod stored;
 pub mod tensor;

@@ -9,6 +9,63 @@ pub fn key(score: f32) -> u32 {
     (score + 0.0).to_bits()
 }
 
+/// Which scores are the lowest: all below a threshold, and the first few that equal it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lowest {
+    /// The key of the highest score that is taken.
+    pub threshold: u32,
+    /// How many of those that equal it are taken, in ascending index order.
+    pub ties: usize,
+    /// Whether that is all of them.
+    pub takes_all_ties: bool,
+}
+
+/// Keys are counted by their upper 13 bits: the exponent and four bits of the mantissa.
+const BUCKET_SHIFT: u32 = 19;
+const BUCKETS: usize = 1 << (32 - 1 - BUCKET_SHIFT);
+
+/// Fewer scores than this are selected without counting them first.
+const WORTH_COUNTING: usize = 1024;
+
+/// Finds the `count` lowest scores, 0 < count ≤ the number of scores.
+///
+/// A pass that counts, and a selection among the few scores of the bucket where the count is reached.
+///
+/// # Arguments
+/// * `scores`: finite, ≥ 0
+/// * `scratch`: reused between calls
+pub fn find_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>) -> Lowest {
+    scratch.clear();
+    let (mut below, mut first) = (0, 0);
+    if scores.len() < WORTH_COUNTING {
+        scratch.extend(scores.iter().map(|&score| key(score)));
+    } else {
+        scratch.resize(BUCKETS, 0);
+        let bucket_of = |score: f32| (key(score) >> BUCKET_SHIFT) as usize % BUCKETS;
+        for &score in scores {
+            scratch[bucket_of(score)] += 1;
+        }
+        let mut wanted = 0;
+        while below + (scratch[wanted] as usize) < count {
+            below += scratch[wanted] as usize;
+            wanted += 1;
+        }
+        first = BUCKETS;
+        let candidates = scores.iter().filter(|&&score| bucket_of(score) == wanted);
+        scratch.extend(candidates.map(|&score| key(score)));
+    }
+    let candidates = &mut scratch[first..];
+    let threshold = *candidates.select_nth_unstable(count - 1 - below).1;
+    let lower = candidates.iter().filter(|&&key| key < threshold).count();
+    let equal = candidates.iter().filter(|&&key| key == threshold).count();
+    let ties = count - below - lower;
+    Lowest {
+        threshold,
+        ties,
+        takes_all_ties: ties == equal,
+    }
+}
+
 /// Calls `pick(index)` for the `count` lowest scores, in ascending index order; among equal scores the lower index goes first.
 ///
 /// # Arguments
@@ -22,14 +79,11 @@ pub fn lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, mut pick: im
         (0..scores.len()).for_each(pick);
         return;
     }
-    scratch.clear();
-    scratch.extend(scores.iter().map(|&score| key(score)));
-    let threshold = *scratch.select_nth_unstable(count - 1).1;
-    let below = scores
-        .iter()
-        .filter(|&&score| key(score) < threshold)
-        .count();
-    let mut ties_left = count - below;
+    let Lowest {
+        threshold,
+        ties: mut ties_left,
+        ..
+    } = find_lowest(scores, count, scratch);
     for (index, &score) in scores.iter().enumerate() {
         let score = key(score);
         if score < threshold {
@@ -169,6 +223,31 @@ mod tests {
             |index| picked.push(index),
         );
         assert_eq!(picked, [1, 3, 5]);
+    }
+
+    #[test]
+    fn long_rows_are_counted_first_and_give_the_same() {
+        // Exponents over the whole range, plateaus, and zeros of both signs.
+        let scores: Vec<f32> = (0..5000u32)
+            .map(|i| match i % 5 {
+                0 => -0.0,
+                1 => (i % 7) as f32,
+                2 => f32::MAX / (1 + i) as f32,
+                3 => f32::from_bits(i * 97),
+                _ => 1.0 + (i * 31 % 1009) as f32 / 1e4,
+            })
+            .collect();
+        for count in [1, 2, 999, 1000, 1001, 2500, 3333, 4998, 4999] {
+            let mut picked = Vec::new();
+            lowest(&scores, count, &mut vec![9; 3], |index| picked.push(index));
+            // Zeros of both signs are one score.
+            let unsigned: Vec<f32> = scores.iter().map(|score| score + 0.0).collect();
+            assert_eq!(picked, by_stable_sort(&unsigned, count), "{count}");
+            let found = find_lowest(&scores, count, &mut Vec::new());
+            let at_most = |key_of: &&f32| key(**key_of) <= found.threshold;
+            let taken = scores.iter().filter(at_most).count();
+            assert_eq!(taken == count, found.takes_all_ties);
+        }
     }
 
     proptest! {

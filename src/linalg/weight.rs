@@ -13,6 +13,7 @@ use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
 use super::bf16::{Kernel, Packed};
+use super::profile::Watch;
 use super::stored::{StoredDtype, StoredMatrix, widen_bf16};
 
 /// Rows of a stored matrix, wherever they lie.
@@ -62,6 +63,10 @@ pub enum Products {
 pub struct Panel {
     /// What multiplies.
     pub products: Products,
+    /// Whether a weight that is reused stays packed from its first bf16 product on: as many bytes again as it has.
+    pub keeps_packed: bool,
+    /// Where time goes.
+    pub watch: Watch,
     /// The rows as f32.
     pub(super) wide: Vec<f32>,
     /// The rows of a half-precision matrix at rest, as they were read.
@@ -74,11 +79,6 @@ impl Panel {
     /// An empty panel.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// `length` elements of unspecified content.
-    pub(super) fn wide(&mut self, length: usize) -> &mut [f32] {
-        grow(&mut self.wide, length)
     }
 }
 
@@ -324,7 +324,7 @@ mod tests {
             };
             // A panel that was larger before, so that stale content would show.
             let mut panel = Panel::new();
-            panel.wide(1000).fill(9.0);
+            grow(&mut panel.wide, 1000).fill(9.0);
             assert_eq!(rest.read_wide(7..18, &mut panel).unwrap(), expected);
             let rest = weight.hold().unwrap();
             assert_eq!(weight.held(), Some(&held), "{dtype:?}");

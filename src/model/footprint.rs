@@ -6,6 +6,7 @@
 //! | function | holds |
 //! | --- | --- |
 //! | [`layer_weights`] | one decoder layer while it is in use or waits: weights, or masks; norms and biases |
+//! | [`layer_packed`] | its weights once more, where bf16 products keep them packed |
 //! | [`context`] | from the first layer to the end of the run: rotary tables, what products pack and keep |
 //! | [`forward`], [`capture`] | a sample on its way through a layer |
 //! | [`score`] | a matrix while it is scored |
@@ -22,6 +23,7 @@ use super::head::{largest_chunk, largest_tokens};
 use super::layer::{AttentionLayout, Projection};
 use super::rotary::Rotary;
 use crate::bytes::ByteSize;
+use crate::linalg::bf16::PackedWeight;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::{Linear, StoredDtype, attention};
 use crate::run::knobs::{Knobs, WeightsHeld};
@@ -58,6 +60,16 @@ pub fn layer_weights(config: &LlamaConfig, dtype: StoredDtype, knobs: &Knobs) ->
         }
     }
     bytes
+}
+
+/// One decoder layer's weights packed for bf16 products, beside [`layer_weights`]: 2 · (2·H·Q + 2·H·K + 3·H·I), rows rounded up to 32
+/// and columns to 32.
+pub fn layer_packed(config: &LlamaConfig) -> ByteSize {
+    let bytes = Projection::ALL.map(|projection| {
+        let (rows, columns) = projection.shape(config);
+        ByteSize::of(PackedWeight::bytes(rows, columns), 1)
+    });
+    bytes.into_iter().sum()
 }
 
 /// All weights of a model without biases: decoder linears, norms, embedding and, where it has one of its own, the head.

@@ -17,6 +17,7 @@ use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
+use crate::linalg::profile::Part;
 use crate::linalg::{Linear, StoredMatrix, Weight, elementwise, tensor};
 
 /// Tokens whose logits exist at once, at most, where all of them may take `bytes` of f32 and each has `vocabulary`.
@@ -128,7 +129,7 @@ impl Head {
         Ok(Self {
             norm: read_vector(source, NORM, config.hidden_size)?,
             rms_norm_eps: config.rms_norm_eps as f32,
-            lm_head: Linear { weight, bias: None },
+            lm_head: Linear::new(weight, None),
             rows_at_once,
         })
     }
@@ -154,11 +155,8 @@ impl Head {
     /// # Errors
     /// Fails when it cannot be read.
     pub fn chunk(&self, rows: Range<usize>) -> Result<HeadChunk<'_>> {
-        let read = match &self.lm_head.weight {
-            Weight::AtRest(weight) => Some(Linear {
-                weight: weight.read(rows.clone())?.into(),
-                bias: None,
-            }),
+        let read = match self.lm_head.weight() {
+            Weight::AtRest(weight) => Some(Linear::new(weight.read(rows.clone())?, None)),
             Weight::Held(_) => None,
         };
         Ok(HeadChunk {
@@ -234,10 +232,12 @@ impl Head {
                 let ([normed, logits], panel) = context
                     .workspace()
                     .buffers([part.len() * hidden_size, part.len() * rows.len()]);
+                panel.watch.enter(Part::Head);
                 let hidden = &hidden[part.start * hidden_size..part.end * hidden_size];
                 elementwise::rms_norm(hidden, &self.norm, self.rms_norm_eps, normed);
                 linear.forward_rows_into(rows.clone(), normed, logits, panel)?;
                 body(part.start, logits)?;
+                panel.watch.enter(Part::Elsewhere);
             }
             Ok(())
         })?
@@ -258,8 +258,8 @@ impl HeadChunk<'_> {
     /// Its weights `[rows.len(), hidden_size]`, where they are in memory by themselves.
     pub(super) fn weight(&self) -> Option<&StoredMatrix> {
         self.read.as_ref().map_or_else(
-            || self.head.lm_head.weight.held(),
-            |read| read.weight.held(),
+            || self.head.lm_head.weight().held(),
+            |read| read.weight().held(),
         )
     }
 

@@ -37,6 +37,7 @@ use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::checkpoint::WeightSource;
 use crate::linalg::attention::{self, Heads};
 use crate::linalg::parts::{LEAST_ROWS, least_columns, parts};
+use crate::linalg::profile::{Part, Watch};
 use crate::linalg::{Linear, Panel, Products, Weight, Workspace, elementwise, tensor};
 use crate::run::Knobs;
 
@@ -152,7 +153,9 @@ impl LayerContext {
     /// The same with products computed otherwise.
     #[must_use]
     pub fn with_products(mut self, products: Products) -> Self {
-        self.workspace.panel().products = products;
+        let panel = self.workspace.panel();
+        panel.products = products;
+        panel.keeps_packed = self.knobs.keep_packed;
         self
     }
 
@@ -250,7 +253,7 @@ impl DecoderLayer {
                     )
                 })
                 .transpose()?;
-            linears.push(Linear { weight, bias });
+            linears.push(Linear::new(weight, bias).reused());
         }
         let norm = |name: &str| {
             read_vector(
@@ -400,10 +403,17 @@ impl DecoderLayer {
         let knobs = if cache.is_some() { &whole } else { &*knobs };
         let layout = AttentionLayout::new(self.heads, seqlen, hidden_size, knobs);
         let ([shared, q, k, v, apart], panel) = workspace.buffers(layout.buffers());
+        panel.watch.enter(Part::Qkv);
         let normed = &mut shared[..seqlen * hidden_size];
         elementwise::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps, normed);
-        show(&mut observer, Observation::AttentionInput, normed);
+        show(
+            &mut observer,
+            Observation::AttentionInput,
+            normed,
+            &mut panel.watch,
+        );
         for group in layout.groups() {
+            panel.watch.enter(Part::Qkv);
             let normed = &shared[..seqlen * hidden_size];
             let heads = layout.heads(&group);
             let (queries, keys) = (layout.query_columns(&group), layout.key_columns(&group));
@@ -421,6 +431,8 @@ impl DecoderLayer {
                     Product::Few => linear.forward_few_into(normed, out, panel)?,
                 }
             }
+            panel.watch.enter(Part::Attention);
+            panel.watch.count(heads.operations(past, seqlen));
             rotary.apply(q, past, heads.num_heads, heads.head_dim)?;
             rotary.apply(k, past, heads.num_key_value_heads, heads.head_dim)?;
             let attended = layout.context(shared, apart);
@@ -435,12 +447,19 @@ impl DecoderLayer {
                 attention::causal_columns(heads, 0, q, k, v, attended, columns);
             }
         }
+        panel.watch.enter(Part::O);
         let attended = layout.context(shared, apart);
-        show(&mut observer, Observation::OInput, attended);
+        show(
+            &mut observer,
+            Observation::OInput,
+            attended,
+            &mut panel.watch,
+        );
         let o = self.linear(Projection::O);
         let mut out = vec![0.0; seqlen * o.out_features()];
         product.of_all(o, attended, &mut out, panel)?;
         elementwise::add(&mut out, hidden);
+        panel.watch.enter(Part::Elsewhere);
         Ok(out)
     }
 
@@ -464,18 +483,30 @@ impl DecoderLayer {
                 context
                     .workspace
                     .buffers([tokens * hidden_size, wide, wide]);
+            panel.watch.enter(Part::Mlp);
             elementwise::rms_norm(rows, norm, self.rms_norm_eps, normed);
-            show(&mut observer, Observation::MlpInput, normed);
+            show(
+                &mut observer,
+                Observation::MlpInput,
+                normed,
+                &mut panel.watch,
+            );
             let project = |projection| self.linear(projection);
             product.of_all(project(Projection::Gate), normed, gate, panel)?;
             product.of_all(project(Projection::Up), normed, up, panel)?;
             elementwise::silu_times(gate, up);
-            show(&mut observer, Observation::DownInput, gate);
+            show(
+                &mut observer,
+                Observation::DownInput,
+                gate,
+                &mut panel.watch,
+            );
             if observer.is_none() {
                 // No one needs the normed rows any more.
                 product.of_all(project(Projection::Down), gate, normed, panel)?;
                 elementwise::add(rows, normed);
             }
+            panel.watch.enter(Part::Elsewhere);
         }
         Ok(())
     }
@@ -584,10 +615,17 @@ impl Product {
     }
 }
 
-fn show(observer: &mut Option<&mut dyn Observer>, point: Observation, rows: &[f32]) {
+fn show(
+    observer: &mut Option<&mut dyn Observer>,
+    point: Observation,
+    rows: &[f32],
+    watch: &mut Watch,
+) {
     if let Some(observer) = observer
         && observer.needs(point) != Need::Nothing
     {
+        let part = watch.enter(Part::Statistics);
         observer.observe(point, rows);
+        watch.enter(part);
     }
 }

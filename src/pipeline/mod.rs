@@ -23,7 +23,7 @@ pub mod workload;
 
 pub use calibrate::{CalibrationStream, LayerStatistics, embed};
 pub use layer_ratios::LayerRatios;
-pub use prune::{PrunedMatrix, Pruner, Watcher};
+pub use prune::{PrunedMatrix, Pruner, SelectionTime, Watcher};
 pub use save_masks::SaveMasks;
 pub use targets::{Selection, TargetPlan};
 pub use workload::Job;

@@ -15,7 +15,7 @@ use super::targets::TargetPlan;
 use crate::checkpoint::{ExpectedMatrix, WeightSink};
 use crate::linalg::{StoredMatrix, Weight};
 use crate::model::{DecoderLayer, Projection};
-use crate::pruning::{Mask, Pattern, PruningMethod, Request, Target};
+use crate::pruning::{Mask, Pattern, PruningMethod, Request, ScoreTime, Target};
 use crate::run::manifest::{LayerReport, MatrixReport};
 use crate::run::{Event, Events};
 use crate::runtime::{Clock, Compute, Editor};
@@ -64,10 +64,21 @@ pub struct Pruner<'a> {
     pub events: &'a dyn Events,
     /// Layers in the model; after the last one no sample needs to go on.
     pub num_hidden_layers: usize,
+    /// What choosing took so far.
+    pub selection: SelectionTime,
     /// What was done so far.
     pub layers: Vec<LayerReport>,
     /// What the writer must find in the file afterwards.
     pub expected: Vec<ExpectedMatrix>,
+}
+
+/// What choosing weights took.
+#[derive(Debug, Default)]
+pub struct SelectionTime {
+    /// Scoring, added over the threads.
+    pub scoring: ScoreTime,
+    /// Scoring and selecting, on the wall.
+    pub seconds: f64,
 }
 
 impl Editor for Pruner<'_> {
@@ -152,17 +163,18 @@ impl Pruner<'_> {
         let mut matrices = Vec::with_capacity(Projection::ALL.len());
         let clock = self.clock;
         for projection in Projection::ALL {
-            let weight = &mut layer.linear_mut(projection).weight;
-            let at_rest = match weight {
+            let at_rest = match layer.linear(projection).weight() {
                 Weight::Held(_) => None,
-                Weight::AtRest(_) => clock.measure("read", || weight.hold())?,
+                Weight::AtRest(_) => {
+                    clock.measure("read", || layer.linear_mut(projection).weight_mut().hold())?
+                }
             };
             let rows = statistics
                 .filter(|_| self.targets.of(layer.index(), projection).is_some())
                 .map(|statistics| statistics.rows(projection));
             let dense = rows.map(|rows| {
                 clock.measure("output error", || {
-                    let linear = layer.linear_mut(projection);
+                    let linear = layer.linear(projection);
                     DenseOutput::of(linear, rows, compute.workspace().panel())
                 })
             });
@@ -172,7 +184,7 @@ impl Pruner<'_> {
             })?;
             if let Some(dense) = dense {
                 report.relative_output_error = clock.measure("output error", || {
-                    let linear = layer.linear_mut(projection);
+                    let linear = layer.linear(projection);
                     dense.error_of(linear, compute.workspace().panel())
                 })?;
             }
@@ -181,10 +193,11 @@ impl Pruner<'_> {
             }
             // A weight that was changed and not only masked cannot be had from the source again.
             if let Some(at_rest) = at_rest.filter(|_| !self.method.changes_weights()) {
-                layer.linear_mut(projection).weight = Weight::AtRest(match mask {
+                let at_rest = match mask {
                     Some(mask) => at_rest.without(mask.into_bits()),
                     None => at_rest,
-                });
+                };
+                *layer.linear_mut(projection).weight_mut() = Weight::AtRest(at_rest);
             }
             self.events.emit(Event::MatrixPruned(report.clone()));
             matrices.push(report);
@@ -200,7 +213,7 @@ impl Pruner<'_> {
     ) -> Result<(MatrixReport, Option<Mask>)> {
         let index = layer.index();
         let name = projection.full_name(index);
-        let weight = layer.linear_mut(projection).weight.held_mut();
+        let weight = layer.linear_mut(projection).weight_mut().held_mut();
         let weight = weight.with_context(|| format!("`{name}` is scored in memory"))?;
         let zeros_before = weight.count_zeros();
         let shape = [weight.rows(), weight.columns()];
@@ -222,8 +235,11 @@ impl Pruner<'_> {
             statistics,
             target,
             use_variant: self.targets.use_variant,
+            score_time: Some(&self.selection.scoring),
         };
+        let began = Instant::now();
         let mask = self.method.prune(weight, &request)?;
+        self.selection.seconds += began.elapsed().as_secs_f64();
         for watcher in &mut self.watchers {
             watcher.matrix(&PrunedMatrix {
                 layer: index,
@@ -234,7 +250,7 @@ impl Pruner<'_> {
                 mask: &mask,
             })?;
         }
-        weight.zero_where(|row, column| mask.is_pruned(row, column));
+        weight.zero_bits(mask.bits());
         let zeros = weight.count_zeros();
         let group = match target.pattern {
             Pattern::Unstructured => None,
@@ -262,7 +278,7 @@ impl Pruner<'_> {
             return Ok(());
         };
         let name = projection.tensor_name(layer.index());
-        let weight = layer.linear(projection).weight.held();
+        let weight = layer.linear(projection).weight().held();
         let weight = weight.with_context(|| format!("`{name}` is written from memory"))?;
         sink.write(&name, weight.as_bytes())
             .with_context(|| format!("writing `{name}`"))

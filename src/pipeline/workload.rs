@@ -5,7 +5,8 @@
 
 use super::{on_gpu, output_error};
 use crate::bytes::ByteSize;
-use crate::linalg::{StoredDtype, bf16};
+use crate::linalg::StoredDtype;
+use crate::linalg::bf16::{self, PackedWeight};
 use crate::model::{LlamaConfig, Projection, footprint};
 use crate::placement::planner::ON_THEIR_WAY;
 use crate::placement::{Need, Resting, Way, Work, Workload};
@@ -135,14 +136,25 @@ impl Job<'_> {
                                 Some(vocabulary.div_ceil(4)),
                                 Some(vocabulary.div_ceil(16)),
                             ] {
-                                settings.push(Knobs {
+                                let knobs = Knobs {
                                     prefetch,
                                     weights,
                                     mlp_tokens,
                                     attention_heads,
                                     logits_bytes,
                                     head_rows,
-                                });
+                                    keep_packed: true,
+                                };
+                                if self.keeps_packed(&knobs) {
+                                    let keep_packed = false;
+                                    settings.push(knobs.clone());
+                                    settings.push(Knobs {
+                                        keep_packed,
+                                        ..knobs
+                                    });
+                                } else {
+                                    settings.push(knobs);
+                                }
                             }
                         }
                     }
@@ -191,7 +203,12 @@ impl Job<'_> {
         ]
     }
 
-    /// Factors of bf16 products, kept from the first on.
+    /// Whether a layer's weights stay packed for bf16 products while it is in use.
+    fn keeps_packed(&self, knobs: &Knobs) -> bool {
+        self.packs_bf16 && knobs.keep_packed && knobs.weights == WeightsHeld::Layer
+    }
+
+    /// Factors of bf16 products, kept from the first on: of weights only those that are packed for each product anew.
     fn packed(&self, knobs: &Knobs) -> ByteSize {
         if !self.packs_bf16 {
             return ByteSize::ZERO;
@@ -203,7 +220,13 @@ impl Job<'_> {
             } else {
                 self.seqlen
             };
-            (tokens, projection.shape(self.config))
+            let (rows, columns) = projection.shape(self.config);
+            // Some heads whose first row is within a tile are packed anew, too.
+            let begins_within =
+                knobs.attention_heads.is_some() && !PackedWeight::begins_at(self.config.head_dim);
+            let is_kept = self.keeps_packed(knobs) && (is_mlp || !begins_within);
+            let packed_anew = if is_kept { 0 } else { rows };
+            (tokens, (packed_anew, columns))
         });
         let vocabulary = self.config.vocab_size;
         let rows = (knobs.logits_bytes.0 as usize / 4 / vocabulary.max(1)).clamp(1, self.seqlen);
@@ -248,6 +271,9 @@ impl Job<'_> {
             WeightsHeld::Layer => vec![part("this layer", layer)],
             WeightsHeld::Matrix => vec![part("masks of this layer", layer)],
         };
+        if self.keeps_packed(knobs) {
+            layers.push(part("this layer, packed", footprint::layer_packed(config)));
+        }
         if knobs.prefetch {
             layers.push(part("the next layer", layer));
         }
@@ -376,7 +402,15 @@ impl Job<'_> {
                 .sum::<f64>()
         };
         let (attention, mlp) = (sum(&attention), sum(&mlp));
-        let once_more = |tokens: usize| 1.0 + PACKING_TOKENS / tokens.min(seqlen).max(1) as f64;
+        // Weights are packed for every product, or for the first one of each pass and as good as never for the others.
+        let once_more = |tokens: usize| {
+            let share = if self.keeps_packed(knobs) {
+                0.0
+            } else {
+                PACKING_TOKENS / tokens.min(seqlen).max(1) as f64
+            };
+            1.0 + share
+        };
         let groups = knobs
             .attention_heads
             .map_or(1, |heads| config.num_key_value_heads.div_ceil(heads.max(1)));
@@ -415,7 +449,9 @@ impl Job<'_> {
             once_moved += states * (samples + windows * (1.0 + head_parts as f64));
         }
         let rows = (knobs.logits_bytes.0 as usize / 4 / config.vocab_size.max(1)).max(1);
-        let head = 2.0 * (config.vocab_size * config.hidden_size) as f64 * once_more(rows);
+        let head = 2.0
+            * (config.vocab_size * config.hidden_size) as f64
+            * (1.0 + PACKING_TOKENS / rows.min(seqlen).max(1) as f64);
         Work {
             layer_flop: tokens(samples) * (per_token - down)
                 + tokens(propagated + windows) * per_token,

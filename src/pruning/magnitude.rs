@@ -62,6 +62,7 @@ mod tests {
             statistics: &[],
             target: Target { ratio, pattern },
             use_variant: false,
+            score_time: None,
         };
         let mask = Magnitude.prune(&mut weight, &request).unwrap();
         (0..weights.len())

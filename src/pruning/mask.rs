@@ -15,6 +15,45 @@ pub struct Mask {
 /// Eight rows of any length end on a byte boundary, so tasks of that many rows share no byte.
 const ROWS_PER_TASK: usize = 8;
 
+/// The bits of one row.
+#[derive(Debug)]
+pub struct RowBits<'a> {
+    bits: &'a mut [u8],
+    /// The row's first bit.
+    first: usize,
+    columns: usize,
+}
+
+impl RowBits<'_> {
+    /// Prunes one column.
+    pub fn set(&mut self, column: usize) {
+        let bit = self.first + column;
+        self.bits[bit / 8] |= 1 << (bit % 8);
+    }
+
+    /// Prunes every column `is_pruned` says; it is asked once for each, in order. There is no branch on the answer, which nobody
+    /// could predict.
+    pub fn set_where(&mut self, mut is_pruned: impl FnMut(usize) -> bool) {
+        let (mut column, end) = (0, self.first + self.columns);
+        while column < self.columns && !(self.first + column).is_multiple_of(8) {
+            let bit = self.first + column;
+            self.bits[bit / 8] |= u8::from(is_pruned(column)) << (bit % 8);
+            column += 1;
+        }
+        let whole = (self.columns - column) / 8;
+        let from = (self.first + column) / 8;
+        for byte in &mut self.bits[from..from + whole] {
+            for place in 0..8 {
+                *byte |= u8::from(is_pruned(column + place)) << place;
+            }
+            column += 8;
+        }
+        for bit in self.first + column..end {
+            self.bits[bit / 8] |= u8::from(is_pruned(bit - self.first)) << (bit % 8);
+        }
+    }
+}
+
 impl Mask {
     /// A mask that prunes nothing.
     pub fn none(rows: usize, columns: usize) -> Self {
@@ -29,7 +68,7 @@ impl Mask {
     ///
     /// # Arguments
     /// * `scratch`: makes what one task reuses between rows
-    /// * `fill(scratch, row, set)`: calls `set(column)` for every pruned column of a row
+    /// * `fill(scratch, row, bits)`: sets the pruned columns of a row, all of which are clear
     ///
     /// # Errors
     /// The error of the lowest task that failed.
@@ -37,7 +76,7 @@ impl Mask {
         rows: usize,
         columns: usize,
         scratch: impl Fn() -> S + Sync + Send,
-        fill: impl Fn(&mut S, usize, &mut dyn FnMut(usize)) -> Result<(), E> + Sync + Send,
+        fill: impl Fn(&mut S, usize, &mut RowBits<'_>) -> Result<(), E> + Sync + Send,
     ) -> Result<Self, E> {
         let mut mask = Self::none(rows, columns);
         if columns == 0 {
@@ -48,12 +87,12 @@ impl Mask {
             .enumerate()
             .try_for_each_init(scratch, |scratch, (task, bits)| {
                 for row_in_task in 0..ROWS_PER_TASK.min(rows - task * ROWS_PER_TASK) {
-                    let first_bit = row_in_task * columns;
-                    let mut set = |column: usize| {
-                        let bit = first_bit + column;
-                        bits[bit / 8] |= 1 << (bit % 8);
+                    let mut row = RowBits {
+                        bits,
+                        first: row_in_task * columns,
+                        columns,
                     };
-                    fill(scratch, task * ROWS_PER_TASK + row_in_task, &mut set)?;
+                    fill(scratch, task * ROWS_PER_TASK + row_in_task, &mut row)?;
                 }
                 Ok(())
             })?;
@@ -116,8 +155,8 @@ mod tests {
             11,
             3,
             || (),
-            |(), row, set| {
-                set(row % 3);
+            |(), row, bits| {
+                bits.set(row % 3);
                 Ok::<_, ()>(())
             },
         )
@@ -129,6 +168,33 @@ mod tests {
             (0..11)
                 .all(|row| (0..3).all(|column| mask.is_pruned(row, column) == (column == row % 3)))
         );
+    }
+
+    #[test]
+    fn columns_set_all_at_once_are_those_set_one_by_one() {
+        let goes = |row: usize, column: usize| (row * 5 + column * 3) % 7 < 3;
+        for columns in [1, 3, 8, 13, 16, 27] {
+            let at_once = Mask::by_rows(
+                11,
+                columns,
+                || (),
+                |(), row, bits| {
+                    bits.set_where(|column| goes(row, column));
+                    Ok::<_, ()>(())
+                },
+            );
+            let one_by_one = Mask::by_rows(
+                11,
+                columns,
+                || (),
+                |(), row, bits| {
+                    let pruned = (0..columns).filter(|&column| goes(row, column));
+                    pruned.for_each(|column| bits.set(column));
+                    Ok::<_, ()>(())
+                },
+            );
+            assert_eq!(at_once, one_by_one, "{columns}");
+        }
     }
 
     #[test]

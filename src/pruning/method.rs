@@ -1,5 +1,8 @@
 //! The door every pruning method comes through.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
 use anyhow::Result;
 
 use super::mask::Mask;
@@ -27,6 +30,28 @@ pub struct Request<'a> {
     pub target: Target,
     /// The original's `--use_variant`: rows may differ in sparsity.
     pub use_variant: bool,
+    /// Adds up the time of scoring, where someone wants to know.
+    pub score_time: Option<&'a ScoreTime>,
+}
+
+/// Time spent on scores, added over the threads.
+#[derive(Debug, Default)]
+pub struct ScoreTime(AtomicU64);
+
+impl ScoreTime {
+    /// Runs `body`, which scores.
+    pub(super) fn measure<R>(&self, body: impl FnOnce() -> R) -> R {
+        let began = Instant::now();
+        let result = body();
+        let nanoseconds = began.elapsed().as_nanos() as u64;
+        self.0.fetch_add(nanoseconds, Ordering::Relaxed);
+        result
+    }
+
+    /// Seconds so far, of all threads together.
+    pub fn seconds(&self) -> f64 {
+        self.0.load(Ordering::Relaxed) as f64 / 1e9
+    }
 }
 
 /// A pruning method. Those that only score weights implement [`super::select::ScoreMethod`] and select through it; methods

@@ -13,7 +13,7 @@ pub mod variant;
 pub mod wanda;
 
 pub use mask::Mask;
-pub use method::{Needs, PruningMethod, Request};
+pub use method::{Needs, PruningMethod, Request, ScoreTime};
 pub use statistics::{ColumnSquares, SampleSquares};
 pub use target::{Pattern, Target};
 

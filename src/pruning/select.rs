@@ -6,8 +6,8 @@
 use anyhow::Result;
 use rayon::prelude::*;
 
-use super::mask::Mask;
-use super::method::{Request, check_groups};
+use super::mask::{Mask, RowBits};
+use super::method::{Request, ScoreTime, check_groups};
 use super::target::Pattern;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
@@ -58,11 +58,11 @@ pub fn mask_by_score(
     match (request.target.pattern, method.compares()) {
         (Pattern::NOfM { n, m }, _) => {
             check_groups(request.name, columns, n, m)?;
-            Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, set| {
+            Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
                 scorer.score(row, &mut scratch.scores)?;
                 for (group, scores) in scratch.scores.chunks_exact(m).enumerate() {
                     lowest::lowest_of_group(scores, n, &mut scratch.keys, |place| {
-                        set(group * m + place)
+                        bits.set(group * m + place)
                     });
                 }
                 Ok(())
@@ -70,25 +70,42 @@ pub fn mask_by_score(
         }
         (Pattern::Unstructured, Compares::Rows) => {
             let count = request.target.count_of(columns);
-            Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, set| {
+            Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
                 scorer.score(row, &mut scratch.scores)?;
-                lowest::lowest(&scratch.scores, count, &mut scratch.keys, |column| {
-                    set(column)
-                });
+                set_lowest(&scratch.scores, count, &mut scratch.keys, bits);
                 Ok(())
             })
         }
         (Pattern::Unstructured, Compares::WholeMatrix) => {
             let threshold = scorer.value_at(request.target.count_of(rows * columns) as u64)?;
-            Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, set| {
+            Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
                 scorer.score(row, &mut scratch.scores)?;
-                (0..columns)
-                    .filter(|&column| scratch.scores[column] <= threshold)
-                    .for_each(set);
+                let scores = scratch.scores.as_slice();
+                bits.set_where(|column| scores[column] <= threshold);
                 Ok(())
             })
         }
     }
+}
+
+/// Prunes the `count` lowest of a row's scores, of equal ones the lower columns.
+fn set_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, bits: &mut RowBits<'_>) {
+    if count == 0 {
+        return;
+    }
+    let found = lowest::find_lowest(scores, count.min(scores.len()), scratch);
+    let threshold = found.threshold;
+    if found.takes_all_ties {
+        bits.set_where(|column| lowest::key(scores[column]) <= threshold);
+        return;
+    }
+    let mut ties = found.ties;
+    bits.set_where(|column| {
+        let key = lowest::key(scores[column]);
+        let is_tie = key == threshold && ties > 0;
+        ties -= usize::from(is_tie);
+        key < threshold || is_tie
+    });
 }
 
 /// Buffers one task reuses between rows.
@@ -104,6 +121,7 @@ pub(super) struct Scorer<'a> {
     weight: &'a StoredMatrix,
     factors: Vec<f32>,
     name: &'a str,
+    time: Option<&'a ScoreTime>,
 }
 
 impl<'a> Scorer<'a> {
@@ -130,11 +148,19 @@ impl<'a> Scorer<'a> {
             weight,
             factors: method.column_factors(request.statistics),
             name: request.name,
+            time: request.score_time,
         })
     }
 
     /// Writes the scores of a row into `scores`.
     pub(super) fn score(&self, row: usize, scores: &mut Vec<f32>) -> Result<()> {
+        match self.time {
+            Some(time) => time.measure(|| self.score_now(row, scores)),
+            None => self.score_now(row, scores),
+        }
+    }
+
+    fn score_now(&self, row: usize, scores: &mut Vec<f32>) -> Result<()> {
         scores.resize(self.weight.columns(), 0.0);
         self.weight.widen_rows(row, scores);
         scores.iter_mut().for_each(|value| *value = value.abs());

@@ -43,13 +43,12 @@ pub fn mask_by_cumulative_score(
         (pruned[index] as f64 / (rows * columns) as f64) as f32
     };
     let alpha = bisect(request.target.ratio, sparsity_at);
-    Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, set| {
+    Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
         scorer.score(row, &mut scratch.scores)?;
         let sorted = SortedRow::new(&scratch.scores);
         if let Some(threshold) = sorted.threshold(alpha) {
-            (0..columns)
-                .filter(|&column| scratch.scores[column] <= threshold)
-                .for_each(set);
+            let scores = scratch.scores.as_slice();
+            bits.set_where(|column| scores[column] <= threshold);
         }
         Ok(())
     })

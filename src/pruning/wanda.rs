@@ -95,6 +95,7 @@ mod tests {
             statistics,
             target,
             use_variant: false,
+            score_time: None,
         };
         let mask = Wanda.prune(&mut weight, &request)?;
         Ok((0..weights.len())

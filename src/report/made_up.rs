@@ -17,7 +17,7 @@ const MATRICES: [&str; 7] = [
 ];
 
 /// A run with two layers of seven matrices 10 × 10, without perplexities.
-pub(super) fn manifest(method: &str, ratio: f64) -> Manifest {
+pub(crate) fn manifest(method: &str, ratio: f64) -> Manifest {
     let zeros = (100.0 * ratio).round() as u64;
     let layers: Vec<Value> = (0..2)
         .map(|layer| {

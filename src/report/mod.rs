@@ -3,6 +3,7 @@
 //! | file | what it makes |
 //! | --- | --- |
 //! | `table`, `log`, `memory_log` | the table at the end of a run, and the original's files |
+//! | `profile` | the table of `--profile` |
 //! | `inspection` | the table of `prune inspect` |
 //! | `page` | the page of `prune report`, from one or several runs |
 //! | `comparison` | which runs may share a chart |
@@ -16,10 +17,11 @@ mod html;
 pub mod inspection;
 pub mod log;
 #[cfg(test)]
-mod made_up;
+pub(crate) mod made_up;
 pub mod memory_log;
 pub mod page;
 pub mod plan;
 pub mod plots;
+pub mod profile;
 mod settings;
 pub mod table;

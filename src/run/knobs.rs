@@ -18,6 +18,9 @@ pub struct Knobs {
     pub attention_heads: Option<usize>,
     /// Logits that exist at once, in bytes of f32.
     pub logits_bytes: ByteSize,
+    /// Whether weights packed for bf16 products stay until the layer is done: two layers in memory instead of one. Nothing is packed for
+    /// products in f32.
+    pub keep_packed: bool,
     /// Rows of the head's weight in memory at once; `None` is all of them.
     pub head_rows: Option<usize>,
 }
@@ -40,6 +43,7 @@ impl Default for Knobs {
             mlp_tokens: 1024,
             attention_heads: None,
             logits_bytes: ByteSize(128 << 20),
+            keep_packed: true,
             head_rows: None,
         }
     }

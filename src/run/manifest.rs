@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::fallback::{DeviceMemoryReport, FallReport};
 use super::plan::{DevicePlan, Plan};
+use super::profile::ProfileReport;
 use crate::bytes::ByteSize;
 
 /// The version of the schema; raised when a field changes its meaning or goes.
@@ -64,6 +65,9 @@ pub struct Manifest {
     /// What each GPU held at most; empty without.
     #[serde(default)]
     pub devices: Vec<DeviceMemoryReport>,
+    /// Where the time went on the CPU; absent in older records.
+    #[serde(default)]
+    pub profile: Option<ProfileReport>,
     /// The file of masks; absent without `--save-masks`.
     #[serde(default)]
     pub masks: Option<String>,

@@ -9,6 +9,7 @@ pub mod inspection;
 pub mod knobs;
 pub mod manifest;
 pub mod plan;
+pub mod profile;
 
 pub use events::{Event, Events, Silent};
 pub use fallback::FallReport;

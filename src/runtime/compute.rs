@@ -13,12 +13,12 @@ use anyhow::{Result, anyhow};
 use super::engine::CopyAhead;
 use super::hidden_states::HiddenStates;
 use super::seat::Seat;
+use super::sweep::Swept;
 use crate::linalg::Workspace;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::Seen;
 use crate::model::{DecoderLayer, LayerContext, LlamaConfig, Observer};
 use crate::run::Events;
-use crate::run::fallback::{DeviceMemoryReport, FallReport};
 use candle_core::Tensor;
 
 /// The devices of a sweep, the CPU among them.
@@ -230,10 +230,13 @@ impl<'a> Compute<'a> {
         })
     }
 
-    /// What devices had no memory for at first, and what they held at most.
-    pub fn finish(mut self) -> (Vec<FallReport>, Vec<DeviceMemoryReport>) {
-        let falls = self.seats.iter_mut().flat_map(Seat::take_falls).collect();
-        (falls, self.seats.iter().map(Seat::memory_report).collect())
+    /// What devices had no memory for at first, what they held at most, and where the CPU's time went.
+    pub fn finish(mut self) -> Swept {
+        Swept {
+            fallbacks: self.seats.iter_mut().flat_map(Seat::take_falls).collect(),
+            devices: self.seats.iter().map(Seat::memory_report).collect(),
+            watch: self.context.workspace().panel().watch.clone(),
+        }
     }
 }
 

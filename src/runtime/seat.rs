@@ -114,7 +114,7 @@ impl Seat {
         self.failed = wanted;
         let element = self.engine.element();
         let norms = ByteSize::of(2 * config.hidden_size, element);
-        let cast = |projection: Projection, elements: usize| match &layer.linear(projection).weight
+        let cast = |projection: Projection, elements: usize| match layer.linear(projection).weight()
         {
             Weight::Held(matrix) => cast_bytes(elements, matrix.dtype().bytes(), element),
             Weight::AtRest(_) => ByteSize::ZERO,

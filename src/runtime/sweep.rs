@@ -15,6 +15,7 @@ use super::loader::LayerLoader;
 use super::memory;
 use crate::checkpoint::WeightSource;
 use crate::linalg::Products;
+use crate::linalg::profile::Watch;
 use crate::model::{DecoderLayer, Head, LayerContext, LlamaConfig};
 use crate::run::fallback::{DeviceMemoryReport, FallReport};
 use crate::run::{Events, Knobs};
@@ -142,16 +143,17 @@ impl Sweep<'_> {
             }
             self.clock.mark("06_after_eval", self.events);
         }
-        let (fallbacks, devices) = compute.finish();
-        Ok(Swept { fallbacks, devices })
+        Ok(compute.finish())
     }
 }
 
 /// What there is to say of the devices after a sweep.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub struct Swept {
     /// Units a device had no memory for at first.
     pub fallbacks: Vec<FallReport>,
     /// What devices held at most.
     pub devices: Vec<DeviceMemoryReport>,
+    /// Where the CPU's time went.
+    pub watch: Watch,
 }

@@ -98,6 +98,8 @@ fn results_are_near_those_of_f32_and_depend_on_nothing_else() {
             "--knobs",
             r#"{"weights": "matrix", "prefetch": false, "mlp_tokens": 16}"#,
         ],
+        &["--knobs", r#"{"keep_packed": false}"#],
+        &["--knobs", r#"{"attention_heads": 1}"#],
     ] {
         let other = run("other", &[&["--dtype", "bf16", "--force"], more].concat());
         assert_eq!(masks(&narrow), masks(&other), "{more:?}");

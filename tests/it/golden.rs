@@ -12,7 +12,8 @@ use anyhow::{Context, Result};
 use prune::linalg::{StoredDtype, StoredMatrix};
 use prune::model::Projection;
 use prune::pipeline::{PrunedMatrix, Watcher};
-use prune::pruning::{Mask, Pattern, Target};
+use prune::pruning::mask::{Mask, RowBits};
+use prune::pruning::{Pattern, Target};
 
 use crate::support;
 use compare::{Comparison, DENSE_PERPLEXITY, differences, relative, within};
@@ -291,8 +292,8 @@ fn pruned<'a>(
 }
 
 fn mask(prunes: impl Fn(usize, usize) -> bool + Sync + Send) -> Mask {
-    let fill = |(): &mut (), row: usize, set: &mut dyn FnMut(usize)| {
-        (0..4).filter(|&column| prunes(row, column)).for_each(set);
+    let fill = |(): &mut (), row: usize, bits: &mut RowBits<'_>| {
+        bits.set_where(|column| prunes(row, column));
         Ok::<_, std::convert::Infallible>(())
     };
     Mask::by_rows(2, 4, || (), fill).expect("nothing fails")

@@ -144,6 +144,37 @@ pub(super) fn multiply(part: &Part<'_>, depth: Range<usize>, out: &mut [f32], st
     }
 }
 
+/// The instruction alone, on four accumulators in turn; returns the operations.
+pub(super) fn spin() -> usize {
+    const ROUNDS: usize = 1_000_000;
+    assert!(is_granted(), "the kernel is listed where tiles are granted");
+    // SAFETY: tiles are granted; the operand is a valid configuration of 64 bytes; tiles are zeroed before they are multiplied
+    // and given back at the end, and nothing of ours is in them.
+    unsafe {
+        asm!(
+            "ldtilecfg [{configuration}]",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "tilezero tmm4",
+            "tilezero tmm5",
+            "2:",
+            "tdpbf16ps tmm0, tmm4, tmm5",
+            "tdpbf16ps tmm1, tmm4, tmm5",
+            "tdpbf16ps tmm2, tmm4, tmm5",
+            "tdpbf16ps tmm3, tmm4, tmm5",
+            "dec {rounds}",
+            "jnz 2b",
+            "tilerelease",
+            configuration = in(reg) &CONFIGURATION,
+            rounds = inout(reg) ROUNDS => _,
+            options(nostack, readonly)
+        );
+    }
+    4 * ROUNDS * 2 * TILE * TILE * DEPTH
+}
+
 /// 32 × 32 outputs over `steps` tiles.
 ///
 /// # Safety

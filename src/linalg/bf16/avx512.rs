@@ -30,6 +30,29 @@ pub(super) fn is_fast() -> bool {
     is_there() && vendor.as_flattened() == b"AuthenticAMD"
 }
 
+/// The instruction alone, on 24 accumulators in turn; returns the operations.
+pub(super) fn spin() -> usize {
+    const ROUNDS: usize = 5_000_000;
+    assert!(is_there(), "the kernel is listed where the CPU has it");
+    // SAFETY: the features were just detected.
+    unsafe { chains(ROUNDS) };
+    ROUNDS * ROWS * WIDE * 2 * 32
+}
+
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn chains(rounds: usize) {
+    let pair = _mm512_set1_epi32(std::hint::black_box(0x3f80_3f80));
+    // SAFETY: both are 64 bytes without invalid values.
+    let factor: __m512bh = unsafe { std::mem::transmute::<__m512i, __m512bh>(pair) };
+    let mut sums = [_mm512_setzero_ps(); ROWS * WIDE];
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            *sum = _mm512_dpbf16_ps(*sum, factor, factor);
+        }
+    }
+    std::hint::black_box(sums);
+}
+
 /// Adds the products over the tiles `depth` to `out`, or writes them where `depth` begins at 0.
 pub(super) fn multiply(part: &Part<'_>, depth: Range<usize>, out: &mut [f32], stride: usize) {
     let tiles = part.columns.div_ceil(TILE);

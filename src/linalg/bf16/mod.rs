@@ -21,6 +21,7 @@ mod avx512;
 mod tests;
 
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use half::bf16;
 use rayon::prelude::*;
@@ -72,6 +73,17 @@ impl Kernel {
         })
     }
 
+    /// Multiplies what is in registers for some hundredths of a second, for [`super::peak`]; returns the operations.
+    pub(super) fn spin(self) -> usize {
+        #[cfg(target_arch = "x86_64")]
+        match self {
+            Self::Amx => amx::spin(),
+            Self::Avx512 => avx512::spin(),
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        0
+    }
+
     /// Every kernel that runs here, fastest first.
     pub fn all() -> Vec<Self> {
         #[cfg(target_arch = "x86_64")]
@@ -103,6 +115,15 @@ const TILE_LINES: usize = TILE;
 pub struct Packed {
     activations: Vec<Line>,
     weights: Vec<Line>,
+    /// What packing took since this was last asked.
+    packing: Duration,
+}
+
+impl Packed {
+    /// The time packing took since this was last asked.
+    pub(super) fn take_time(&mut self) -> Duration {
+        std::mem::take(&mut self.packing)
+    }
 }
 
 /// Bytes of [`Packed`] after these products: tokens, and the weight's (columns, inner).
@@ -132,11 +153,77 @@ fn column_tiles(columns: usize) -> usize {
     columns.div_ceil(2 * TILE) * 2
 }
 
+/// A weight in packed form, for as many products as there will be.
+#[derive(Debug)]
+pub struct PackedWeight {
+    lines: Vec<Line>,
+    columns: usize,
+    inner: usize,
+}
+
+impl PackedWeight {
+    /// Packs a weight `[columns, inner]`, row-major.
+    ///
+    /// # Panics
+    /// When there are not as many elements, or rows of none.
+    pub fn of(weight: &[bf16], columns: usize, inner: usize) -> Self {
+        assert!(
+            inner > 0 && weight.len() == columns * inner,
+            "a weight must have the elements of its shape"
+        );
+        let mut lines = Vec::new();
+        pack_weights(weight, inner, inner.div_ceil(DEPTH), &mut lines);
+        Self {
+            lines,
+            columns,
+            inner,
+        }
+    }
+
+    /// What a weight of this shape takes.
+    pub fn bytes(columns: usize, inner: usize) -> usize {
+        column_tiles(columns) * inner.div_ceil(DEPTH) * TILE_ELEMENTS * size_of::<u16>()
+    }
+
+    /// Whether products with some of the columns can begin with this one.
+    pub fn begins_at(column: usize) -> bool {
+        column.is_multiple_of(2 * TILE)
+    }
+}
+
+/// W of a product, `[columns, inner]`.
+#[derive(Debug, Clone, Copy)]
+pub enum Factor<'a> {
+    /// As stored, row-major; packed a block at a time while it is multiplied.
+    Stored(&'a [bf16]),
+    /// So many columns of a packed weight, from the first one on, which [`PackedWeight::begins_at`].
+    Packed(&'a PackedWeight, usize, usize),
+}
+
+impl Factor<'_> {
+    fn columns(&self, inner: usize) -> usize {
+        match self {
+            Self::Stored(weight) => weight.len() / inner,
+            Self::Packed(_, _, columns) => *columns,
+        }
+    }
+
+    fn has_shape(&self, columns: usize, inner: usize) -> bool {
+        match self {
+            Self::Stored(weight) => weight.len() == columns * inner,
+            Self::Packed(weight, first, columns) => {
+                weight.inner == inner
+                    && PackedWeight::begins_at(*first)
+                    && first + columns <= weight.columns
+            }
+        }
+    }
+}
+
 /// Writes x·Wᵀ to `out`.
 ///
 /// # Arguments
 /// * `x`: `[tokens, inner]`, row-major
-/// * `weight`: `[columns, inner]`, row-major
 /// * `out`: `[tokens, columns]`, rows `stride` elements apart; its old content is ignored, what is between rows is kept
 ///
 /// # Panics
@@ -144,15 +231,16 @@ fn column_tiles(columns: usize) -> usize {
 pub fn product(
     kernel: Kernel,
     x: &[f32],
-    weight: &[bf16],
+    weight: Factor<'_>,
     inner: usize,
     out: &mut [f32],
     stride: usize,
     packed: &mut Packed,
 ) {
-    let (tokens, columns) = (x.len() / inner.max(1), weight.len() / inner.max(1));
+    assert!(inner > 0, "rows must have elements");
+    let (tokens, columns) = (x.len() / inner, weight.columns(inner));
     assert!(
-        x.len() == tokens * inner && weight.len() == columns * inner,
+        x.len() == tokens * inner && weight.has_shape(columns, inner),
         "shapes of a product must match"
     );
     if tokens == 0 || columns == 0 {
@@ -164,7 +252,9 @@ pub fn product(
     );
     let out = &mut out[..(tokens - 1) * stride + columns];
     let deep = inner.div_ceil(DEPTH);
+    let began = Instant::now();
     pack_activations(x, inner, deep, &mut packed.activations);
+    packed.packing += began.elapsed();
     let tiles = tiles_at_once(columns, deep);
     // Rows of a task: all threads have some, and few tokens are not padded to many.
     let share = tokens
@@ -175,13 +265,19 @@ pub fn product(
     let task = share.clamp(2 * TILE, TASK_TOKENS);
     for first in (0..columns).step_by(tiles * TILE) {
         let block = columns.min(first + tiles * TILE) - first;
-        pack_weights(
-            &weight[first * inner..(first + block) * inner],
-            inner,
-            deep,
-            &mut packed.weights,
-        );
-        let (activations, weights) = (&packed.activations, &packed.weights);
+        let weights: &[Line] = match weight {
+            Factor::Stored(weight) => {
+                let block = &weight[first * inner..(first + block) * inner];
+                let began = Instant::now();
+                pack_weights(block, inner, deep, &mut packed.weights);
+                packed.packing += began.elapsed();
+                &packed.weights
+            }
+            Factor::Packed(weight, begin, _) => {
+                &weight.lines[(begin + first) / TILE * deep * TILE_LINES..]
+            }
+        };
+        let activations = &packed.activations;
         out.par_chunks_mut(task * stride)
             .enumerate()
             .with_max_len(1)

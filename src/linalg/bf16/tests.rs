@@ -47,7 +47,16 @@ fn multiply(
     out: &mut [f32],
     packed: &mut Packed,
 ) {
-    product(kernel, x, weight, inner, out, weight.len() / inner, packed);
+    let stride = weight.len() / inner;
+    product(
+        kernel,
+        x,
+        Factor::Stored(weight),
+        inner,
+        out,
+        stride,
+        packed,
+    );
 }
 
 #[expect(clippy::print_stderr, reason = "tests say aloud what they skip")]
@@ -241,7 +250,7 @@ fn rows_may_lie_apart_and_what_is_between_them_is_kept() {
         product(
             kernel,
             &x,
-            &weight,
+            Factor::Stored(&weight),
             inner,
             &mut apart,
             stride,
@@ -254,5 +263,31 @@ fn rows_may_lie_apart_and_what_is_between_them_is_kept() {
             .chunks(stride)
             .flat_map(|row| row.iter().skip(columns));
         assert!(between.copied().all(|value| value == 7.0));
+    }
+}
+
+#[test]
+fn a_weight_packed_once_gives_the_bits_of_one_packed_each_time() {
+    let (tokens, inner, columns) = (37, 300, 150);
+    let (x, weight) = (
+        numbers(tokens * inner, 9),
+        stored(&numbers(columns * inner, 10)),
+    );
+    let kept = PackedWeight::of(&weight, columns, inner);
+    assert_eq!(
+        kept.lines.len() * size_of::<Line>(),
+        PackedWeight::bytes(columns, inner)
+    );
+    for kernel in kernels() {
+        for (first, some) in [(0, columns), (32, 64), (64, 70), (96, 54), (128, 22)] {
+            let (mut each, mut once) = (vec![0.0; tokens * some], vec![0.0; tokens * some]);
+            let rows = &weight[first * inner..(first + some) * inner];
+            multiply(kernel, &x, rows, inner, &mut each, &mut Packed::default());
+            let factor = Factor::Packed(&kept, first, some);
+            let mut packed = Packed::default();
+            product(kernel, &x, factor, inner, &mut once, some, &mut packed);
+            assert_eq!(each, once, "{kernel:?} {first} {some}");
+            assert!(packed.weights.is_empty());
+        }
     }
 }

@@ -127,9 +127,9 @@ impl DeviceLayer {
             return Ok(());
         }
         let linear = layer.linear(projection);
-        let weight = linear.weight.held();
+        let weight = linear.weight().held();
         let weight = copy(weight.context("a device takes weights from memory")?)?;
-        let bias = linear.bias.as_deref();
+        let bias = linear.bias();
         *place = Some(DeviceLinear {
             weight: weight.to_dtype(self.dtype)?,
             bias: bias

@@ -86,7 +86,7 @@ fn load(
 /// Scores one matrix and forgets the mask.
 fn score(layer: &mut DecoderLayer, method: &str, projection: Projection) -> Result<()> {
     let linear = layer.linear_mut(projection);
-    let at_rest = linear.weight.hold()?;
+    let at_rest = linear.weight_mut().hold()?;
     let statistics = vec![1.0; linear.in_features()];
     let request = Request {
         name: "w",
@@ -96,12 +96,13 @@ fn score(layer: &mut DecoderLayer, method: &str, projection: Projection) -> Resu
             pattern: Pattern::Unstructured,
         },
         use_variant: false,
+        score_time: None,
     };
     let method = pruning::method(method).context("it is in the table")?;
-    let weight = linear.weight.held_mut().context("it is held")?;
+    let weight = linear.weight_mut().held_mut().context("it is held")?;
     drop(method.prune(weight, &request)?);
     if let Some(at_rest) = at_rest {
-        linear.weight = Weight::AtRest(at_rest);
+        *linear.weight_mut() = Weight::AtRest(at_rest);
     }
     Ok(())
 }

@@ -1,0 +1,137 @@
+//! Where the time of a run went: the parts of its arithmetic, of choosing weights, of reading and writing, put together.
+
+use crate::linalg::Products;
+use crate::linalg::peak;
+use crate::linalg::profile::{Part, Watch};
+use crate::pipeline::SelectionTime;
+use crate::run::Manifest;
+use crate::run::profile::{PartReport, PeakReport, ProfileReport};
+
+/// Measures what the CPU can do with so many threads. Takes about a second.
+pub(super) fn peak(products: Products, threads: usize) -> PeakReport {
+    PeakReport {
+        f32: peak::f32(threads),
+        bf16: match products {
+            Products::F32 => None,
+            Products::Bf16(kernel) => Some(peak::bf16(kernel, threads)),
+        },
+    }
+}
+
+/// Puts the parts together.
+///
+/// # Arguments
+/// * `selection`: of a run that prunes
+/// * `run`: with its phases and threads
+pub(super) fn report(
+    peak: Option<PeakReport>,
+    watch: &Watch,
+    selection: Option<&SelectionTime>,
+    run: &Manifest,
+) -> ProfileReport {
+    let (threads, seconds) = (run.arithmetic.threads, run.seconds);
+    let phase = |name: &str| {
+        let of = run.phases.iter().find(|phase| phase.phase == name);
+        of.map_or(0.0, |phase| phase.seconds)
+    };
+    let spent = |part: Part| watch.spent(part).time.as_secs_f64();
+    let (products_peak, f32_peak) = (
+        peak.map(|peak| peak.bf16.unwrap_or(peak.f32)),
+        peak.map(|peak| peak.f32),
+    );
+    let mut parts = Vec::new();
+    let mut plain = |part: &str, seconds: f64| {
+        parts.push(PartReport {
+            part: part.to_string(),
+            seconds,
+            gflops: None,
+            share_of_peak: None,
+        });
+    };
+    plain("read", phase("read") + spent(Part::Read));
+    plain("pack", spent(Part::Pack));
+    plain("statistics", spent(Part::Statistics));
+    if let Some(selection) = selection {
+        // Threads score and select in turn, row by row.
+        let scoring = (selection.scoring.seconds() / threads.max(1) as f64).min(selection.seconds);
+        plain("score", scoring);
+        plain("select", phase("score and mask") - scoring);
+    }
+    plain("output error", spent(Part::OutputError));
+    plain(
+        "write",
+        phase("allocate") + phase("write") + phase("save and verify"),
+    );
+    for (at, (name, part, peak)) in [
+        ("qkv", Part::Qkv, products_peak),
+        ("attention", Part::Attention, f32_peak),
+        ("o", Part::O, products_peak),
+        ("mlp", Part::Mlp, products_peak),
+        ("head", Part::Head, products_peak),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let seconds = spent(part);
+        let gflops = (seconds > 0.0).then(|| watch.spent(part).operations as f64 / seconds / 1e9);
+        let report = PartReport {
+            part: name.to_string(),
+            seconds,
+            gflops,
+            share_of_peak: gflops.zip(peak).map(|(gflops, peak)| gflops / peak),
+        };
+        // In the order work passes them: behind read and pack, the head at the end.
+        let place = if name == "head" { parts.len() } else { 2 + at };
+        parts.insert(place, report);
+    }
+    parts.retain(|part| part.seconds > 0.0);
+    let known: f64 = parts.iter().map(|part| part.seconds).sum();
+    parts.push(PartReport {
+        part: "other".to_string(),
+        seconds: (seconds - known).max(0.0),
+        gflops: None,
+        share_of_peak: None,
+    });
+    ProfileReport { peak, parts }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::manifest::PhaseReport;
+
+    #[test]
+    fn the_parts_are_the_whole_run() {
+        let mut watch = Watch::default();
+        watch.enter(Part::Mlp);
+        watch.count(4_000_000);
+        std::thread::sleep(std::time::Duration::from_millis(4));
+        watch.enter(Part::Elsewhere);
+        let mut run = crate::report::made_up::manifest("wanda", 0.5);
+        run.seconds = 5.0;
+        run.phases = [("read", 1.0), ("score and mask", 0.5)]
+            .map(|(phase, seconds)| PhaseReport {
+                phase: phase.to_string(),
+                seconds,
+                peak_anonymous: None,
+            })
+            .to_vec();
+        let selection = SelectionTime {
+            seconds: 0.4,
+            ..SelectionTime::default()
+        };
+        let peak = PeakReport {
+            f32: 10.0,
+            bf16: None,
+        };
+        let report = report(Some(peak), &watch, Some(&selection), &run);
+        let names: Vec<&str> = report.parts.iter().map(|part| part.part.as_str()).collect();
+        assert_eq!(names, ["read", "mlp", "select", "other"]);
+        let sum: f64 = report.parts.iter().map(|part| part.seconds).sum();
+        assert!((sum - 5.0).abs() < 1e-9);
+        let mlp = &report.parts[1];
+        let gflops = mlp.gflops.unwrap();
+        assert!(gflops > 0.0 && gflops <= 1.0, "{gflops}");
+        assert_eq!(mlp.share_of_peak, Some(gflops / 10.0));
+    }
+}
