@@ -57,6 +57,14 @@ enum Outcome {
 /// Fails when a check did, after all of them ran.
 pub fn command(args: &SelftestArgs) -> Result<()> {
     assert!(!args.panic, "asked to panic");
+    // Candle's operators are a tenth of the program where something reaches them; a release build without CUDA does without.
+    if cfg!(not(any(feature = "cuda", debug_assertions))) {
+        return Err(Failure::new(
+            "this build computes on the CPU alone: there is no other device to hold against it",
+        )
+        .hint("build with --features cuda; docs/building.md says how")
+        .into());
+    }
     let console = Console::default();
     let bench = Bench::new(&args.device)?;
     let folder = tempfile_folder()?;
