@@ -213,8 +213,9 @@ impl Pruner<'_> {
     ) -> Result<(MatrixReport, Option<Mask>)> {
         let index = layer.index();
         let name = projection.full_name(index);
-        let weight = layer.linear_mut(projection).weight_mut().held_mut();
-        let weight = weight.with_context(|| format!("`{name}` is scored in memory"))?;
+        let in_memory = || format!("`{name}` is scored in memory");
+        let weight = layer.linear(projection).weight().held();
+        let weight = weight.with_context(in_memory)?;
         let zeros_before = weight.count_zeros();
         let shape = [weight.rows(), weight.columns()];
         let Some(target) = self.targets.of(index, projection) else {
@@ -229,6 +230,9 @@ impl Pruner<'_> {
             };
             return Ok((report, None));
         };
+        // Only now is it changed: what was prepared of a matrix that is left alone, here or on a GPU, stays good.
+        let weight = layer.linear_mut(projection).weight_mut().held_mut();
+        let weight = weight.with_context(in_memory)?;
         let statistics = statistics.map_or(&[][..], |statistics| statistics.of(projection));
         let request = Request {
             name: &name,
