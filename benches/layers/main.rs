@@ -1,7 +1,8 @@
 //! The hot parts on real layer shapes: products, attention, one decoder layer, scoring and selection, writing.
 //!
-//! `cargo bench` runs all; `cargo bench -- products` one group. The f32 peak of this machine is measured first and printed
-//! with each group's arithmetic, so a time can be read as a share of what the CPU can do. Compare ratios, not seconds.
+//! `cargo bench` runs all; `cargo bench -- products` one group. Where a group multiplies, criterion prints how much of the peak each
+//! product reaches in place of elements per second: the peak is measured before the group, by the same instruction on registers
+//! alone and as many threads. `RAYON_NUM_THREADS=1` gives the figures of one thread. Compare ratios, not seconds.
 #![allow(
     missing_docs,
     reason = "criterion's macros generate undocumented items"
@@ -13,9 +14,11 @@
 
 use std::hint::black_box;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use candle_core::Tensor;
+use criterion::measurement::{Measurement, ValueFormatter, WallTime};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSink, WeightSource};
@@ -23,7 +26,8 @@ use prune::demo::RandomCheckpoint;
 use prune::linalg::attention::{self, Heads};
 use prune::linalg::matmul::{Threads, View, matmul};
 use prune::linalg::peak;
-use prune::linalg::{Linear, Panel, StoredDtype, StoredMatrix, tensor};
+use prune::linalg::product::Kernel;
+use prune::linalg::{Linear, Panel, Products, StoredDtype, StoredMatrix, tensor};
 use prune::model::{DecoderLayer, LayerContext, LlamaConfig, Observation, Observer, observe::Need};
 use prune::pruning::{METHODS, Pattern, Request, Target};
 use prune::run::Silent;
@@ -39,19 +43,103 @@ fn noise(count: usize) -> Vec<f32> {
         .collect()
 }
 
-fn print_peak() {
+/// Wall time; elements, which are FLOP, per second as a share of [`PEAK`].
+struct OfPeak;
+
+/// GFLOP/s; 0 where elements are printed as they are.
+static PEAK: AtomicU64 = AtomicU64::new(0);
+
+/// Measures the peak of a kernel, against which what follows is printed.
+fn against(kernel: Kernel) {
     let threads = rayon::current_num_threads();
-    eprintln!(
-        "peak loop, f32: {:.0} GFLOP/s on 1 thread, {:.0} on {threads}",
-        peak::f32(1),
-        peak::f32(threads)
-    );
+    let peak = peak::of(kernel, threads);
+    eprintln!("peak of {kernel:?} on {threads} threads: {peak:.0} GFLOP/s");
+    PEAK.store(peak as u64, Ordering::Relaxed);
 }
 
-/// tokens x in · (out x in)ᵀ: our linear for each stored dtype, and the gemm crate alone on f32.
-fn products(criterion: &mut Criterion) {
-    print_peak();
-    let mut group = criterion.benchmark_group("products");
+/// What follows is not compared with a peak.
+fn against_nothing() {
+    PEAK.store(0, Ordering::Relaxed);
+}
+
+impl Measurement for OfPeak {
+    type Intermediate = <WallTime as Measurement>::Intermediate;
+    type Value = Duration;
+
+    fn start(&self) -> Self::Intermediate {
+        WallTime.start()
+    }
+
+    fn end(&self, start: Self::Intermediate) -> Duration {
+        WallTime.end(start)
+    }
+
+    fn add(&self, one: &Duration, other: &Duration) -> Duration {
+        WallTime.add(one, other)
+    }
+
+    fn zero(&self) -> Duration {
+        WallTime.zero()
+    }
+
+    fn to_f64(&self, value: &Duration) -> f64 {
+        WallTime.to_f64(value)
+    }
+
+    fn formatter(&self) -> &dyn ValueFormatter {
+        self
+    }
+}
+
+impl ValueFormatter for OfPeak {
+    fn scale_values(&self, typical: f64, values: &mut [f64]) -> &'static str {
+        WallTime.formatter().scale_values(typical, values)
+    }
+
+    fn scale_throughputs(
+        &self,
+        typical: f64,
+        throughput: &Throughput,
+        values: &mut [f64],
+    ) -> &'static str {
+        let (Throughput::Elements(operations), peak @ 1..) =
+            (throughput, PEAK.load(Ordering::Relaxed))
+        else {
+            return WallTime
+                .formatter()
+                .scale_throughputs(typical, throughput, values);
+        };
+        // Nanoseconds per iteration, so FLOP over them are GFLOP/s.
+        for value in values {
+            *value = *operations as f64 / *value / peak as f64 * 100.0;
+        }
+        "% of peak"
+    }
+
+    fn scale_for_machines(&self, values: &mut [f64]) -> &'static str {
+        WallTime.formatter().scale_for_machines(values)
+    }
+}
+
+/// f32, and bf16 where the CPU has it, with how a panel multiplies so.
+fn arithmetics() -> Vec<(Kernel, Products)> {
+    let bf16 = Kernel::best_bf16().map(|kernel| (kernel, Products::Bf16(kernel)));
+    std::iter::once((Kernel::Fused, Products::F32))
+        .chain(bf16)
+        .collect()
+}
+
+/// tokens x in · (out x in)ᵀ: our linear for each stored dtype and arithmetic, and the gemm crate alone on f32.
+fn products(criterion: &mut Criterion<OfPeak>) {
+    for (kernel, products) in arithmetics() {
+        against(kernel);
+        products_of(criterion, kernel, products);
+    }
+    against_nothing();
+}
+
+fn products_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Products) {
+    let mut group = criterion.benchmark_group(format!("products {kernel:?}"));
     group
         .sample_size(10)
         .measurement_time(Duration::from_secs(5));
@@ -65,17 +153,26 @@ fn products(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(2 * (tokens * inner * out) as u64)); // FLOP
         let (x, weight) = (noise(tokens * inner), noise(out * inner));
         let mut y = vec![0.0; tokens * out];
-        group.bench_function(
-            BenchmarkId::new("gemm crate alone, f32", &shape),
-            |bencher| {
-                let lhs = View::strided(&x, tokens, inner, inner);
-                let rhs = View::strided(&weight, out, inner, inner).transposed();
-                bencher.iter(|| matmul(&mut y, out, 1.0, lhs, rhs, Threads::All));
-            },
-        );
-        for dtype in [StoredDtype::F32, StoredDtype::Bf16, StoredDtype::F16] {
-            let linear = Linear::new(StoredMatrix::from_f32(dtype, out, inner, &weight), None);
+        if kernel == Kernel::Fused {
+            group.bench_function(
+                BenchmarkId::new("gemm crate alone, f32", &shape),
+                |bencher| {
+                    let lhs = View::strided(&x, tokens, inner, inner);
+                    let rhs = View::strided(&weight, out, inner, inner).transposed();
+                    bencher.iter(|| matmul(&mut y, out, 1.0, lhs, rhs, Threads::All));
+                },
+            );
+        }
+        let dtypes: &[StoredDtype] = match products {
+            Products::F32 => &[StoredDtype::F32, StoredDtype::Bf16, StoredDtype::F16],
+            Products::Bf16(_) => &[StoredDtype::Bf16],
+        };
+        for &dtype in dtypes {
+            let weight = StoredMatrix::from_f32(dtype, out, inner, &weight);
+            let linear = Linear::new(weight, None).reused();
             let mut panel = Panel::new();
+            panel.products = products;
+            panel.keeps_packed = true;
             group.bench_function(
                 BenchmarkId::new(format!("linear, {} weight", dtype.name()), &shape),
                 |bencher| {
@@ -91,7 +188,11 @@ fn products(criterion: &mut Criterion) {
                 group.bench_function(
                     BenchmarkId::new(format!("straight, {} weight", dtype.name()), &shape),
                     |bencher| {
-                        bencher.iter(|| linear.forward_few_into(&x, &mut y, &mut panel));
+                        bencher.iter(|| {
+                            linear
+                                .forward_few_into(&x, &mut y, &mut panel)
+                                .expect("in memory")
+                        });
                     },
                 );
             }
@@ -99,8 +200,16 @@ fn products(criterion: &mut Criterion) {
     }
 }
 
-fn blocked_attention(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("attention");
+fn blocked_attention(criterion: &mut Criterion<OfPeak>) {
+    for (kernel, _) in arithmetics() {
+        against(kernel);
+        attention_of(criterion, kernel);
+    }
+    against_nothing();
+}
+
+fn attention_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel) {
+    let mut group = criterion.benchmark_group(format!("attention {kernel:?}"));
     group
         .sample_size(10)
         .measurement_time(Duration::from_secs(5));
@@ -128,7 +237,7 @@ fn blocked_attention(criterion: &mut Criterion) {
         );
         let mut out = vec![0.0; q.len()];
         group.bench_function(name, |bencher| {
-            bencher.iter(|| attention::causal(heads, 0, &q, &k, &v, &mut out))
+            bencher.iter(|| attention::causal(kernel, heads, 0, &q, &k, &v, &mut out))
         });
     }
 }
@@ -164,7 +273,15 @@ fn seven_b() -> RandomCheckpoint {
 }
 
 /// One layer of Llama-2-7B's shape with bf16 weights, 2048 tokens.
-fn decoder_layer(criterion: &mut Criterion) {
+fn decoder_layer(criterion: &mut Criterion<OfPeak>) {
+    for (kernel, products) in arithmetics() {
+        against(kernel);
+        layer_of(criterion, kernel, products);
+    }
+    against_nothing();
+}
+
+fn layer_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Products) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("7b");
     seven_b()
@@ -179,10 +296,11 @@ fn decoder_layer(criterion: &mut Criterion) {
         &[seqlen, config.hidden_size],
     )
     .expect("the shape fits");
-    let mut context = LayerContext::new(&config, seqlen).expect("tables fit");
+    let context = LayerContext::new(&config, seqlen).expect("tables fit");
+    let mut context = context.with_products(products);
     let products = 2 * seqlen * (4 * 4096 * 4096 + 3 * 4096 * 11008);
     let attention = 2 * seqlen * seqlen * 4096;
-    let mut group = criterion.benchmark_group("decoder layer");
+    let mut group = criterion.benchmark_group(format!("decoder layer {kernel:?}"));
     group
         .sample_size(10)
         .measurement_time(Duration::from_secs(20));
@@ -203,7 +321,7 @@ fn decoder_layer(criterion: &mut Criterion) {
 }
 
 /// Score and select, by method and pattern, in weights per second.
-fn scoring(criterion: &mut Criterion) {
+fn scoring(criterion: &mut Criterion<OfPeak>) {
     let mut group = criterion.benchmark_group("score and select");
     group.sample_size(10);
     for (rows, columns) in [(4096, 4096), (4096, 11008), (4096, 14336)] {
@@ -243,7 +361,7 @@ fn scoring(criterion: &mut Criterion) {
 }
 
 /// From stored bytes to verified files: allocate, write, copy, sync, read back.
-fn writing(criterion: &mut Criterion) {
+fn writing(criterion: &mut Criterion<OfPeak>) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("7b");
     seven_b()
@@ -287,11 +405,8 @@ fn writing(criterion: &mut Criterion) {
 }
 
 criterion_group!(
-    benches,
-    products,
-    blocked_attention,
-    decoder_layer,
-    scoring,
-    writing
+    name = benches;
+    config = Criterion::default().with_measurement(OfPeak);
+    targets = products, blocked_attention, decoder_layer, scoring, writing
 );
 criterion_main!(benches);

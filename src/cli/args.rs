@@ -45,9 +45,9 @@ pub struct ModelArgs {
 
     /// Arithmetic of the forward pass
     ///
-    /// Never changes the dtype of the output, which is the source's. `auto` is f32 on the CPU. `bf16` multiplies bf16 weights by
-    /// activations rounded to bf16, accumulating in f32: several times as fast where the CPU has such products (AMD from Zen 4,
-    /// Intel from Sapphire Rapids on), and masks differ in some near-ties.
+    /// Never changes the dtype of the output, which is the source's. On a CPU with bf16 products (AMD from Zen 4, Intel from
+    /// Sapphire Rapids on) `auto` multiplies bf16 weights by activations rounded to bf16, accumulating in f32, which is several
+    /// times as fast as f32; masks differ in some near-ties. Everything else is f32 on the CPU, and so are bf16 checkpoints with `f32`.
     #[arg(long, value_name = "DTYPE", default_value = "auto")]
     pub dtype: ComputeDtype,
 }
@@ -55,7 +55,7 @@ pub struct ModelArgs {
 /// The dtypes the forward pass can be computed in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ComputeDtype {
-    /// f32 on the CPU
+    /// bf16 for bf16 checkpoints where the CPU has it, f32 for all others
     Auto,
     /// Single precision
     F32,

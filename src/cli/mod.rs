@@ -33,6 +33,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::failure::Failure;
 use crate::linalg::kernel;
+use crate::linalg::product::Kernel;
 use crate::runtime::memory;
 use args::MessageArgs;
 use console::Console;
@@ -132,7 +133,10 @@ pub fn command() -> clap::Command {
         } else {
             "cpu (built without CUDA)"
         },
-        kernel::KERNEL,
+        Kernel::best_bf16().map_or_else(
+            || Kernel::Fused.name().to_string(),
+            |bf16| format!("{}; {}", Kernel::Fused.name(), bf16.name())
+        ),
         if features.is_empty() {
             "no vector features"
         } else {

@@ -8,13 +8,14 @@ use clap::{ArgGroup, Args};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::args::{DeviceMapArg, EvalSides, HiddenStatesArg, MessageArgs};
+use super::args::{ComputeDtype, DeviceMapArg, EvalSides, HiddenStatesArg, MessageArgs};
 use super::console::Console;
 use super::session;
 use super::{located, planned};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
-use crate::linalg::StoredDtype;
+use crate::linalg::product::Kernel;
+use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::{self, SHAPES, Shape};
 use crate::model::{LlamaConfig, footprint};
 use crate::pipeline::Job;
@@ -86,6 +87,17 @@ pub struct PlanArgs {
     /// Evaluation windows [default: those of WikiText-2's test text, 166 of 2048 tokens for Llama 2, 141 for Llama 3]
     #[arg(long, value_name = "N", help_heading = "Run", value_parser = clap::value_parser!(u32).range(1..))]
     eval_windows: Option<u32>,
+
+    /// Arithmetic of the forward pass, as of a run
+    ///
+    /// With --inventory `auto` plans f32 products, since a file does not say what the CPU multiplies.
+    #[arg(
+        long,
+        value_name = "DTYPE",
+        default_value = "auto",
+        help_heading = "Run"
+    )]
+    dtype: ComputeDtype,
 
     /// No model is written
     #[arg(long, help_heading = "Run")]
@@ -246,10 +258,21 @@ impl PlanArgs {
             prunes: true,
             saves: !self.no_save_model,
             threads,
-            packs_bf16: false,
+            products: self.products(subject.dtype)?,
             tokenise: ByteSize::ZERO,
             knobs: None,
         })
+    }
+
+    /// How products would be computed on the CPU of the machine.
+    fn products(&self, stored: StoredDtype) -> Result<Products> {
+        match (self.dtype, stored, &self.inventory) {
+            (ComputeDtype::Auto, _, Some(_)) => Ok(Products::F32),
+            (ComputeDtype::Bf16, StoredDtype::Bf16, Some(_)) => {
+                Ok(Products::Bf16(Kernel::best_bf16().unwrap_or(Kernel::Amx)))
+            }
+            _ => session::products(self.dtype, stored),
+        }
     }
 
     fn policy(&self) -> Result<Policy> {

@@ -2,6 +2,7 @@
 
 use crate::linalg::Products;
 use crate::linalg::peak;
+use crate::linalg::product::Kernel;
 use crate::linalg::profile::{Part, Watch};
 use crate::pipeline::SelectionTime;
 use crate::run::Manifest;
@@ -10,10 +11,10 @@ use crate::run::profile::{PartReport, PeakReport, ProfileReport};
 /// Measures what the CPU can do with so many threads. Takes about a second.
 pub(super) fn peak(products: Products, threads: usize) -> PeakReport {
     PeakReport {
-        f32: peak::f32(threads),
+        f32: peak::of(Kernel::Fused, threads),
         bf16: match products {
             Products::F32 => None,
-            Products::Bf16(kernel) => Some(peak::bf16(kernel, threads)),
+            Products::Bf16(kernel) => Some(peak::of(kernel, threads)),
         },
     }
 }
@@ -35,10 +36,7 @@ pub(super) fn report(
         of.map_or(0.0, |phase| phase.seconds)
     };
     let spent = |part: Part| watch.spent(part).time.as_secs_f64();
-    let (products_peak, f32_peak) = (
-        peak.map(|peak| peak.bf16.unwrap_or(peak.f32)),
-        peak.map(|peak| peak.f32),
-    );
+    let peak_of_products = peak.map(|peak| peak.bf16.unwrap_or(peak.f32));
     let mut parts = Vec::new();
     let mut plain = |part: &str, seconds: f64| {
         parts.push(PartReport {
@@ -62,12 +60,12 @@ pub(super) fn report(
         "write",
         phase("allocate") + phase("write") + phase("save and verify"),
     );
-    for (at, (name, part, peak)) in [
-        ("qkv", Part::Qkv, products_peak),
-        ("attention", Part::Attention, f32_peak),
-        ("o", Part::O, products_peak),
-        ("mlp", Part::Mlp, products_peak),
-        ("head", Part::Head, products_peak),
+    for (at, (name, part)) in [
+        ("qkv", Part::Qkv),
+        ("attention", Part::Attention),
+        ("o", Part::O),
+        ("mlp", Part::Mlp),
+        ("head", Part::Head),
     ]
     .into_iter()
     .enumerate()
@@ -78,7 +76,9 @@ pub(super) fn report(
             part: name.to_string(),
             seconds,
             gflops,
-            share_of_peak: gflops.zip(peak).map(|(gflops, peak)| gflops / peak),
+            share_of_peak: gflops
+                .zip(peak_of_products)
+                .map(|(gflops, peak)| gflops / peak),
         };
         // In the order work passes them: behind read and pack, the head at the end.
         let place = if name == "head" { parts.len() } else { 2 + at };

@@ -17,7 +17,8 @@ use crate::data::footprint::{self, TokenizerSize};
 use crate::data::{self, DatasetSpec, Evaluation, Role, TextCache, Tokenizer};
 use crate::eval::{Perplexity, Side};
 use crate::failure::Failure;
-use crate::linalg::{Products, StoredDtype, bf16, kernel};
+use crate::linalg::product::Kernel;
+use crate::linalg::{Products, StoredDtype, kernel};
 use crate::model::on_device::candle_dtype;
 use crate::model::{DecoderLayer, Embedding, Head, LlamaConfig, Projection};
 use crate::pipeline::{Job, embed};
@@ -215,7 +216,7 @@ impl Session {
             prunes: false,
             saves: false,
             threads: self.threads,
-            packs_bf16: self.products != Products::F32,
+            products: self.products,
             tokenise: ByteSize::ZERO,
             knobs: self.knobs.clone(),
         }
@@ -455,7 +456,7 @@ impl Session {
         let on_gpus = !gpus.is_empty() && self.simulation.is_none();
         let (dtype, kernel) = match self.products {
             _ if on_gpus => (self.gpu_dtype.name(), "cuBLAS".to_string()),
-            Products::F32 => ("f32", kernel::KERNEL.to_string()),
+            Products::F32 => ("f32", Kernel::Fused.name().to_string()),
             Products::Bf16(kernel) => ("bf16", kernel.name().to_string()),
         };
         Arithmetic {
@@ -475,25 +476,27 @@ impl Session {
     }
 }
 
-/// How products are computed in this arithmetic with weights of this dtype.
-fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Products> {
-    if dtype != ComputeDtype::Bf16 {
-        return Ok(Products::F32);
-    }
-    if stored != StoredDtype::Bf16 {
-        return Err(Failure::usage(format!(
+/// How products on the CPU are computed in this arithmetic with weights of this dtype: bf16 weights by bf16 products where the
+/// CPU has them faster than f32's, unless f32 is asked for; all others in f32.
+pub fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Products> {
+    let bf16 = || Kernel::best_bf16().map(Products::Bf16);
+    match (dtype, stored) {
+        (ComputeDtype::F32, _) => Ok(Products::F32),
+        (ComputeDtype::Auto, StoredDtype::Bf16) => Ok(bf16().unwrap_or_default()),
+        (ComputeDtype::Auto, _) => Ok(Products::F32),
+        (ComputeDtype::Bf16, StoredDtype::Bf16) => bf16().ok_or_else(|| {
+            Failure::new("--dtype bf16: this CPU has no bf16 products that are faster than f32's")
+                .detail("they need AMX tiles (Intel from Sapphire Rapids on, Linux from 5.16 on) or AVX-512 of AMD from Zen 4 on")
+                .hint("use --dtype f32, or leave --dtype out")
+                .into()
+        }),
+        (ComputeDtype::Bf16, _) => Err(Failure::usage(format!(
             "--dtype bf16 is for bf16 checkpoints, and this one is {}",
             stored.name()
         ))
         .hint("use --dtype f32, or leave --dtype out")
-        .into());
+        .into()),
     }
-    bf16::Kernel::best().map(Products::Bf16).ok_or_else(|| {
-        Failure::new("--dtype bf16: this CPU has no bf16 products that are faster than f32's")
-            .detail("they need AMX tiles (Intel from Sapphire Rapids on, Linux from 5.16 on) or AVX-512 of AMD from Zen 4 on")
-            .hint("use --dtype f32, or leave --dtype out")
-            .into()
-    })
 }
 
 /// Tokens per sample: as asked, else the default.

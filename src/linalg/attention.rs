@@ -1,20 +1,32 @@
-//! Causal attention, computed in blocks of queries: no `[heads, seq, seq]` tensor ever exists.
+//! Causal attention, computed in blocks of queries and keys: no `[heads, seq, seq]` tensor ever exists.
 //!
 //! For each head h and query row i: p_ij = exp(s_ij − max_j s_ij) / Σ_j exp(s_ij − max_j s_ij) over keys j ≤ i with
 //! s_ij = q_i·k_j / √head_dim, and the context row is Σ_j p_ij v_j (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). A block
-//! of queries needs the keys up to its last row only, which halves the work. Everything is f32, as in the reference's
-//! eager path, which keeps scores, softmax and products in f32 too.
+//! of queries takes the keys up to its last row, a block at a time, so that scores, keys and values stay in a core's cache; what
+//! it summed relative to the largest score so far is scaled down where a later block has a larger one (Milakov and
+//! Gimelshein 2018, arXiv:1805.02867, algorithm 3). Scores, softmax and sums are f32, as in the reference's eager path; with a
+//! bf16 kernel queries, keys, values and exp(s_ij − max) are rounded to bf16 for the two products.
 //!
 //! Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
 //! h / (num_heads / num_key_value_heads); no repeated copy is made.
 
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::exp;
 use super::matmul::{Threads, View, matmul};
+use super::product::{Factors, Kernel, Line, Strided, Values};
+use super::rectangles::{self, Rectangle};
 
-/// Queries per block: the score block of 2048 keys is 1 MiB, the L2 cache of one core.
+/// Queries per block.
 const QUERIES_AT_ONCE: usize = 128;
+/// Keys per block: 256 KiB of scores, a quarter of a second-level cache, half of it at most.
+const KEYS_AT_ONCE: usize = 512;
+/// Tasks per thread, at least, where there are as many blocks of queries.
+const TASKS_PER_THREAD: usize = 2;
 
 /// Keys that a task of a single query sees at least, all its heads together.
 const KEYS_PER_TASK: usize = 256;
@@ -40,8 +52,16 @@ impl Heads {
 }
 
 /// Bytes of scratch [`causal`] holds while it works on `queries` tokens that see `keys` at the end, with `threads` threads.
-pub fn scratch_bytes(queries: usize, keys: usize, threads: usize) -> usize {
-    4 * keys * QUERIES_AT_ONCE.min(queries) * threads
+pub fn scratch_bytes(
+    kernel: Kernel,
+    head_dim: usize,
+    queries: usize,
+    keys: usize,
+    threads: usize,
+) -> usize {
+    let queries = QUERIES_AT_ONCE.min(queries);
+    let lines = Lengths::of(kernel, head_dim, queries, keys);
+    threads * lines.bytes(queries, head_dim)
 }
 
 /// Causal self-attention of one sequence, or of the tokens that follow `past` cached ones; writes the context of every head
@@ -55,7 +75,15 @@ pub fn scratch_bytes(queries: usize, keys: usize, threads: usize) -> usize {
 ///
 /// # Panics
 /// When a slice does not have the size its shape says.
-pub fn causal(heads: Heads, past: usize, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) {
+pub fn causal(
+    kernel: Kernel,
+    heads: Heads,
+    past: usize,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    out: &mut [f32],
+) {
     let columns = Columns {
         width: heads.num_heads * heads.head_dim,
         first: 0,
@@ -63,7 +91,7 @@ pub fn causal(heads: Heads, past: usize, q: &[f32], k: &[f32], v: &[f32], out: &
     if q.len() == columns.width {
         return one_query(heads, past, q, k, v, out);
     }
-    causal_columns(heads, past, q, k, v, out, columns);
+    causal_columns(kernel, heads, past, q, k, v, out, columns);
 }
 
 /// Where the context of some heads goes in that of all.
@@ -83,7 +111,12 @@ pub struct Columns {
 ///
 /// # Panics
 /// When a slice does not have the size its shape says.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a kernel, three factors, a result, and where in it"
+)]
 pub fn causal_columns(
+    kernel: Kernel,
     heads: Heads,
     past: usize,
     q: &[f32],
@@ -122,45 +155,333 @@ pub fn causal_columns(
         k.len(),
         "v must be [past + seqlen, num_key_value_heads * head_dim]"
     );
+    if seqlen == 0 {
+        return;
+    }
+    let keys = past + seqlen;
     let queries_per_key = num_heads / num_key_value_heads;
-    let scale = 1.0 / (head_dim as f32).sqrt();
-    out.par_chunks_mut(QUERIES_AT_ONCE * out_width)
-        .enumerate()
-        .rev()
+    let group_width = queries_per_key * head_dim;
+    let blocks: Vec<_> = (0..seqlen)
+        .step_by(QUERIES_AT_ONCE)
+        .map(|first| first..seqlen.min(first + QUERIES_AT_ONCE))
+        .collect();
+    let groups: Vec<_> = (0..num_key_value_heads)
+        .map(|head| first_column + head * group_width..first_column + (head + 1) * group_width)
+        .collect();
+    // A task packs the keys and values of a head once, so it has all queries of the head unless threads would wait.
+    let wanted = TASKS_PER_THREAD * rayon::current_num_threads();
+    let parts = wanted.div_ceil(num_key_value_heads).min(blocks.len());
+    let mut tasks: Vec<(usize, Vec<Rectangle<'_>>)> = (0..num_key_value_heads * parts)
+        .map(|task| (task / parts, Vec::new()))
+        .collect();
+    for (index, rectangle) in rectangles::cut(out, out_width, &blocks, &groups).enumerate() {
+        let (head, block) = (index / blocks.len(), index % blocks.len());
+        // Later blocks see more keys, so tasks take them in turn.
+        tasks[head * parts + block % parts].1.push(rectangle);
+    }
+    let idle = Mutex::new(Vec::<Scratch>::new());
+    let idle = || idle.lock().unwrap_or_else(PoisonError::into_inner);
+    let source = Source {
+        kernel,
+        heads,
+        past,
+        keys,
+        q,
+        k,
+        v,
+    };
+    tasks
+        .into_par_iter()
         .with_max_len(1)
-        .for_each_init(
-            || vec![0.0f32; QUERIES_AT_ONCE.min(seqlen) * (past + seqlen)],
-            |scores, (block, out)| {
-                let first = block * QUERIES_AT_ONCE;
-                let queries = out.len() / out_width;
-                let keys = past + first + queries;
-                for head in 0..num_heads {
-                    let key_offset = head / queries_per_key * head_dim;
-                    let q = View::strided(
-                        &q[first * query_width + head * head_dim..],
-                        queries,
-                        head_dim,
-                        query_width,
-                    );
-                    let k = View::strided(&k[key_offset..], keys, head_dim, key_width);
-                    let v = View::strided(&v[key_offset..], keys, head_dim, key_width);
-                    let scores = &mut scores[..queries * keys];
-                    matmul(scores, keys, scale, q, k.transposed(), Threads::One);
-                    for (query, row) in scores.chunks_exact_mut(keys).enumerate() {
-                        softmax_prefix(row, past + first + query + 1);
-                    }
-                    let scores = View::strided(scores, queries, keys, keys);
-                    matmul(
-                        &mut out[first_column + head * head_dim..],
-                        out_width,
-                        1.0,
-                        scores,
-                        v,
-                        Threads::One,
-                    );
+        .for_each(|(key_head, rectangles)| {
+            let lent = idle().pop();
+            let mut scratch = lent.unwrap_or_else(|| Scratch::new(kernel, head_dim, seqlen, keys));
+            source.pack(key_head, &rectangles, &mut scratch);
+            for mut rectangle in rectangles {
+                for query_head in 0..queries_per_key {
+                    source.block(key_head, query_head, &mut rectangle, &mut scratch);
                 }
-            },
-        );
+            }
+            idle().push(scratch);
+        });
+}
+
+/// Lines of packed factors.
+struct Lengths {
+    /// A block of queries.
+    q: usize,
+    /// A block of keys.
+    k: usize,
+    /// A block of values.
+    v: usize,
+    /// A block of probabilities.
+    p: usize,
+    /// Blocks of keys.
+    blocks: usize,
+}
+
+impl Lengths {
+    fn of(kernel: Kernel, head_dim: usize, queries: usize, keys: usize) -> Self {
+        let block = KEYS_AT_ONCE.min(keys);
+        let slabs = |lines: &dyn Fn(usize) -> usize| -> usize {
+            slabs(kernel, head_dim).map(|slab| lines(slab.len())).sum()
+        };
+        Self {
+            q: slabs(&|inner| kernel.row_lines(queries, inner)),
+            k: slabs(&|inner| kernel.column_lines(block, inner)),
+            v: kernel.column_lines(head_dim, block),
+            p: kernel.row_lines(queries, block),
+            blocks: keys.div_ceil(KEYS_AT_ONCE),
+        }
+    }
+
+    fn bytes(&self, queries: usize, head_dim: usize) -> usize {
+        let lines = self.q + self.p + self.blocks * (self.k + self.v);
+        lines * size_of::<Line>()
+            + queries * (KEYS_AT_ONCE + head_dim) * size_of::<f32>()
+            + queries * size_of::<Running>()
+    }
+}
+
+/// The slabs of an inner size.
+fn slabs(kernel: Kernel, inner: usize) -> impl Iterator<Item = Range<usize>> {
+    let slab = kernel.slab();
+    (0..inner)
+        .step_by(slab)
+        .map(move |first| first..inner.min(first + slab))
+}
+
+/// What a query has seen so far.
+#[derive(Debug, Clone, Copy)]
+struct Running {
+    /// The largest score.
+    largest: f32,
+    /// Σ e^(score − largest).
+    sum: f64,
+}
+
+/// What a thread works on.
+struct Scratch {
+    q: Vec<Line>,
+    k: Vec<Line>,
+    v: Vec<Line>,
+    p: Vec<Line>,
+    scores: Vec<f32>,
+    context: Vec<f32>,
+    running: Vec<Running>,
+}
+
+impl Scratch {
+    fn new(kernel: Kernel, head_dim: usize, seqlen: usize, keys: usize) -> Self {
+        let queries = QUERIES_AT_ONCE.min(seqlen);
+        let lengths = Lengths::of(kernel, head_dim, queries, keys);
+        let lines = bytemuck::allocation::zeroed_vec;
+        let nothing = Running {
+            largest: f32::NEG_INFINITY,
+            sum: 0.0,
+        };
+        Self {
+            q: lines(lengths.q),
+            k: lines(lengths.blocks * lengths.k),
+            v: lines(lengths.blocks * lengths.v),
+            p: lines(lengths.p),
+            scores: vec![0.0; queries * KEYS_AT_ONCE],
+            context: vec![0.0; queries * head_dim],
+            running: vec![nothing; queries],
+        }
+    }
+}
+
+/// What all tasks read.
+struct Source<'a> {
+    kernel: Kernel,
+    heads: Heads,
+    past: usize,
+    keys: usize,
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+}
+
+impl Source<'_> {
+    /// The blocks of the first `keys` keys.
+    fn key_blocks(&self, keys: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let all = self.keys;
+        (0..keys)
+            .step_by(KEYS_AT_ONCE)
+            .map(move |first| first..all.min(first + KEYS_AT_ONCE))
+    }
+
+    /// Packs what the last of the blocks of queries sees of a head's keys and values.
+    fn pack(&self, key_head: usize, rectangles: &[Rectangle<'_>], scratch: &mut Scratch) {
+        let Heads {
+            num_key_value_heads,
+            head_dim,
+            ..
+        } = self.heads;
+        let width = num_key_value_heads * head_dim;
+        let last = rectangles.last().map_or(0, |block| block.rows().end);
+        let lengths = Lengths::of(self.kernel, head_dim, 0, self.keys);
+        let factor = |values| Strided::rows(Values::F32(values), width).at(0, key_head * head_dim);
+        for (block, keys) in self.key_blocks(self.past + last).enumerate() {
+            let k = factor(self.k).at(keys.start, 0);
+            let mut packed = &mut scratch.k[block * lengths.k..][..lengths.k];
+            for slab in slabs(self.kernel, head_dim) {
+                let lines = self.kernel.column_lines(keys.len(), slab.len());
+                let (now, behind) = packed.split_at_mut(lines);
+                packed = behind;
+                self.kernel
+                    .pack_columns(k.at(0, slab.start), keys.len(), slab.len(), now);
+            }
+            let v =
+                Strided::transposed(Values::F32(self.v), width).at(key_head * head_dim, keys.start);
+            let packed = &mut scratch.v[block * lengths.v..][..lengths.v];
+            self.kernel.pack_columns(v, head_dim, keys.len(), packed);
+        }
+    }
+
+    /// One head's context of a block of queries.
+    fn block(
+        &self,
+        key_head: usize,
+        query_head: usize,
+        out: &mut Rectangle<'_>,
+        scratch: &mut Scratch,
+    ) {
+        let Heads {
+            num_heads,
+            num_key_value_heads,
+            head_dim,
+        } = self.heads;
+        let (kernel, rows) = (self.kernel, out.rows());
+        let queries = rows.len();
+        let lengths = Lengths::of(kernel, head_dim, queries, self.keys);
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let head = key_head * (num_heads / num_key_value_heads) + query_head;
+        let q = Strided::rows(Values::F32(self.q), num_heads * head_dim)
+            .at(rows.start, head * head_dim);
+        let mut packed = &mut scratch.q[..];
+        for slab in slabs(kernel, head_dim) {
+            let (now, behind) = packed.split_at_mut(kernel.row_lines(queries, slab.len()));
+            packed = behind;
+            kernel.pack_rows(q.at(0, slab.start), queries, slab.len(), now);
+        }
+        let context = &mut scratch.context[..queries * head_dim];
+        let running = &mut scratch.running[..queries];
+        running.fill(Running {
+            largest: f32::NEG_INFINITY,
+            sum: 0.0,
+        });
+        let seen = self.past + rows.end;
+        for (block, keys) in self.key_blocks(seen).enumerate() {
+            // No query sees the last keys of the last block, but values are packed with them.
+            let some = keys.len().min(seen - keys.start);
+            let scores = &mut scratch.scores[..queries * keys.len()];
+            let (mut q, mut k) = (&scratch.q[..], &scratch.k[block * lengths.k..]);
+            for slab in slabs(kernel, head_dim) {
+                let factors = Factors {
+                    x: q,
+                    w: k,
+                    rows: queries,
+                    columns: some,
+                    inner: slab.len(),
+                };
+                kernel.multiply(factors, scores, keys.len(), slab.start > 0);
+                q = &q[kernel.row_lines(queries, slab.len())..];
+                k = &k[kernel.column_lines(keys.len(), slab.len())..];
+            }
+            Arch::new().dispatch(Soften {
+                scores,
+                keys: keys.clone(),
+                scale,
+                first_seen: self.past + rows.start + 1,
+                running,
+                context: (block > 0).then_some((&mut *context, head_dim)),
+            });
+            let probabilities = Strided::rows(Values::F32(scores), keys.len());
+            let p = &mut scratch.p[..kernel.row_lines(queries, keys.len())];
+            kernel.pack_rows(probabilities, queries, keys.len(), p);
+            let factors = Factors {
+                x: p,
+                w: &scratch.v[block * lengths.v..],
+                rows: queries,
+                columns: head_dim,
+                inner: keys.len(),
+            };
+            kernel.multiply(factors, context, head_dim, block > 0);
+        }
+        let columns = query_head * head_dim..(query_head + 1) * head_dim;
+        let context = context.chunks_exact(head_dim).zip(running);
+        for (query, (context, running)) in context.enumerate() {
+            let scale = (1.0 / running.sum) as f32;
+            let out = &mut out.row(query)[columns.clone()];
+            for (out, value) in out.iter_mut().zip(context) {
+                *out = value * scale;
+            }
+        }
+    }
+}
+
+/// What a block of scores becomes, compiled for the registers the CPU has.
+struct Soften<'a> {
+    /// `[queries, keys]`.
+    scores: &'a mut [f32],
+    keys: Range<usize>,
+    scale: f32,
+    /// Keys the first query sees, of all.
+    first_seen: usize,
+    running: &'a mut [Running],
+    /// What was summed over earlier keys, and its width.
+    context: Option<(&'a mut [f32], usize)>,
+}
+
+impl WithSimd for Soften<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self {
+            scores,
+            keys,
+            scale,
+            first_seen,
+            running,
+            mut context,
+        } = self;
+        let lines = scores.chunks_exact_mut(keys.len()).zip(running);
+        for (query, (scores, running)) in lines.enumerate() {
+            let visible = (first_seen + query).saturating_sub(keys.start);
+            let shrinks = soften(scores, visible.min(keys.len()), scale, running);
+            if let Some((context, width)) = &mut context
+                && shrinks != 1.0
+            {
+                for value in &mut context[query * *width..][..*width] {
+                    *value *= shrinks;
+                }
+            }
+        }
+    }
+}
+
+/// scores ← e^(scale·score − largest) over the first `visible` of them, the rest, keys of the future, become zero; returns what
+/// everything summed before must be multiplied with, now that the largest score is another.
+#[inline(always)]
+fn soften(scores: &mut [f32], visible: usize, scale: f32, running: &mut Running) -> f32 {
+    let (seen, future) = scores.split_at_mut(visible);
+    future.fill(0.0);
+    if seen.is_empty() {
+        return 1.0;
+    }
+    let before = running.largest;
+    running.largest = before.max(exp::largest_of(seen) * scale);
+    let shrinks = if before == f32::NEG_INFINITY {
+        0.0
+    } else {
+        exp::exp(before - running.largest)
+    };
+    let sum = exp::exp_minus(seen, scale, running.largest);
+    running.sum = running.sum * f64::from(shrinks) + sum;
+    shrinks
 }
 
 /// The last token's attention: the query heads that share a key head are one product.
@@ -190,23 +511,31 @@ fn one_query(heads: Heads, past: usize, q: &[f32], k: &[f32], v: &[f32], out: &m
                 let k = View::strided(&k[key_head * head_dim..], keys, head_dim, key_width);
                 let v = View::strided(&v[key_head * head_dim..], keys, head_dim, key_width);
                 matmul(scores, keys, scale, q, k.transposed(), Threads::One);
-                for row in scores.chunks_exact_mut(keys) {
-                    softmax_prefix(row, keys);
-                }
+                Arch::new().dispatch(Softmax { scores, keys });
                 let scores = View::strided(scores, queries, keys, keys);
                 matmul(out, head_dim, 1.0, scores, v, Threads::One);
             },
         );
 }
 
-/// Softmax over the first `visible` elements of a row; the rest, keys of the future, become zero.
-fn softmax_prefix(row: &mut [f32], visible: usize) {
-    let (seen, future) = row.split_at_mut(visible);
-    let largest = exp::largest(seen);
-    let sum = exp::exp_minus(seen, largest);
-    let scale = (1.0 / sum) as f32;
-    seen.iter_mut().for_each(|value| *value *= scale);
-    future.fill(0.0);
+/// Softmax over all of each row.
+struct Softmax<'a> {
+    scores: &'a mut [f32],
+    keys: usize,
+}
+
+impl WithSimd for Softmax<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        for row in self.scores.chunks_exact_mut(self.keys) {
+            let largest = exp::largest_of(row);
+            let sum = exp::exp_minus(row, 1.0, largest);
+            let scale = (1.0 / sum) as f32;
+            row.iter_mut().for_each(|value| *value *= scale);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -258,6 +587,8 @@ mod tests {
             (QUERIES_AT_ONCE, 2, 1, 16),
             (QUERIES_AT_ONCE + 1, 3, 3, 8),
             (300, 4, 1, 32),
+            (KEYS_AT_ONCE + 200, 2, 1, 48),
+            (9, 1, 1, 1100),
         ] {
             let heads = Heads {
                 num_heads,
@@ -272,8 +603,6 @@ mod tests {
             let q = wave(seqlen * num_heads * head_dim, 0.71);
             let k = wave(seqlen * num_key_value_heads * head_dim, 0.37);
             let v = wave(seqlen * num_key_value_heads * head_dim, 0.53);
-            let mut out = vec![f32::NAN; q.len()];
-            causal(heads, 0, &q, &k, &v, &mut out);
             let exact = plain(heads, &q, &k, &v);
             // Scores reach 4·√32, so exp amplifies their rounding of 1e-6 by about that much.
             let is_close = |got: &[f32], exact: &[f64], what: &str| {
@@ -284,15 +613,68 @@ mod tests {
                     );
                 }
             };
-            is_close(&out, &exact, "the whole sequence");
+            for kernel in Kernel::all() {
+                let mut out = vec![f32::NAN; q.len()];
+                causal(kernel, heads, 0, &q, &k, &v, &mut out);
+                if kernel == Kernel::Fused {
+                    is_close(&out, &exact, "the whole sequence");
+                }
+                // Rounded to 8 bits: scores to 1/256 of 4·√head_dim, so probabilities by as much; values are up to 2.
+                let allowed = 0.02 * (head_dim as f64).sqrt();
+                for (got, exact) in out.iter().zip(&exact) {
+                    assert!(
+                        (f64::from(*got) - exact).abs() < allowed,
+                        "{kernel:?}: {got} {exact}"
+                    );
+                }
+            }
             let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
             for (first, last) in [(0, 1), (seqlen - 1, seqlen), (seqlen / 2, seqlen)] {
                 let own = first * query_width..last * query_width;
                 let mut part = vec![f32::NAN; own.len()];
                 let (k, v) = (&k[..last * key_width], &v[..last * key_width]);
-                causal(heads, first, &q[own.clone()], k, v, &mut part);
+                causal(
+                    Kernel::Fused,
+                    heads,
+                    first,
+                    &q[own.clone()],
+                    k,
+                    v,
+                    &mut part,
+                );
                 is_close(&part, &exact[own], "behind cached keys");
             }
+        }
+    }
+
+    #[test]
+    fn neither_threads_nor_groups_of_heads_change_a_bit() {
+        let (seqlen, num_heads, num_key_value_heads, head_dim) = (700, 6, 3, 40);
+        let heads = Heads {
+            num_heads,
+            num_key_value_heads,
+            head_dim,
+        };
+        let wave = |count: usize, pace: f32| {
+            (0..count)
+                .map(|i| 2.0 * (i as f32 * pace).sin())
+                .collect::<Vec<_>>()
+        };
+        let q = wave(seqlen * num_heads * head_dim, 0.71);
+        let k = wave(seqlen * num_key_value_heads * head_dim, 0.37);
+        let v = wave(seqlen * num_key_value_heads * head_dim, 0.53);
+        for kernel in Kernel::all() {
+            let run = |threads: usize| {
+                let pool = rayon::ThreadPoolBuilder::new()
+                    .num_threads(threads)
+                    .build()
+                    .unwrap();
+                let mut out = vec![0.0; q.len()];
+                pool.install(|| causal(kernel, heads, 0, &q, &k, &v, &mut out));
+                out
+            };
+            let one = run(1);
+            assert!(one == run(2) && one == run(7), "{kernel:?}");
         }
     }
 }

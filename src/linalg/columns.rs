@@ -1,5 +1,6 @@
 //! Sums over the tokens of an activation, column by column, in f64.
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 /// Columns one task adds up: 4 KiB of f64 sums stay in L1 while rows stream by.
@@ -16,13 +17,34 @@ pub fn add_squares(x: &[f32], sums: &mut [f64]) {
     sums.par_chunks_mut(COLUMNS_AT_ONCE)
         .enumerate()
         .for_each(|(block, sums)| {
-            let first = block * COLUMNS_AT_ONCE;
-            for row in x.chunks_exact(columns) {
-                for (sum, &value) in sums.iter_mut().zip(&row[first..]) {
-                    *sum += f64::from(value) * f64::from(value);
-                }
-            }
+            Arch::new().dispatch(Add {
+                x: &x[x.len().min(block * COLUMNS_AT_ONCE)..],
+                columns,
+                sums,
+            });
         });
+}
+
+/// Adds up some columns, compiled for the registers the CPU has.
+struct Add<'a> {
+    /// From the first of the columns on.
+    x: &'a [f32],
+    columns: usize,
+    sums: &'a mut [f64],
+}
+
+impl WithSimd for Add<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        // The last row ends with the last column, so it may be shorter than the others.
+        for row in self.x.chunks(self.columns) {
+            for (sum, &value) in self.sums.iter_mut().zip(row) {
+                *sum += f64::from(value) * f64::from(value);
+            }
+        }
+    }
 }
 
 #[cfg(test)]

@@ -1,11 +1,13 @@
 //! e^x for slices: softmax, SiLU and log-sum-exp spend their time here.
 //!
 //! The C library's `expf` is one call per element; attention over 2048 tokens with 32 heads would make 67 million a layer.
-//! [`exp`] is straight-line arithmetic that the compiler turns into vector code on every CPU:
+//! It is straight-line arithmetic that the compiler turns into vector code on every CPU:
 //!
 //! n = round(x / ln 2), r = x − n·ln 2 in two parts, e^x = 2ⁿ · p(r), with Cephes' `expf` polynomial of degree 7 on
 //! |r| ≤ ln 2 / 2 (S. Moshier, Cephes Mathematical Library). Within 2 units in the last place of the exact value (tested).
-//! No fused multiply-add is used, so every CPU computes the same bits.
+//! Multiply-adds are fused and sums run in a fixed number of lanes, so every CPU computes the same bits.
+
+use pulp::{Arch, Simd, WithSimd};
 
 /// Beyond these e^x leaves the normal f32 numbers; arguments are held inside, so the result never is 0 or infinite.
 const LOWEST: f32 = -87.0;
@@ -14,34 +16,50 @@ const HIGHEST: f32 = 88.0;
 /// Adding 1.5·2²³ leaves no room for a fraction: the sum is rounded to a whole number, which stands in its low bits.
 const ROUNDER: f32 = 12_582_912.0;
 
-/// e^x for −87 ≤ x ≤ 88, e^−87 below and e^88 above; NaN stays NaN.
+/// e^x for −87 ≤ x ≤ 88, e^−87 below and e^88 above; NaN stays NaN. Call it where code is compiled for the registers the CPU has:
+/// elsewhere every multiply-add is a call of the C library.
 #[inline(always)]
-pub fn exp(x: f32) -> f32 {
+pub(super) fn exp(x: f32) -> f32 {
     // Comparisons, not min and max: those would lose a NaN.
     let x = if x < LOWEST { LOWEST } else { x };
     let x = if x > HIGHEST { HIGHEST } else { x };
-    let shifted = x * std::f32::consts::LOG2_E + ROUNDER;
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUNDER);
     let n = shifted - ROUNDER;
-    let r = x - n * 0.693_359_4 - n * -2.121_944_4e-4;
-    let p = 1.987_569_1e-4;
-    let p = p * r + 1.398_199_9e-3;
-    let p = p * r + 8.333_452e-3;
-    let p = p * r + 4.166_579_6e-2;
-    let p = p * r + 0.166_666_65;
-    let p = p * r + 0.5;
-    let p = p * (r * r) + r + 1.0;
+    let r = n.mul_add(-0.693_359_4, x);
+    let r = n.mul_add(2.121_944_4e-4, r);
+    let p = 1.987_569_1e-4f32;
+    let p = p.mul_add(r, 1.398_199_9e-3);
+    let p = p.mul_add(r, 8.333_452e-3);
+    let p = p.mul_add(r, 4.166_579_6e-2);
+    let p = p.mul_add(r, 0.166_666_65);
+    let p = p.mul_add(r, 0.5);
+    let p = p.mul_add(r * r, r) + 1.0;
     let power_of_two = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
     p * power_of_two
 }
 
-/// Partial results a loop keeps, so that it is not one long chain: one AVX-512 register, four of SSE.
-const LANES: usize = 16;
+/// Partial results a loop keeps, so that it is not one long chain: four AVX-512 registers, sixteen of SSE. What is left over of a
+/// slice goes beside them: indexed by a number that is not known to the compiler they would lie in memory.
+const LANES: usize = 64;
 
 /// The largest value, −∞ for none. A NaN may be passed over; it comes out of the exponentials that follow.
 pub fn largest(values: &[f32]) -> f32 {
+    struct Largest<'a>(&'a [f32]);
+    impl WithSimd for Largest<'_> {
+        type Output = f32;
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, _: S) -> f32 {
+            largest_of(self.0)
+        }
+    }
+    Arch::new().dispatch(Largest(values))
+}
+
+/// [`largest`], for a caller that is compiled for the registers the CPU has.
+#[inline(always)]
+pub(super) fn largest_of(values: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
-    let chunks = values.chunks_exact(LANES);
-    let rest = chunks.remainder();
+    let (chunks, rest) = values.as_chunks::<LANES>();
     for chunk in chunks {
         for (lane, &value) in lanes.iter_mut().zip(chunk) {
             *lane = if value > *lane { value } else { *lane };
@@ -54,40 +72,64 @@ pub fn largest(values: &[f32]) -> f32 {
         .fold(f32::NEG_INFINITY, f32::max)
 }
 
-/// values ← e^(values − offset); returns their sum.
-pub fn exp_minus(values: &mut [f32], offset: f32) -> f64 {
-    values
-        .iter_mut()
-        .for_each(|value| *value = exp(*value - offset));
-    sum_of(values, |value| value)
+/// values ← e^(scale·values − offset); returns their sum. For a caller that is compiled for the registers the CPU has.
+#[inline(always)]
+pub(super) fn exp_minus(values: &mut [f32], scale: f32, offset: f32) -> f64 {
+    let mut total = 0.0;
+    // Sums of f32 stay short: 16 rounds per lane, then f64.
+    for block in values.chunks_mut(16 * LANES) {
+        let mut lanes = [0.0f32; LANES];
+        let (chunks, rest) = block.as_chunks_mut::<LANES>();
+        for chunk in chunks {
+            for (lane, value) in lanes.iter_mut().zip(chunk) {
+                *value = exp(value.mul_add(scale, -offset));
+                *lane += *value;
+            }
+        }
+        total += added(&lanes);
+        for value in &mut *rest {
+            *value = exp(value.mul_add(scale, -offset));
+        }
+        total += rest.iter().copied().map(f64::from).sum::<f64>();
+    }
+    total
 }
 
 /// Σ e^(values − offset), the values left as they are.
 pub fn sum_exp_minus(values: &[f32], offset: f32) -> f64 {
-    sum_of(values, |value| exp(value - offset))
+    struct Sum<'a>(&'a [f32], f32);
+    impl WithSimd for Sum<'_> {
+        type Output = f64;
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, _: S) -> f64 {
+            let Self(values, offset) = self;
+            let mut total = 0.0;
+            for block in values.chunks(16 * LANES) {
+                let mut lanes = [0.0f32; LANES];
+                let (chunks, rest) = block.as_chunks::<LANES>();
+                for chunk in chunks {
+                    for (lane, value) in lanes.iter_mut().zip(chunk) {
+                        *lane += exp(value - offset);
+                    }
+                }
+                total += added(&lanes);
+                total += rest
+                    .iter()
+                    .map(|value| f64::from(exp(value - offset)))
+                    .sum::<f64>();
+            }
+            total
+        }
+    }
+    Arch::new().dispatch(Sum(values, offset))
 }
 
-/// Σ term(value), in an order that depends on the length alone.
+/// The sum of the lanes: halves upon halves, then in f64.
 #[inline(always)]
-fn sum_of(values: &[f32], term: impl Fn(f32) -> f32) -> f64 {
-    let mut total = 0.0;
-    // Sums of f32 stay short: 64 rounds per lane, then f64.
-    for block in values.chunks(64 * LANES) {
-        let mut lanes = [0.0f32; LANES];
-        let chunks = block.chunks_exact(LANES);
-        let rest = chunks.remainder();
-        for chunk in chunks {
-            for (lane, &value) in lanes.iter_mut().zip(chunk) {
-                *lane += term(value);
-            }
-        }
-        total += lanes.iter().map(|&lane| f64::from(lane)).sum::<f64>();
-        total += rest
-            .iter()
-            .map(|&value| f64::from(term(value)))
-            .sum::<f64>();
-    }
-    total
+fn added(lanes: &[f32; LANES]) -> f64 {
+    let (first, second) = lanes.split_at(LANES / 2);
+    let halves = first.iter().zip(second).map(|(one, other)| one + other);
+    halves.map(f64::from).sum()
 }
 
 #[cfg(test)]
@@ -133,7 +175,7 @@ mod tests {
             );
             let mut changed = values.clone();
             assert!(
-                (exp_minus(&mut changed, 2.0) - exact).abs() <= 1e-6 * exact,
+                (exp_minus(&mut changed, 1.0, 2.0) - exact).abs() <= 1e-6 * exact,
                 "{length}"
             );
             assert_eq!(

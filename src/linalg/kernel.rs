@@ -1,8 +1,5 @@
 //! Which products this machine computes: part of every result's protocol, since another path rounds elsewhere.
 
-/// Whose kernels run.
-pub const KERNEL: &str = "gemm 0.19, f32, weights widened";
-
 /// The vector features the kernels choose by, as far as this CPU has them, widest first.
 pub fn cpu_features() -> Vec<&'static str> {
     #[cfg(target_arch = "x86_64")]

@@ -1,9 +1,9 @@
 //! A linear layer that owns its weight in the stored dtype: y = x·Wᵀ + b.
 //!
 //! x `[tokens, in_features]`, W `[out_features, in_features]`, y `[tokens, out_features]`, products accumulated in f32.
-//! Half-precision weights are widened a panel of rows at a time into the workspace (docs/performance.md
-//! has what that costs), so no f32 copy of a matrix ever exists. A weight that is not in memory is read panel by panel at
-//! every product, with the same bits. Callers do not see how the product is made.
+//! Weights are packed from their stored bytes as they are multiplied (`product`), so no f32 copy of a matrix ever exists. A weight
+//! that is not in memory is read a panel of rows at a time at every product, with the same bits. Callers do not see how the
+//! product is made.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -11,15 +11,13 @@ use std::sync::{Arc, OnceLock};
 use anyhow::Result;
 use rayon::prelude::*;
 
-use super::bf16::{self, Factor, PackedWeight};
-use super::matmul::{Threads, View, matmul};
 use super::matvec;
-use super::parts::{largest_part, least_columns, parts};
+use super::parts::{LEAST_COLUMNS, largest_part, parts};
+use super::product::{self, Factor, Job, Kernel, PackedWeight};
 use super::profile::Part;
-use super::stored::StoredDtype;
-use super::weight::{Panel, Products, Weight, grow};
+use super::weight::{Panel, Weight};
 
-/// Elements of a weight panel widened at once: 16 MiB of f32, about what an L3 cache holds.
+/// Elements of a weight at rest read at once: 16 MiB of f32, about what an L3 cache holds.
 const PANEL_ELEMENTS: usize = 1 << 22;
 
 /// A weight `[out_features, in_features]` and an optional bias `[out_features]`.
@@ -79,10 +77,9 @@ impl Linear {
         self.weight.columns()
     }
 
-    /// Rows of a weight of this shape that are widened at once where they are not f32 in memory, in a product of `tokens` rows.
-    pub fn panel_rows(in_features: usize, out_features: usize, tokens: usize) -> usize {
-        let at_least = least_columns(tokens);
-        largest_part(out_features, panel_rows(in_features), at_least)
+    /// Rows of a weight of this shape that are read at once where it is at rest.
+    pub fn panel_rows(in_features: usize, out_features: usize) -> usize {
+        largest_part(out_features, panel_rows(in_features), LEAST_COLUMNS)
     }
 
     /// Writes x·Wᵀ + b to `out`.
@@ -115,13 +112,7 @@ impl Linear {
         out: &mut [f32],
         panel: &mut Panel,
     ) -> Result<()> {
-        self.product(rows.clone(), x, out, panel)?;
-        if let Some(bias) = &self.bias {
-            let bias = &bias[rows];
-            out.par_chunks_mut(bias.len())
-                .for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
-        }
-        Ok(())
+        forward_all(&mut [(self, rows, out)], x, panel)
     }
 
     /// Writes x·Wᵀ of some output features to `out`, `[tokens, rows.len()]`.
@@ -132,92 +123,28 @@ impl Linear {
         out: &mut [f32],
         panel: &mut Panel,
     ) -> Result<()> {
-        let (inner, columns) = (self.in_features(), rows.len());
-        let tokens = x.len() / inner.max(1);
-        assert_eq!(x.len(), tokens * inner, "x must be [tokens, in_features]");
-        assert_eq!(
-            out.len(),
-            tokens * columns,
-            "out must be [tokens, out_features]"
-        );
-        panel.watch.count(2 * tokens * inner * columns);
-        let lhs = View::strided(x, tokens, inner, inner);
-        if let (Products::Bf16(kernel), StoredDtype::Bf16) = (panel.products, self.weight.dtype()) {
-            self.multiply_bf16(kernel, rows.clone(), x, out, panel)?;
-        } else if let Some(weight) = self.weight.held().and_then(|weight| weight.as_f32()) {
-            let weight = &weight[rows.start * inner..rows.end * inner];
-            let rhs = View::strided(weight, columns, inner, inner).transposed();
-            matmul(out, columns, 1.0, lhs, rhs, Threads::All);
-        } else {
-            for part in parts(columns, panel_rows(inner), least_columns(tokens)) {
-                let (first, length) = (rows.start + part.start, part.len());
-                let wide: &[f32] = match &self.weight {
-                    Weight::Held(weight) => {
-                        let part = panel.watch.enter(Part::Pack);
-                        let wide = grow(&mut panel.wide, length * inner);
-                        weight.widen_rows_parallel(first, wide);
-                        panel.watch.enter(part);
-                        wide
-                    }
-                    Weight::AtRest(weight) => {
-                        let part = panel.watch.enter(Part::Read);
-                        weight.read_wide(first..first + length, panel)?;
-                        panel.watch.enter(part);
-                        &panel.wide[..length * inner]
-                    }
-                };
-                let rhs = View::strided(wide, length, inner, inner).transposed();
-                matmul(&mut out[part.start..], columns, 1.0, lhs, rhs, Threads::All);
-            }
-        }
-        Ok(())
+        multiply(&mut [(self, rows, out)], x, panel)
     }
 
-    /// x·Wᵀ in bf16, some output features.
-    fn multiply_bf16(
-        &self,
-        kernel: bf16::Kernel,
-        rows: Range<usize>,
-        x: &[f32],
-        out: &mut [f32],
-        panel: &mut Panel,
-    ) -> Result<()> {
-        let (inner, columns) = (self.in_features(), rows.len());
-        let packed = &mut panel.packed;
-        match &self.weight {
-            Weight::Held(weight) => {
-                let Some(weight) = weight.as_bf16() else {
-                    return Ok(());
-                };
-                let keeps = panel.keeps_packed && self.is_reused;
-                let factor = if keeps && PackedWeight::begins_at(rows.start) {
-                    let part = panel.watch.enter(Part::Pack);
-                    let kept = self.packed.get_or_init(|| {
-                        Arc::new(PackedWeight::of(weight, self.out_features(), inner))
-                    });
-                    panel.watch.enter(part);
-                    Factor::Packed(kept, rows.start, columns)
-                } else {
-                    Factor::Stored(&weight[rows.start * inner..rows.end * inner])
-                };
-                bf16::product(kernel, x, factor, inner, out, columns, packed);
-            }
-            Weight::AtRest(weight) => {
-                let tokens = x.len() / inner.max(1);
-                for part in parts(columns, panel_rows(inner), least_columns(tokens)) {
-                    let first = rows.start + part.start;
-                    let before = panel.watch.enter(Part::Read);
-                    let stored =
-                        weight.read_stored(first..first + part.len(), &mut panel.stored)?;
-                    panel.watch.enter(before);
-                    let stored = Factor::Stored(bytemuck::cast_slice(stored));
-                    let out = &mut out[part.start..];
-                    bf16::product(kernel, x, stored, inner, out, columns, packed);
-                }
-            }
-        }
-        panel.watch.move_to(Part::Pack, panel.packed.take_time());
-        Ok(())
+    /// The weight of some output features as a product takes it; `None` where it is not in memory.
+    fn factor(&self, kernel: Kernel, rows: &Range<usize>, panel: &mut Panel) -> Option<Factor<'_>> {
+        let inner = self.in_features();
+        let weight = self.weight.held()?;
+        let is_kept = kernel.is_bf16()
+            && panel.keeps_packed
+            && self.is_reused
+            && PackedWeight::begins_at(kernel, rows.start);
+        Some(if is_kept {
+            let part = panel.watch.enter(Part::Pack);
+            let kept = self.packed.get_or_init(|| {
+                let rows = 0..self.out_features();
+                PackedWeight::of(kernel, weight.values_of(rows), self.out_features(), inner).into()
+            });
+            panel.watch.enter(part);
+            Factor::Packed(kept, rows.start)
+        } else {
+            Factor::Stored(weight.values_of(rows.clone()))
+        })
     }
 
     /// [`Linear::forward_into`] for a model that writes token by token: a single token's product goes straight over the
@@ -261,7 +188,100 @@ impl Linear {
     }
 }
 
-/// Rows widened at once, where there are as many.
+/// Writes x·Wᵀ + b of several linears that read the same x, which is prepared once for all.
+///
+/// # Arguments
+/// * `linears`: each with the output features wanted, and `[tokens, features]` for them
+/// * `x`: `[tokens, in_features]`, row-major
+///
+/// # Errors
+/// Fails when a weight at rest cannot be read.
+///
+/// # Panics
+/// When a slice does not have the size its shape says, or output features are not there.
+pub fn forward_all(
+    linears: &mut [(&Linear, Range<usize>, &mut [f32])],
+    x: &[f32],
+    panel: &mut Panel,
+) -> Result<()> {
+    multiply(linears, x, panel)?;
+    for (linear, rows, out) in linears {
+        if let Some(bias) = &linear.bias {
+            let bias = &bias[rows.clone()];
+            out.par_chunks_mut(bias.len().max(1))
+                .for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
+        }
+    }
+    Ok(())
+}
+
+/// [`forward_all`] without the biases.
+fn multiply(
+    linears: &mut [(&Linear, Range<usize>, &mut [f32])],
+    x: &[f32],
+    panel: &mut Panel,
+) -> Result<()> {
+    let Some((first, ..)) = linears.first() else {
+        return Ok(());
+    };
+    let (inner, dtype) = (first.in_features(), first.weight.dtype());
+    let tokens = x.len() / inner.max(1);
+    assert_eq!(x.len(), tokens * inner, "x must be [tokens, in_features]");
+    for (linear, rows, out) in &*linears {
+        assert!(
+            linear.in_features() == inner && linear.weight.dtype() == dtype,
+            "linears that share x must have the same width and dtype"
+        );
+        assert_eq!(
+            out.len(),
+            tokens * rows.len(),
+            "out must be [tokens, out_features]"
+        );
+        panel.watch.count(2 * tokens * inner * rows.len());
+    }
+    let kernel = panel.kernel(dtype);
+    let (mut held, mut at_rest): (Vec<_>, Vec<_>) = linears
+        .iter_mut()
+        .partition(|(linear, ..)| linear.weight.held().is_some());
+    let mut jobs = Vec::with_capacity(held.len());
+    for (linear, rows, out) in &mut held {
+        if let Some(weight) = linear.factor(kernel, rows, panel) {
+            jobs.push(Job {
+                weight,
+                columns: rows.len(),
+                out,
+                stride: rows.len(),
+            });
+        }
+    }
+    if !jobs.is_empty() {
+        product::products(kernel, x, inner, &mut jobs, &mut panel.packed);
+    }
+    for (linear, rows, out) in &mut at_rest {
+        let Weight::AtRest(weight) = &linear.weight else {
+            continue;
+        };
+        let columns = rows.len();
+        for part in parts(columns, panel_rows(inner), LEAST_COLUMNS) {
+            let before = panel.watch.enter(Part::Read);
+            let first = rows.start + part.start;
+            let Panel { packed, read, .. } = panel;
+            let values = weight.read_values(first..first + part.len(), read)?;
+            panel.watch.enter(before);
+            let mut job = [Job {
+                weight: Factor::Stored(values),
+                columns: part.len(),
+                out: &mut out[part.start..],
+                stride: columns,
+            }];
+            product::products(kernel, x, inner, &mut job, packed);
+        }
+    }
+    panel.watch.move_to(Part::Pack, panel.packed.take_time());
+    Ok(())
+}
+
+/// Rows read at once, where there are as many.
 fn panel_rows(in_features: usize) -> usize {
     (PANEL_ELEMENTS / in_features.max(1)).max(64)
 }
@@ -333,10 +353,8 @@ mod tests {
     }
 
     #[test]
-    fn a_weight_larger_than_one_panel_is_multiplied_panel_by_panel() {
-        // 65536 inner elements allow 64 rows a panel, a single token wants 129 at least: 300 rows are two panels of 150.
+    fn a_weight_of_any_size_is_multiplied_slab_by_slab() {
         let (inner, columns) = (1 << 16, 300);
-        assert_eq!(Linear::panel_rows(inner, columns, 1), 150);
         let weight: Vec<f32> = (0..inner * columns)
             .map(|i| if i % inner == i / inner { 3.0 } else { 0.0 })
             .collect();

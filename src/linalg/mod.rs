@@ -4,7 +4,6 @@
 //! [`matmul::matmul`], so that kernels can change without a layer changing.
 
 pub mod attention;
-pub mod bf16;
 pub mod columns;
 pub mod elementwise;
 pub mod exp;
@@ -14,7 +13,9 @@ pub mod matmul;
 mod matvec;
 pub mod parts;
 pub mod peak;
+pub mod product;
 pub mod profile;
+mod rectangles;
 pub mod select;
 pub mod stored;
 pub mod tensor;

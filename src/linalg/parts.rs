@@ -1,20 +1,15 @@
-//! How the factors of a product are cut so that a part comes out with the bits it has in the whole.
+//! How work is cut into even parts, so that no short last one is left over.
 //!
-//! The `gemm` crate sums along the inner size in blocks that depend on that size alone, except in small products: those
-//! with a single row or column, those of at most 256 results, and those of at most 64 rows *and* 64 columns are summed
-//! otherwise. A part of a large product must therefore not be small itself. Parts are even, so that no short last one is
-//! left over, and a part is rather larger than wished than too small.
+//! Products come out with the same bits however they are cut; a part is rather larger than wished than so small that packing its
+//! factors costs more than multiplying them.
 
 use std::ops::Range;
 
-/// Rows (tokens) a part needs, however many columns there are.
-pub const LEAST_ROWS: usize = 65;
+/// Rows (tokens) a part has at least.
+pub const LEAST_ROWS: usize = 64;
 
-/// Columns (output features) a part needs in a product of this many rows.
-pub fn least_columns(rows: usize) -> usize {
-    // 65 · 4 and 2 · 129 are the first products beyond 256; 129 is beyond 64 too.
-    if rows >= LEAST_ROWS { 4 } else { 129 }
-}
+/// Columns (output features) a part has at least.
+pub const LEAST_COLUMNS: usize = 64;
 
 fn count(total: usize, at_most: usize, at_least: usize) -> usize {
     total
@@ -44,7 +39,6 @@ pub fn largest_part(total: usize, at_most: usize, at_least: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::matmul::{Threads, View, matmul};
     use super::*;
 
     #[test]
@@ -67,58 +61,5 @@ mod tests {
             parts(2048, 1024, LEAST_ROWS).collect::<Vec<_>>(),
             [0..1024, 1024..2048]
         );
-    }
-
-    /// What every knob of the memory plan rests on.
-    #[test]
-    fn a_part_of_a_product_has_the_bits_of_the_whole() {
-        let values = |count: usize, pace: f32| -> Vec<f32> {
-            (0..count).map(|i| (i as f32 * pace).sin()).collect()
-        };
-        for (rows, inner, columns) in [
-            (200, 700, 300),
-            (333, 1500, 131),
-            (20, 900, 600),
-            (3, 600, 400),
-            (131, 64, 523),
-        ] {
-            let (a, b) = (values(rows * inner, 0.37), values(columns * inner, 0.71));
-            let product = |rows: Range<usize>, columns: Range<usize>| {
-                let mut out = vec![0.0; rows.len() * columns.len()];
-                let lhs = View::strided(&a[rows.start * inner..], rows.len(), inner, inner);
-                let rhs = View::strided(&b[columns.start * inner..], columns.len(), inner, inner);
-                matmul(
-                    &mut out,
-                    columns.len(),
-                    1.0,
-                    lhs,
-                    rhs.transposed(),
-                    Threads::All,
-                );
-                out
-            };
-            let whole = product(0..rows, 0..columns);
-            for at_most in [1, 70, 150] {
-                for some_rows in parts(rows, at_most, LEAST_ROWS) {
-                    let part = product(some_rows.clone(), 0..columns);
-                    let same = &whole[some_rows.start * columns..some_rows.end * columns];
-                    assert!(
-                        part == same,
-                        "{rows} x {inner} x {columns}: rows {some_rows:?}"
-                    );
-                }
-                for some_columns in parts(columns, at_most, least_columns(rows)) {
-                    let part = product(0..rows, some_columns.clone());
-                    for row in 0..rows {
-                        let same = &whole[row * columns..][some_columns.clone()];
-                        let part = &part[row * some_columns.len()..][..some_columns.len()];
-                        assert!(
-                            part == same,
-                            "{rows} x {inner} x {columns}: columns {some_columns:?}, row {row}"
-                        );
-                    }
-                }
-            }
-        }
     }
 }

@@ -3,6 +3,8 @@
 //! Scores are finite and not negative, so their f32 bit patterns order like the numbers themselves (IEEE 754 §5.10) and
 //! selection works on integers.
 
+use pulp::{Arch, Simd, WithSimd};
+
 /// The bits of a score that is finite and ≥ 0; adding +0 turns a negative zero into a positive one.
 #[inline]
 pub fn key(score: f32) -> u32 {
@@ -20,50 +22,192 @@ pub struct Lowest {
     pub takes_all_ties: bool,
 }
 
-/// Keys are counted by their upper 13 bits: the exponent and four bits of the mantissa.
-const BUCKET_SHIFT: u32 = 19;
-const BUCKETS: usize = 1 << (32 - 1 - BUCKET_SHIFT);
+/// Fewer scores than this are selected among without looking for a bracket first.
+const WORTH_SAMPLING: usize = 1024;
+/// Scores of a sample.
+const SAMPLE: usize = 128;
+/// Positions of the sample left and right of the wanted one: two and a half standard deviations of where that is in the median.
+const MARGIN: usize = 14;
+/// So many keys in a bracket are sorted.
+const FEW: usize = 32;
 
-/// Fewer scores than this are selected without counting them first.
-const WORTH_COUNTING: usize = 1024;
+/// Keys between two, both included.
+#[derive(Debug, Clone, Copy)]
+struct Bracket {
+    from: u32,
+    to: u32,
+    /// How many keys are lower.
+    below: usize,
+    /// How many are inside.
+    within: usize,
+}
 
 /// Finds the `count` lowest scores, 0 < count ≤ the number of scores.
 ///
-/// A pass that counts, and a selection among the few scores of the bucket where the count is reached.
+/// A sorted sample brackets the wanted one; passes that only count, a register at a time, cut the bracket into quarters until few
+/// scores are in it or all that are equal each other.
 ///
 /// # Arguments
 /// * `scores`: finite, ≥ 0
 /// * `scratch`: reused between calls
 pub fn find_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>) -> Lowest {
     scratch.clear();
-    let (mut below, mut first) = (0, 0);
-    if scores.len() < WORTH_COUNTING {
+    let mut bracket = Bracket {
+        from: 0,
+        to: u32::MAX >> 1,
+        below: 0,
+        within: scores.len(),
+    };
+    if scores.len() < WORTH_SAMPLING {
         scratch.extend(scores.iter().map(|&score| key(score)));
     } else {
-        scratch.resize(BUCKETS, 0);
-        let bucket_of = |score: f32| (key(score) >> BUCKET_SHIFT) as usize % BUCKETS;
-        for &score in scores {
-            scratch[bucket_of(score)] += 1;
+        let (from, to) = sampled(scores, count);
+        bracket = narrow(scores, count, bracket, [from.saturating_sub(1), to, to]);
+        while bracket.within > FEW && bracket.from < bracket.to {
+            let step = (bracket.to - bracket.from) / 4;
+            let pivots = [1, 2, 3].map(|quarter| bracket.from + quarter * step);
+            bracket = narrow(scores, count, bracket, pivots);
         }
-        let mut wanted = 0;
-        while below + (scratch[wanted] as usize) < count {
-            below += scratch[wanted] as usize;
-            wanted += 1;
+        if bracket.from < bracket.to {
+            collect(scores, bracket, scratch);
+        } else {
+            let ties = count - bracket.below;
+            return Lowest {
+                threshold: bracket.from,
+                ties,
+                takes_all_ties: ties == bracket.within,
+            };
         }
-        first = BUCKETS;
-        let candidates = scores.iter().filter(|&&score| bucket_of(score) == wanted);
-        scratch.extend(candidates.map(|&score| key(score)));
     }
-    let candidates = &mut scratch[first..];
-    let threshold = *candidates.select_nth_unstable(count - 1 - below).1;
-    let lower = candidates.iter().filter(|&&key| key < threshold).count();
-    let equal = candidates.iter().filter(|&&key| key == threshold).count();
-    let ties = count - below - lower;
+    let threshold = *scratch.select_nth_unstable(count - 1 - bracket.below).1;
+    let lower = scratch.iter().filter(|&&key| key < threshold).count();
+    let equal = scratch.iter().filter(|&&key| key == threshold).count();
+    let ties = count - bracket.below - lower;
     Lowest {
         threshold,
         ties,
         takes_all_ties: ties == equal,
     }
+}
+
+/// Keys between which the `count`-th lowest very likely is, both included.
+fn sampled(scores: &[f32], count: usize) -> (u32, u32) {
+    let mut sample = [0u32; SAMPLE];
+    for (index, sampled) in sample.iter_mut().enumerate() {
+        *sampled = key(scores[index * scores.len() / SAMPLE]);
+    }
+    sample.sort_unstable();
+    let place = count * SAMPLE / scores.len();
+    let from = place.checked_sub(MARGIN).map_or(0, |place| sample[place]);
+    let to = sample.get(place + MARGIN).copied();
+    (from, to.unwrap_or(u32::MAX >> 1))
+}
+
+/// The part of a bracket in which the `count`-th lowest is: up to the first pivot, between two of them, or beyond the last.
+fn narrow(scores: &[f32], count: usize, bracket: Bracket, pivots: [u32; 3]) -> Bracket {
+    let up_to = Arch::new().dispatch(CountUpTo { scores, pivots });
+    let Bracket {
+        mut from,
+        to,
+        mut below,
+        within,
+    } = bracket;
+    let end = below + within;
+    for (pivot, up_to) in pivots.into_iter().zip(up_to) {
+        if count <= up_to {
+            return Bracket {
+                from,
+                to: pivot,
+                below,
+                within: up_to - below,
+            };
+        }
+        (from, below) = (pivot + 1, up_to);
+    }
+    Bracket {
+        from,
+        to,
+        below,
+        within: end - below,
+    }
+}
+
+/// How many keys are not above each pivot.
+struct CountUpTo<'a> {
+    scores: &'a [f32],
+    pivots: [u32; 3],
+}
+
+impl WithSimd for CountUpTo<'_> {
+    type Output = [usize; 3];
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> [usize; 3] {
+        let [first, second, third] = self.pivots;
+        let mut counts = [0u32; 3];
+        for &score in self.scores {
+            let key = key(score);
+            counts[0] += u32::from(key <= first);
+            counts[1] += u32::from(key <= second);
+            counts[2] += u32::from(key <= third);
+        }
+        counts.map(|count| count as usize)
+    }
+}
+
+/// The keys in a bracket of few.
+fn collect(scores: &[f32], bracket: Bracket, kept: &mut Vec<u32>) {
+    Arch::new().dispatch(Collect {
+        scores,
+        bracket,
+        kept,
+    });
+}
+
+struct Collect<'a> {
+    scores: &'a [f32],
+    bracket: Bracket,
+    kept: &'a mut Vec<u32>,
+}
+
+impl WithSimd for Collect<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Bracket { from, to, .. } = self.bracket;
+        for scores in self.scores.chunks(128) {
+            // No branch inside, so that it is a few instructions for all.
+            let mut inside = 0;
+            for &score in scores {
+                let key = key(score);
+                inside |= u32::from(from <= key) & u32::from(key <= to);
+            }
+            if inside != 0 {
+                let keys = scores.iter().map(|&score| key(score));
+                self.kept
+                    .extend(keys.filter(|&key| from <= key && key <= to));
+            }
+        }
+    }
+}
+
+/// Where a value is that is not finite, the first of them.
+pub fn first_not_finite(values: &[f32]) -> Option<usize> {
+    /// Bits of |v|; those of infinity are less than those of any NaN, and more than those of any number.
+    struct Highest<'a>(&'a [f32]);
+    impl WithSimd for Highest<'_> {
+        type Output = u32;
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, _: S) -> u32 {
+            let bits = self.0.iter().map(|value| value.abs().to_bits());
+            bits.fold(0, u32::max)
+        }
+    }
+    if Arch::new().dispatch(Highest(values)) < f32::INFINITY.to_bits() {
+        return None;
+    }
+    values.iter().position(|value| !value.is_finite())
 }
 
 /// Calls `pick(index)` for the `count` lowest scores, in ascending index order; among equal scores the lower index goes first.

@@ -6,6 +6,7 @@
 use anyhow::Result;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::bytes::ByteSize;
@@ -54,6 +55,25 @@ pub struct StoredMatrix {
     rows: usize,
     columns: usize,
     pub(super) values: Values,
+}
+
+/// A table of 256 times eight elements: all ones where a bit of the index is 0.
+macro_rules! kept {
+    ($element:ty) => {{
+        let mut table = [[0; 8]; 256];
+        let mut byte = 0;
+        while byte < 256 {
+            let mut place = 0;
+            while place < 8 {
+                if byte >> place & 1 == 0 {
+                    table[byte][place] = <$element>::MAX;
+                }
+                place += 1;
+            }
+            byte += 1;
+        }
+        table
+    }};
 }
 
 /// Runs `$body` with `$slice` bound to the typed values.
@@ -178,6 +198,16 @@ impl StoredMatrix {
         }
     }
 
+    /// The elements of some rows.
+    pub(super) fn values_of(&self, rows: std::ops::Range<usize>) -> super::product::Values<'_> {
+        let range = rows.start * self.columns..rows.end * self.columns;
+        match &self.values {
+            Values::F32(values) => super::product::Values::F32(&values[range]),
+            Values::F16(values) => super::product::Values::F16(&values[range]),
+            Values::Bf16(values) => super::product::Values::Bf16(&values[range]),
+        }
+    }
+
     /// Widens whole rows, beginning with `first_row`, into `wide`; exact for all three dtypes.
     ///
     /// # Panics
@@ -240,13 +270,9 @@ impl StoredMatrix {
             Values::F32(values) => bytemuck::cast_slice_mut::<f32, u32>(values)
                 .par_chunks_mut(CHUNK)
                 .zip(tasks)
-                .for_each(|(values, bits)| {
-                    zero_some(values, bits, |value, bit| {
-                        *value &= u32::from(bit).wrapping_sub(1)
-                    });
-                }),
-            Values::F16(values) => zero_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK),
-            Values::Bf16(values) => zero_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK),
+                .for_each(|(values, bits)| keep_some(values, bits, &WORDS)),
+            Values::F16(values) => keep_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK),
+            Values::Bf16(values) => keep_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK),
         }
     }
 
@@ -254,12 +280,15 @@ impl StoredMatrix {
     pub fn count_zeros(&self) -> u64 {
         let columns = self.columns.max(1);
         match &self.values {
-            Values::F32(values) => count_where(values, columns, |value| *value == 0.0),
+            // The sign bit does not count.
+            Values::F32(values) => {
+                count_zeros(bytemuck::cast_slice(values), columns, u32::MAX >> 1)
+            }
             Values::F16(values) => {
-                count_where(values, columns, |value| value.to_bits() & 0x7fff == 0)
+                count_zeros(bytemuck::cast_slice(values), columns, u16::MAX >> 1)
             }
             Values::Bf16(values) => {
-                count_where(values, columns, |value| value.to_bits() & 0x7fff == 0)
+                count_zeros(bytemuck::cast_slice(values), columns, u16::MAX >> 1)
             }
         }
     }
@@ -273,35 +302,62 @@ pub(super) fn widen_bf16(values: &[bf16], wide: &mut [f32]) {
     }
 }
 
-fn zero_halves(values: &mut [u16], tasks: rayon::slice::Chunks<'_, u8>, chunk: usize) {
+fn keep_halves(values: &mut [u16], tasks: rayon::slice::Chunks<'_, u8>, chunk: usize) {
     values
         .par_chunks_mut(chunk)
         .zip(tasks)
-        .for_each(|(values, bits)| {
-            zero_some(values, bits, |value, bit| {
-                *value &= u16::from(bit).wrapping_sub(1);
-            });
-        });
+        .for_each(|(values, bits)| keep_some(values, bits, &HALVES));
 }
 
-/// Calls `zero(value, bit)` for every value and its bit, 0 or 1.
-fn zero_some<T>(values: &mut [T], bits: &[u8], zero: impl Fn(&mut T, u8)) {
+/// For every byte of a mask what eight elements are combined with: all ones where its bit is 0, so that they stay.
+const HALVES: [[u16; 8]; 256] = kept!(u16);
+const WORDS: [[u32; 8]; 256] = kept!(u32);
+
+/// Combines every value with what its bit says.
+fn keep_some<T: Copy + std::ops::BitAndAssign>(
+    values: &mut [T],
+    bits: &[u8],
+    kept: &[[T; 8]; 256],
+) {
     let (whole, rest) = values.as_chunks_mut::<8>();
     for (values, byte) in whole.iter_mut().zip(bits) {
-        for (place, value) in values.iter_mut().enumerate() {
-            zero(value, byte >> place & 1);
+        for (value, kept) in values.iter_mut().zip(&kept[usize::from(*byte)]) {
+            *value &= *kept;
         }
     }
     let byte = bits.get(whole.len()).copied().unwrap_or(0);
-    for (place, value) in rest.iter_mut().enumerate() {
-        zero(value, byte >> place & 1);
+    for (value, kept) in rest.iter_mut().zip(&kept[usize::from(byte)]) {
+        *value &= *kept;
     }
 }
 
-fn count_where<T: Sync>(values: &[T], chunk: usize, is_counted: impl Fn(&T) -> bool + Sync) -> u64 {
+/// How many elements have none of these bits.
+fn count_zeros<T>(values: &[T], chunk: usize, bits: T) -> u64
+where
+    T: Copy + Send + Sync + PartialEq + Default + std::ops::BitAnd<Output = T>,
+{
+    struct Count<'a, T>(&'a [T], T);
+    impl<T> WithSimd for Count<'_, T>
+    where
+        T: Copy + PartialEq + Default + std::ops::BitAnd<Output = T>,
+    {
+        type Output = u64;
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, _: S) -> u64 {
+            let Self(values, bits) = self;
+            // Narrow counters, which cannot overflow in a block, so that many fit a register.
+            let blocks = values.chunks(1 << 14).map(|block| {
+                let zeros = block
+                    .iter()
+                    .map(|value| u16::from(*value & bits == T::default()));
+                u64::from(zeros.sum::<u16>())
+            });
+            blocks.sum()
+        }
+    }
     values
         .par_chunks(chunk)
-        .map(|chunk| chunk.iter().filter(|value| is_counted(value)).count() as u64)
+        .map(|values| Arch::new().dispatch(Count(values, bits)))
         .sum()
 }
 

@@ -8,13 +8,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::Result;
-use half::f16;
-use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
-use super::bf16::{Kernel, Packed};
+use super::product::{Kernel, Packed, Values};
 use super::profile::Watch;
-use super::stored::{StoredDtype, StoredMatrix, widen_bf16};
+use super::stored::{StoredDtype, StoredMatrix};
 
 /// Rows of a stored matrix, wherever they lie.
 pub trait RowSource: Send + Sync {
@@ -54,8 +52,26 @@ pub enum Products {
     /// In f32, weights widened. Products with weights of other dtypes always are.
     #[default]
     F32,
-    /// In bf16 with f32 accumulation: activations are rounded to bf16.
+    /// By a bf16 kernel, sums in f32: activations are rounded to bf16.
     Bf16(Kernel),
+}
+
+impl Products {
+    /// What multiplies weights of this dtype.
+    pub fn kernel(self, dtype: StoredDtype) -> Kernel {
+        match (self, dtype) {
+            (Self::Bf16(kernel), StoredDtype::Bf16) => kernel,
+            _ => Kernel::Fused,
+        }
+    }
+
+    /// What multiplies activations with one another.
+    pub fn of_activations(self) -> Kernel {
+        match self {
+            Self::F32 => Kernel::Fused,
+            Self::Bf16(kernel) => kernel,
+        }
+    }
 }
 
 /// How products are computed, and scratch for the rows of a weight that are multiplied at once, grown on first use.
@@ -67,18 +83,28 @@ pub struct Panel {
     pub keeps_packed: bool,
     /// Where time goes.
     pub watch: Watch,
-    /// The rows as f32.
-    pub(super) wide: Vec<f32>,
-    /// The rows of a half-precision matrix at rest, as they were read.
-    pub(super) stored: Vec<u16>,
-    /// Factors of a bf16 product.
+    /// Rows of a matrix at rest, as they were read.
+    pub(super) read: Read,
+    /// Factors of a product.
     pub(super) packed: Packed,
+}
+
+/// Rows of a matrix at rest, by the width of their elements.
+#[derive(Debug, Default)]
+pub(super) struct Read {
+    whole: Vec<f32>,
+    half: Vec<u16>,
 }
 
 impl Panel {
     /// An empty panel.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// What multiplies weights of this dtype.
+    pub fn kernel(&self, dtype: StoredDtype) -> Kernel {
+        self.products.kernel(dtype)
     }
 }
 
@@ -145,17 +171,29 @@ impl MatrixAtRest {
         Ok(matrix)
     }
 
-    /// Reads some rows of a half-precision matrix as they are stored, less what is pruned.
-    pub(super) fn read_stored<'p>(
+    /// Reads some rows as they are stored, less what is pruned, into `read`.
+    pub(super) fn read_values<'r>(
         &self,
         rows: Range<usize>,
-        stored: &'p mut Vec<u16>,
-    ) -> Result<&'p [u16]> {
-        let stored = grow(stored, rows.len() * self.columns);
+        read: &'r mut Read,
+    ) -> Result<Values<'r>> {
+        let length = rows.len() * self.columns;
+        if self.dtype == StoredDtype::F32 {
+            let values = grow(&mut read.whole, length);
+            self.source
+                .read_rows(rows.start, bytemuck::cast_slice_mut(values))?;
+            self.unmask(rows.start, values);
+            return Ok(Values::F32(values));
+        }
+        let values = grow(&mut read.half, length);
         self.source
-            .read_rows(rows.start, bytemuck::cast_slice_mut(stored))?;
-        self.unmask(rows.start, stored);
-        Ok(stored)
+            .read_rows(rows.start, bytemuck::cast_slice_mut(values))?;
+        self.unmask(rows.start, values);
+        Ok(if self.dtype == StoredDtype::Bf16 {
+            Values::Bf16(bytemuck::cast_slice(values))
+        } else {
+            Values::F16(bytemuck::cast_slice(values))
+        })
     }
 
     /// Puts +0 where weights are pruned, in rows that begin with `first_row`.
@@ -174,36 +212,6 @@ impl MatrixAtRest {
                     }
                 }
             });
-    }
-
-    /// Reads some rows into `panel`, as f32.
-    pub(super) fn read_wide<'p>(
-        &self,
-        rows: Range<usize>,
-        panel: &'p mut Panel,
-    ) -> Result<&'p [f32]> {
-        let length = rows.len() * self.columns;
-        let wide = grow(&mut panel.wide, length);
-        if self.dtype == StoredDtype::F32 {
-            self.source
-                .read_rows(rows.start, bytemuck::cast_slice_mut(wide))?;
-        } else {
-            let stored = grow(&mut panel.stored, length);
-            self.source
-                .read_rows(rows.start, bytemuck::cast_slice_mut(stored))?;
-            let is_bf16 = self.dtype == StoredDtype::Bf16;
-            wide.par_chunks_mut(CHUNK)
-                .zip(stored.par_chunks(CHUNK))
-                .for_each(|(wide, stored)| {
-                    if is_bf16 {
-                        widen_bf16(bytemuck::cast_slice(stored), wide);
-                    } else {
-                        bytemuck::cast_slice::<u16, f16>(stored).convert_to_f32_slice(wide);
-                    }
-                });
-        }
-        self.unmask(rows.start, wide);
-        Ok(wide)
     }
 }
 
@@ -317,15 +325,21 @@ mod tests {
             }
             let mut weight = Weight::AtRest(at_rest(&held).without(bits));
             held.zero_where(goes);
-            let mut expected = vec![0.0; 11 * 13];
-            held.widen_rows(7, &mut expected);
             let Weight::AtRest(rest) = &weight else {
                 unreachable!("made so above");
             };
-            // A panel that was larger before, so that stale content would show.
-            let mut panel = Panel::new();
-            grow(&mut panel.wide, 1000).fill(9.0);
-            assert_eq!(rest.read_wide(7..18, &mut panel).unwrap(), expected);
+            // What was read was larger before, so that stale content would show.
+            let mut read = Read {
+                whole: vec![9.0; 1000],
+                half: vec![9; 1000],
+            };
+            let bytes: Vec<u8> = match rest.read_values(7..18, &mut read).unwrap() {
+                Values::F32(values) => bytemuck::cast_slice::<_, u8>(values).to_vec(),
+                Values::F16(values) => bytemuck::cast_slice::<_, u8>(values).to_vec(),
+                Values::Bf16(values) => bytemuck::cast_slice::<_, u8>(values).to_vec(),
+            };
+            let row = 13 * dtype.bytes();
+            assert_eq!(bytes, held.as_bytes()[7 * row..18 * row]);
             let rest = weight.hold().unwrap();
             assert_eq!(weight.held(), Some(&held), "{dtype:?}");
             assert!(rest.is_some() && weight.hold().unwrap().is_none());
@@ -340,7 +354,10 @@ mod tests {
             50,
             13,
         );
-        let error = short.read_wide(35..45, &mut Panel::new()).unwrap_err();
+        let error = short
+            .read_values(35..45, &mut Read::default())
+            .err()
+            .unwrap();
         assert!(error.to_string().contains("`w`"));
         assert!(Weight::AtRest(short).hold().is_err());
     }

@@ -7,7 +7,8 @@
 //! | --- | --- |
 //! | [`layer_weights`] | one decoder layer while it is in use or waits: weights, or masks; norms and biases |
 //! | [`layer_packed`] | its weights once more, where bf16 products keep them packed |
-//! | [`context`] | from the first layer to the end of the run: rotary tables, what products pack and keep |
+//! | [`context`] | from the first layer to the end of the run: rotary tables; what products pack comes on top |
+//! | [`products`] | what products pack, from the first on |
 //! | [`forward`], [`capture`] | a sample on its way through a layer |
 //! | [`score`] | a matrix while it is scored |
 //! | [`head`] | the head, logits, what tokens keep from one part of the vocabulary to the next |
@@ -23,26 +24,17 @@ use super::head::{largest_chunk, largest_tokens};
 use super::layer::{AttentionLayout, Projection};
 use super::rotary::Rotary;
 use crate::bytes::ByteSize;
-use crate::linalg::bf16::PackedWeight;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
+use crate::linalg::product::{self, Kernel, PackedWeight, Product};
 use crate::linalg::{Linear, StoredDtype, attention};
 use crate::run::knobs::{Knobs, WeightsHeld};
 
 /// Bytes of an f32.
 const F32: usize = 4;
 
-/// Products pack the rows of large weights in pieces, into as much per thread as the second-level cache of its core has: 2 MiB
-/// on recent servers, less elsewhere. It is kept.
+/// What the product of one token with the keys in a cache packs and keeps per thread: as much as the second-level cache of a
+/// core has, 2 MiB on recent servers, less elsewhere.
 const PACKED_PER_THREAD: usize = 2 << 20;
-
-/// Products sum over at most this many elements at a time, and pack as many of each row they pack at once.
-const PACKED_DEPTH: usize = 512;
-
-/// Weights of at most this many rows are packed whole (measured with AVX-512 kernels).
-const PACKED_WHOLE: usize = 1024;
-
-/// Beyond this many rows of a weight the other factor is packed, too (measured with AVX-512 kernels).
-const PACKS_BOTH: usize = 8192;
 
 /// One decoder layer: e · (2·H·Q + 2·H·K + 3·H·I) of weights; 1 bit per weight of masks instead where matrices rest on disk;
 /// 4 · 2·H of norms, 4 bytes per bias.
@@ -64,10 +56,10 @@ pub fn layer_weights(config: &LlamaConfig, dtype: StoredDtype, knobs: &Knobs) ->
 
 /// One decoder layer's weights packed for bf16 products, beside [`layer_weights`]: 2 · (2·H·Q + 2·H·K + 3·H·I), rows rounded up to 32
 /// and columns to 32.
-pub fn layer_packed(config: &LlamaConfig) -> ByteSize {
+pub fn layer_packed(config: &LlamaConfig, kernel: Kernel) -> ByteSize {
     let bytes = Projection::ALL.map(|projection| {
         let (rows, columns) = projection.shape(config);
-        ByteSize::of(PackedWeight::bytes(rows, columns), 1)
+        ByteSize::of(PackedWeight::bytes(kernel, rows, columns), 1)
     });
     bytes.into_iter().sum()
 }
@@ -91,36 +83,62 @@ pub fn hidden_states(config: &LlamaConfig, seqlen: usize) -> ByteSize {
     ByteSize::of(seqlen * config.hidden_size, F32)
 }
 
-/// What stands beside every phase from the first layer on: rotary tables, 4·L·head_dim; what products pack and keep, 2 MiB per
-/// thread.
-pub fn context(config: &LlamaConfig, seqlen: usize, threads: usize) -> ByteSize {
+/// What stands beside every phase from the first layer on: rotary tables, 4·L·head_dim. What products pack and keep comes on top
+/// ([`products`]).
+pub fn context(config: &LlamaConfig, seqlen: usize) -> ByteSize {
     ByteSize::of(Rotary::bytes(config.head_dim, seqlen), 1)
-        + ByteSize::of(threads, PACKED_PER_THREAD)
 }
 
-/// What a product of `tokens` with a weight `[rows, columns]` packs while it runs, rows being those multiplied at once: 4·512 per
-/// row of a weight of at most 1024 rows, or per token beyond 8192 rows; else nothing.
-fn packed(rows: usize, columns: usize, tokens: usize) -> ByteSize {
-    let packed = match rows {
-        0..=PACKED_WHOLE => rows,
-        rows if rows > PACKS_BOTH => tokens,
-        _ => 0,
-    };
-    ByteSize::of(packed * columns.min(PACKED_DEPTH), F32)
+/// The linears of a layer whose products are made together, because they read the same.
+const TOGETHER: [&[Projection]; 4] = [
+    &[Projection::Q, Projection::K, Projection::V],
+    &[Projection::O],
+    &[Projection::Gate, Projection::Up],
+    &[Projection::Down],
+];
+
+/// Whether a layer's weights stay packed while it is in use.
+pub fn keeps_packed(kernel: Kernel, knobs: &Knobs) -> bool {
+    kernel.is_bf16() && knobs.keep_packed && knobs.weights == WeightsHeld::Layer
 }
 
-/// Rows of a weight that are multiplied at once: all of them where they are f32 in memory.
-fn rows_at_once(
-    dtype: StoredDtype,
-    rows: usize,
-    columns: usize,
-    tokens: usize,
-    held: WeightsHeld,
-) -> usize {
-    match (dtype, held) {
-        (StoredDtype::F32, WeightsHeld::Layer) => rows,
-        _ => Linear::panel_rows(columns, rows, tokens),
-    }
+/// What products pack and keep for the next one, from the first on: X, and per thread a slab of W where it is not kept packed.
+///
+/// # Arguments
+/// * `head`: whether logits are made, too
+pub fn products(
+    config: &LlamaConfig,
+    kernel: Kernel,
+    seqlen: usize,
+    threads: usize,
+    knobs: &Knobs,
+    head: bool,
+) -> ByteSize {
+    let mlp_tokens = largest_part(seqlen, knobs.mlp_tokens, LEAST_ROWS);
+    // Some heads whose first row is within a unit are packed anew.
+    let begins_within =
+        knobs.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
+    let of_layer = TOGETHER.iter().map(|projections| {
+        let is_mlp = projections[0].name().starts_with("mlp");
+        let shapes = projections.iter().map(|one| one.shape(config));
+        Product {
+            tokens: if is_mlp { mlp_tokens } else { seqlen },
+            columns: shapes.clone().map(|(rows, _)| rows).sum(),
+            inner: shapes.map(|(_, columns)| columns).max().unwrap_or(0),
+            is_kept: keeps_packed(kernel, knobs) && (is_mlp || !begins_within),
+        }
+    });
+    let of_head = head.then(|| {
+        let rows = largest_chunk(config.vocab_size, knobs.head_rows);
+        Product {
+            tokens: largest_tokens(seqlen, knobs.logits_bytes, rows),
+            columns: rows,
+            inner: config.hidden_size,
+            is_kept: false,
+        }
+    });
+    let all: Vec<Product> = of_layer.chain(of_head).collect();
+    ByteSize::of(product::packed_bytes(kernel, &all, threads), 1)
 }
 
 /// What stays from sample to sample once one has passed a layer: [`activations`] and the [`widest_panel`].
@@ -130,7 +148,7 @@ pub fn workspace(
     seqlen: usize,
     knobs: &Knobs,
 ) -> ByteSize {
-    activations(config, seqlen, knobs) + widest_panel(config, dtype, seqlen, knobs)
+    activations(config, seqlen, knobs) + widest_panel(config, dtype, knobs)
 }
 
 /// 4 bytes times the larger of attention and MLP:
@@ -145,55 +163,35 @@ pub fn activations(config: &LlamaConfig, seqlen: usize, knobs: &Knobs) -> ByteSi
     ByteSize::of(attention.max(mlp), F32)
 }
 
-/// The rows of a weight that are multiplied at once, of the matrix where that is most: 4·in·r, r rows with r·in about 2²², where
-/// weights are not f32 in memory; (4 + e)·in·r where they rest on disk and are not f32.
-pub fn widest_panel(
-    config: &LlamaConfig,
-    dtype: StoredDtype,
-    seqlen: usize,
-    knobs: &Knobs,
-) -> ByteSize {
+/// The rows of a weight that are read at once where matrices rest on disk, of the matrix where that is most: e·in·r, r rows with
+/// r·in about 2²². Nothing where they are in memory.
+pub fn widest_panel(config: &LlamaConfig, dtype: StoredDtype, knobs: &Knobs) -> ByteSize {
+    if knobs.weights == WeightsHeld::Layer {
+        return ByteSize::ZERO;
+    }
     let panels = Projection::ALL.map(|projection| {
         let (rows, columns) = projection.shape(config);
-        panel(dtype, rows, columns, seqlen, knobs.weights)
+        ByteSize::of(Linear::panel_rows(columns, rows) * columns, dtype.bytes())
     });
     panels.into_iter().max().unwrap_or_default()
 }
 
-/// The rows of a weight `[rows, columns]` that are multiplied at once.
-fn panel(
-    dtype: StoredDtype,
-    rows: usize,
-    columns: usize,
-    tokens: usize,
-    held: WeightsHeld,
-) -> ByteSize {
-    let elements = Linear::panel_rows(columns, rows, tokens) * columns;
-    match (dtype, held) {
-        (StoredDtype::F32, WeightsHeld::Layer) => ByteSize::ZERO,
-        (StoredDtype::F32, WeightsHeld::Matrix) => ByteSize::of(elements, F32),
-        (_, WeightsHeld::Layer) => ByteSize::of(elements, F32),
-        (_, WeightsHeld::Matrix) => ByteSize::of(elements, F32 + dtype.bytes()),
-    }
-}
-
-/// A sample passes a layer (propagate, evaluate): the [`workspace`]; the larger of a block of scores per thread, 4·128·L, and of
-/// 4·L·H that goes out with what a product packs. What came in is counted by its owner.
+/// A sample passes a layer (propagate, evaluate): the [`workspace`]; the larger of what attention works on
+/// ([`attention::scratch_bytes`]) and of 4·L·H that goes out. What came in is counted by its owner.
+///
+/// # Arguments
+/// * `kernel`: what multiplies activations with one another
 pub fn forward(
     config: &LlamaConfig,
     dtype: StoredDtype,
     seqlen: usize,
     threads: usize,
     knobs: &Knobs,
+    kernel: Kernel,
 ) -> ByteSize {
-    let packed = Projection::ALL.map(|projection| {
-        let (rows, columns) = projection.shape(config);
-        let rows = rows_at_once(dtype, rows, columns, seqlen, knobs.weights);
-        packed(rows, columns, seqlen)
-    });
-    let packed = packed.into_iter().max().unwrap_or_default();
-    let scores = ByteSize::of(attention::scratch_bytes(seqlen, seqlen, threads), 1);
-    workspace(config, dtype, seqlen, knobs) + scores.max(hidden_states(config, seqlen) + packed)
+    let scratch = attention::scratch_bytes(kernel, config.head_dim, seqlen, seqlen, threads);
+    workspace(config, dtype, seqlen, knobs)
+        + ByteSize::of(scratch, 1).max(hidden_states(config, seqlen))
 }
 
 /// A model writes: the prompt passes in blocks of `block` tokens, the last of which sees `capacity` cached ones, as
@@ -206,12 +204,16 @@ pub fn writing(
     threads: usize,
 ) -> ByteSize {
     let block = block.min(capacity);
-    let behind_a_cache = attention::scratch_bytes(block, capacity, threads)
-        .saturating_sub(attention::scratch_bytes(block, block, threads));
-    forward(config, dtype, block, threads, &Knobs::default())
+    let kernel = Kernel::Fused;
+    let scratch = |keys| attention::scratch_bytes(kernel, config.head_dim, block, keys, threads);
+    let behind_a_cache = scratch(capacity).saturating_sub(scratch(block));
+    let knobs = Knobs::default();
+    forward(config, dtype, block, threads, &knobs, kernel)
         + ByteSize::of(behind_a_cache, 1)
         + ByteSize::of(config.vocab_size, F32)
-        + context(config, capacity, threads)
+        + products(config, kernel, block, threads, &knobs, false)
+        + ByteSize::of(threads, PACKED_PER_THREAD)
+        + context(config, capacity)
 }
 
 /// The head's weight in its stored dtype: e·V·H.
@@ -226,8 +228,9 @@ pub fn capture(
     seqlen: usize,
     threads: usize,
     knobs: &Knobs,
+    kernel: Kernel,
 ) -> ByteSize {
-    forward(config, dtype, seqlen, threads, knobs)
+    forward(config, dtype, seqlen, threads, knobs, kernel)
 }
 
 /// A matrix is scored, beside layer and workspace: 1 bit per weight of mask (part of the layer where matrices rest on disk, and
@@ -257,7 +260,7 @@ const COUNTERS: usize = 5 * (8 << 16);
 /// * e·c·H of the head's weight, c = V or the rows in memory at once; 4·H of the norm
 /// * 4·t·(H + c) of normed states and logits, t tokens with 4·t·c about the bytes logits may take; at least the [`activations`]
 ///   that layers left
-/// * the panel of the head, or the [`widest_panel`] that layers left; what its product packs
+/// * the [`widest_panel`] that layers left
 /// * 24 bytes per token of all windows of one side: largest logit, sum of exponentials, the next token's logit
 pub fn head(
     config: &LlamaConfig,
@@ -266,16 +269,13 @@ pub fn head(
     windows: usize,
     knobs: &Knobs,
 ) -> ByteSize {
-    let (columns, held) = (config.hidden_size, WeightsHeld::Layer);
+    let columns = config.hidden_size;
     let rows = largest_chunk(config.vocab_size, knobs.head_rows);
     let tokens = largest_tokens(seqlen, knobs.logits_bytes, rows);
-    let panel = panel(dtype, rows, columns, tokens, held);
-    let at_once = rows_at_once(dtype, rows, columns, tokens, held);
     ByteSize::of(rows * columns, dtype.bytes())
         + ByteSize::of(columns, F32)
         + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, knobs))
-        + panel.max(widest_panel(config, dtype, seqlen, knobs))
-        + packed(at_once, columns, tokens)
+        + widest_panel(config, dtype, knobs)
         + ByteSize::of(windows * seqlen, PER_PREDICTION)
 }
 
@@ -317,15 +317,15 @@ mod tests {
         let (config, default) = (llama_2_7b(), Knobs::default());
         let dtype = StoredDtype::Bf16;
         let pass = |knobs: &Knobs| workspace(&config, dtype, 2048, knobs);
-        // Attention: four times 2048·4096 elements (128 MiB); MLP: 1024·(4096 + 2·11008) (102 MiB); a panel of 16 MiB.
-        assert_eq!(pass(&default), ByteSize((128 << 20) + (16 << 20)));
+        // Attention: four times 2048·4096 elements (128 MiB); MLP: 1024·(4096 + 2·11008) (102 MiB).
+        assert_eq!(pass(&default), ByteSize(128 << 20));
         let half = Knobs {
             attention_heads: Some(16),
             mlp_tokens: 512,
             ..default.clone()
         };
         // normed and context, half of q, k and v: 2 + 1.5 times 32 MiB.
-        assert_eq!(pass(&half), ByteSize((112 << 20) + (16 << 20)));
+        assert_eq!(pass(&half), ByteSize(112 << 20));
         let end = |knobs: &Knobs| head(&config, dtype, 2048, 166, knobs);
         let parts = Knobs {
             head_rows: Some(4000),

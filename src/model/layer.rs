@@ -36,7 +36,8 @@ use super::rotary::Rotary;
 use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::checkpoint::WeightSource;
 use crate::linalg::attention::{self, Heads};
-use crate::linalg::parts::{LEAST_ROWS, least_columns, parts};
+use crate::linalg::linear::forward_all;
+use crate::linalg::parts::{LEAST_COLUMNS, LEAST_ROWS, parts};
 use crate::linalg::profile::{Part, Watch};
 use crate::linalg::{Linear, Panel, Products, Weight, Workspace, elementwise, tensor};
 use crate::run::Knobs;
@@ -420,31 +421,30 @@ impl DecoderLayer {
             let q = &mut q[..seqlen * queries.len()];
             let k = &mut k[..seqlen * keys.len()];
             let v = &mut v[..seqlen * keys.len()];
-            for (projection, rows, out) in [
-                (Projection::Q, &queries, &mut *q),
-                (Projection::K, &keys, &mut *k),
-                (Projection::V, &keys, &mut *v),
-            ] {
-                let linear = self.linear(projection);
-                match product {
-                    Product::Rows => linear.forward_rows_into(rows.clone(), normed, out, panel)?,
-                    Product::Few => linear.forward_few_into(normed, out, panel)?,
-                }
-            }
+            let [to_q, to_k, to_v] = [Projection::Q, Projection::K, Projection::V]
+                .map(|projection| self.linear(projection));
+            let mut linears = [
+                (to_q, queries.clone(), &mut *q),
+                (to_k, keys.clone(), &mut *k),
+                (to_v, keys.clone(), &mut *v),
+            ];
+            product.of_several(&mut linears, normed, panel)?;
             panel.watch.enter(Part::Attention);
             panel.watch.count(heads.operations(past, seqlen));
+            let kernel = panel.products.of_activations();
             rotary.apply(q, past, heads.num_heads, heads.head_dim)?;
             rotary.apply(k, past, heads.num_key_value_heads, heads.head_dim)?;
             let attended = layout.context(shared, apart);
             if let Some(cache) = cache.as_deref_mut() {
                 cache.append(k, v)?;
-                attention::causal(heads, past, q, cache.keys(), cache.values(), attended);
+                let (keys, values) = (cache.keys(), cache.values());
+                attention::causal(kernel, heads, past, q, keys, values, attended);
             } else {
                 let columns = attention::Columns {
                     width: layout.query_width(),
                     first: queries.start,
                 };
-                attention::causal_columns(heads, 0, q, k, v, attended, columns);
+                attention::causal_columns(kernel, heads, 0, q, k, v, attended, columns);
             }
         }
         panel.watch.enter(Part::O);
@@ -492,8 +492,11 @@ impl DecoderLayer {
                 &mut panel.watch,
             );
             let project = |projection| self.linear(projection);
-            product.of_all(project(Projection::Gate), normed, gate, panel)?;
-            product.of_all(project(Projection::Up), normed, up, panel)?;
+            let mut linears = [
+                (project(Projection::Gate), 0..intermediate_size, &mut *gate),
+                (project(Projection::Up), 0..intermediate_size, &mut *up),
+            ];
+            product.of_several(&mut linears, normed, panel)?;
             elementwise::silu_times(gate, up);
             show(
                 &mut observer,
@@ -531,7 +534,7 @@ impl AttentionLayout {
             hidden_size,
             at_most: knobs.attention_heads.unwrap_or(usize::MAX),
             // The keys of a group are a part of a product.
-            at_least: least_columns(seqlen).div_ceil(heads.head_dim.max(1)),
+            at_least: LEAST_COLUMNS.div_ceil(heads.head_dim.max(1)),
         }
     }
 
@@ -605,6 +608,21 @@ enum Product {
 impl Product {
     fn of(is_cached: bool) -> Self {
         if is_cached { Self::Few } else { Self::Rows }
+    }
+
+    /// Some output features of linears that read the same x; all of them for tokens behind a cache.
+    fn of_several(
+        self,
+        linears: &mut [(&Linear, Range<usize>, &mut [f32])],
+        x: &[f32],
+        panel: &mut Panel,
+    ) -> Result<()> {
+        match self {
+            Self::Rows => forward_all(linears, x, panel),
+            Self::Few => linears
+                .iter_mut()
+                .try_for_each(|(linear, _, out)| linear.forward_few_into(x, out, panel)),
+        }
     }
 
     fn of_all(self, linear: &Linear, x: &[f32], out: &mut [f32], panel: &mut Panel) -> Result<()> {

@@ -1,6 +1,7 @@
 //! Plans of real models on machines people have, pinned: placement, knobs, peaks.
 
 use crate::bytes::ByteSize;
+use crate::linalg::{Products, StoredDtype};
 use crate::model::LlamaConfig;
 use crate::model::shapes::shape;
 use crate::pipeline::Job;
@@ -21,7 +22,7 @@ fn planned(name: &str, machine: serde_json::Value, policy: &Policy) -> Result<Pl
 
 fn planned_for(
     config: &LlamaConfig,
-    dtype: crate::linalg::StoredDtype,
+    dtype: StoredDtype,
     machine: serde_json::Value,
     policy: &Policy,
 ) -> Result<Plan, PlanError> {
@@ -37,7 +38,7 @@ fn planned_for(
         prunes: true,
         saves: true,
         threads: machine.cpu.threads,
-        packs_bf16: false,
+        products: Products::F32,
         tokenise: ByteSize(300 << 20),
         knobs: None,
     };

@@ -5,8 +5,8 @@
 
 use super::{on_gpu, output_error};
 use crate::bytes::ByteSize;
-use crate::linalg::StoredDtype;
-use crate::linalg::bf16::{self, PackedWeight};
+use crate::linalg::product::Kernel;
+use crate::linalg::{Products, StoredDtype};
 use crate::model::{LlamaConfig, Projection, footprint};
 use crate::placement::planner::ON_THEIR_WAY;
 use crate::placement::{Need, Resting, Way, Work, Workload};
@@ -52,13 +52,16 @@ pub struct Job<'a> {
     pub saves: bool,
     /// Worker threads.
     pub threads: usize,
-    /// Whether products are computed in bf16, from factors that are packed for it.
-    pub packs_bf16: bool,
+    /// How products are computed on the CPU.
+    pub products: Products,
     /// What tokenising takes at its peak, tokenizer included.
     pub tokenise: ByteSize,
     /// The one setting of the knobs that may be chosen; `None` leaves it to the plan.
     pub knobs: Option<Knobs>,
 }
+
+/// How many times as many operations a second bf16 products do as f32's: a round figure, between AVX-512's twice and AMX's six times.
+const BF16_TIMES_F32: f64 = 4.0;
 
 /// Whose hidden states there are: those of calibration go after the last layer, those of windows after the head.
 #[derive(Debug, Clone, Copy)]
@@ -205,34 +208,25 @@ impl Job<'_> {
 
     /// Whether a layer's weights stay packed for bf16 products while it is in use.
     fn keeps_packed(&self, knobs: &Knobs) -> bool {
-        self.packs_bf16 && knobs.keep_packed && knobs.weights == WeightsHeld::Layer
+        footprint::keeps_packed(self.kernel(), knobs)
     }
 
-    /// Factors of bf16 products, kept from the first on: of weights only those that are packed for each product anew.
+    /// What multiplies.
+    fn kernel(&self) -> Kernel {
+        self.products.kernel(self.dtype)
+    }
+
+    /// Factors of products, kept from the first on.
     fn packed(&self, knobs: &Knobs) -> ByteSize {
-        if !self.packs_bf16 {
-            return ByteSize::ZERO;
-        }
-        let layer = Projection::ALL.map(|projection| {
-            let is_mlp = projection.name().starts_with("mlp");
-            let tokens = if is_mlp {
-                knobs.mlp_tokens.min(self.seqlen)
-            } else {
-                self.seqlen
-            };
-            let (rows, columns) = projection.shape(self.config);
-            // Some heads whose first row is within a tile are packed anew, too.
-            let begins_within =
-                knobs.attention_heads.is_some() && !PackedWeight::begins_at(self.config.head_dim);
-            let is_kept = self.keeps_packed(knobs) && (is_mlp || !begins_within);
-            let packed_anew = if is_kept { 0 } else { rows };
-            (tokens, (packed_anew, columns))
-        });
-        let vocabulary = self.config.vocab_size;
-        let rows = (knobs.logits_bytes.0 as usize / 4 / vocabulary.max(1)).clamp(1, self.seqlen);
-        let head = (rows, (vocabulary, self.config.hidden_size));
-        let head = (self.windows > 0).then_some(head);
-        ByteSize(bf16::packed_bytes(layer.into_iter().chain(head)) as u64)
+        let head = self.windows > 0;
+        footprint::products(
+            self.config,
+            self.kernel(),
+            self.seqlen,
+            self.threads,
+            knobs,
+            head,
+        )
     }
 
     /// Statistics of the four observation points, and the calibration rows output errors are measured on.
@@ -254,7 +248,12 @@ impl Job<'_> {
     }
 
     fn on_cpu(&self, knobs: &Knobs, resting: Resting) -> Way {
-        self.on_host(knobs, resting, F32)
+        let mut way = self.on_host(knobs, resting, F32);
+        if self.kernel().is_bf16() {
+            way.work.layer_flop /= BF16_TIMES_F32;
+            way.work.once_flop /= BF16_TIMES_F32;
+        }
+        way
     }
 
     /// What the process holds, with hidden states in elements of this size.
@@ -266,20 +265,24 @@ impl Job<'_> {
             threads,
             ..
         } = *self;
+        let kernel = self.products.of_activations();
         let layer = footprint::layer_weights(config, dtype, knobs);
         let mut layers = match knobs.weights {
             WeightsHeld::Layer => vec![part("this layer", layer)],
             WeightsHeld::Matrix => vec![part("masks of this layer", layer)],
         };
         if self.keeps_packed(knobs) {
-            layers.push(part("this layer, packed", footprint::layer_packed(config)));
+            layers.push(part(
+                "this layer, packed",
+                footprint::layer_packed(config, self.kernel()),
+            ));
         }
         if knobs.prefetch {
             layers.push(part("the next layer", layer));
         }
         let context = part(
             "rotary tables and packing",
-            footprint::context(config, seqlen, threads) + self.packed(knobs),
+            footprint::context(config, seqlen) + self.packed(knobs),
         );
         layers.push(context.clone());
         let need = |phase, alive, more: Vec<Part>| Need {
@@ -295,8 +298,8 @@ impl Job<'_> {
                 part("tokenizer and texts", self.tokenise),
             ],
         }];
-        let forward = footprint::forward(config, dtype, seqlen, threads, knobs);
-        let capture = footprint::capture(config, dtype, seqlen, threads, knobs);
+        let forward = footprint::forward(config, dtype, seqlen, threads, knobs, kernel);
+        let capture = footprint::capture(config, dtype, seqlen, threads, knobs, kernel);
         let kept = if self.passes_samples() {
             footprint::workspace(config, dtype, seqlen, knobs)
         } else {

@@ -68,7 +68,7 @@ impl Default for Rates {
     /// behind the page cache, PCIe 4 at half its peak.
     fn default() -> Self {
         Self {
-            cpu_thread_gflops: 50.0,
+            cpu_thread_gflops: 75.0,
             gpu_tflops: 40.0,
             disk_gb_s: 1.0,
             pcie_gb_s: 12.0,

@@ -43,15 +43,19 @@ impl RowBits<'_> {
         let whole = (self.columns - column) / 8;
         let from = (self.first + column) / 8;
         for byte in &mut self.bits[from..from + whole] {
-            for place in 0..8 {
-                *byte |= u8::from(is_pruned(column + place)) << place;
-            }
+            let flags = std::array::from_fn(|place| u8::from(is_pruned(column + place)));
+            *byte |= packed(flags);
             column += 8;
         }
         for bit in self.first + column..end {
             self.bits[bit / 8] |= u8::from(is_pruned(bit - self.first)) << (bit % 8);
         }
     }
+}
+
+/// Eight flags, 0 or 1, as the bits of a byte: flag i is moved from bit 8·i to bit 56 + i, and no two terms meet on the way.
+fn packed(flags: [u8; 8]) -> u8 {
+    (u64::from_le_bytes(flags).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8
 }
 
 impl Mask {

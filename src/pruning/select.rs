@@ -164,11 +164,11 @@ impl<'a> Scorer<'a> {
         scores.resize(self.weight.columns(), 0.0);
         self.weight.widen_rows(row, scores);
         scores.iter_mut().for_each(|value| *value = value.abs());
-        if let Some(column) = scores.iter().position(|value| !value.is_finite()) {
+        if let Some(column) = lowest::first_not_finite(scores) {
             return Err(self.not_finite("weight", row, column));
         }
         self.method.score_row(scores, &self.factors);
-        match scores.iter().position(|value| !value.is_finite()) {
+        match lowest::first_not_finite(scores) {
             Some(column) => Err(self.not_finite("score", row, column)),
             None => Ok(()),
         }

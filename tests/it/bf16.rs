@@ -1,7 +1,7 @@
 //! `--dtype bf16`: products in bf16 where the CPU has them, refused with a reason elsewhere.
 
 use prune::demo::RandomCheckpoint;
-use prune::linalg::{StoredDtype, bf16::Kernel};
+use prune::linalg::{StoredDtype, product::Kernel};
 use prune::run::Manifest;
 
 use crate::cli::Place;
@@ -51,7 +51,7 @@ fn results_are_near_those_of_f32_and_depend_on_nothing_else() {
         );
         place.manifest(save)
     };
-    if Kernel::best().is_none() {
+    if Kernel::best_bf16().is_none() {
         let ran = place.run(&[
             "--model",
             "m",
@@ -91,6 +91,9 @@ fn results_are_near_those_of_f32_and_depend_on_nothing_else() {
         assert!((wide / narrow - 1.0).abs() < 0.01, "{wide} {narrow}");
         assert_ne!(wide, narrow, "the other products were used");
     }
+    let by_default = run("default", &[]);
+    assert_eq!(by_default.arithmetic.dtype, "bf16", "what auto takes");
+    assert_eq!(masks(&narrow), masks(&by_default));
     for more in [
         &["--threads", "1"][..],
         &["--hidden-states", "disk"],
@@ -127,4 +130,28 @@ fn other_checkpoints_are_refused() {
         "{}",
         ran.stderr
     );
+}
+
+/// A machine in a file does not say what its CPU multiplies: bf16 is planned where it is asked for.
+#[test]
+fn a_plan_is_made_for_the_arithmetic_it_is_asked_for() {
+    let place = Place::new();
+    let machine = r#"{"cpu": {"memory": "64GiB", "threads": 4}}"#;
+    std::fs::write(place.path("machine.json"), machine).expect("a file can be written");
+    let planned = |more: &[&str]| {
+        let base = [
+            "plan",
+            "--shape",
+            "llama-3.2-1b",
+            "--inventory",
+            "machine.json",
+            "--json",
+        ];
+        let ran = place.run(&[&base, more].concat());
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        ran.stdout
+    };
+    let (f32, bf16) = (planned(&["--dtype", "f32"]), planned(&["--dtype", "bf16"]));
+    assert_eq!(planned(&[]), f32);
+    assert!(bf16.contains("this layer, packed") && !f32.contains("this layer, packed"));
 }

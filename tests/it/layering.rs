@@ -101,9 +101,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
 
 /// Files in which `unsafe` is allowed; each block there says why it is sound.
 const MAY_BE_UNSAFE: &[&str] = &[
-    "linalg/bf16/amx.rs",
-    "linalg/bf16/avx512.rs",
     "linalg/matmul.rs",
+    "linalg/product/amx.rs",
+    "linalg/product/avx512.rs",
+    "linalg/rectangles.rs",
     "runtime/engine/cuda.rs",
     "runtime/memory.rs",
 ];

@@ -19,7 +19,7 @@ use prune::bytes::ByteSize;
 use prune::data::footprint::{self, TokenizerSize};
 use prune::data::{self, DatasetSpec, Role, TextCache, Tokenizer};
 use prune::demo::RandomCheckpoint;
-use prune::linalg::StoredDtype;
+use prune::linalg::{Products, StoredDtype};
 use prune::model::LlamaConfig;
 use prune::pipeline::Job;
 use prune::placement::{Resting, Way};
@@ -247,7 +247,7 @@ fn planned(place: &Place, dtype: StoredDtype, resting: Resting) -> u64 {
         prunes: true,
         saves: true,
         threads: THREADS,
-        packs_bf16: false,
+        products: Products::F32,
         tokenise: ByteSize::ZERO,
         knobs: None,
     };

@@ -12,6 +12,7 @@ use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::demo::RandomCheckpoint;
 use prune::eval::{Perplexity, Side};
+use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
 use prune::model::observe::Need;
 use prune::model::{
@@ -120,7 +121,9 @@ fn phase(
         tensor::from_vec(values.collect(), &[SEQLEN, config.hidden_size])
     };
     let context = || LayerContext::with_knobs(config, SEQLEN, knobs.clone());
-    let beside = footprint::context(config, SEQLEN, THREADS);
+    let kernel = Kernel::Fused;
+    let beside = footprint::context(config, SEQLEN)
+        + footprint::products(config, kernel, SEQLEN, THREADS, knobs, name == "head");
     let (mut layer, held) = counted(|| load(&source, config, knobs))?;
     match name {
         "layer" => {
@@ -138,7 +141,8 @@ fn phase(
         }
         "forward" => {
             let state = state()?;
-            let predicted = footprint::forward(config, dtype, SEQLEN, THREADS, knobs) + beside;
+            let predicted =
+                footprint::forward(config, dtype, SEQLEN, THREADS, knobs, kernel) + beside;
             let counted = counted(|| {
                 let mut context = context()?;
                 // A second sample meets a workspace that the first one's MLP grew.
@@ -150,7 +154,8 @@ fn phase(
         }
         "capture" => {
             let state = state()?;
-            let predicted = footprint::capture(config, dtype, SEQLEN, THREADS, knobs) + beside;
+            let predicted =
+                footprint::capture(config, dtype, SEQLEN, THREADS, knobs, kernel) + beside;
             let counted = counted(|| {
                 let mut context = context()?;
                 layer.capture(&state, &mut context, &mut Nobody)?;

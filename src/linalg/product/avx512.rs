@@ -5,13 +5,12 @@
 
 #![expect(unsafe_code, reason = "intrinsics on memory of checked length")]
 
+use super::tiles::{DEPTH, TILE, TILE_LINES};
+use super::{Factors, Line};
 use std::arch::x86_64::{
     __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_epi32, _mm512_setzero_ps,
     _mm512_storeu_ps,
 };
-use std::ops::Range;
-
-use super::{Line, Part, TILE, TILE_LINES};
 
 /// Rows of a block; half a tile.
 const ROWS: usize = 8;
@@ -53,53 +52,45 @@ fn chains(rounds: usize) {
     std::hint::black_box(sums);
 }
 
-/// Adds the products over the tiles `depth` to `out`, or writes them where `depth` begins at 0.
-pub(super) fn multiply(part: &Part<'_>, depth: Range<usize>, out: &mut [f32], stride: usize) {
-    let tiles = part.columns.div_ceil(TILE);
+/// Writes the product of packed factors to `out`, or adds it.
+pub(super) fn multiply(factors: Factors<'_>, out: &mut [f32], stride: usize, adds: bool) {
+    assert!(is_there(), "the kernel is listed where the CPU has it");
+    let tiles = factors.columns.div_ceil(TILE);
     for first in (0..tiles).step_by(WIDE) {
         match tiles - first {
-            1 => columns::<1>(part, first, &depth, out, stride),
-            2 => columns::<2>(part, first, &depth, out, stride),
-            _ => columns::<WIDE>(part, first, &depth, out, stride),
+            1 => columns::<1>(factors, first, out, stride, adds),
+            2 => columns::<2>(factors, first, out, stride, adds),
+            _ => columns::<WIDE>(factors, first, out, stride, adds),
         }
     }
 }
 
 /// All rows by `N` column tiles from `first` on.
 fn columns<const N: usize>(
-    part: &Part<'_>,
+    factors: Factors<'_>,
     first: usize,
-    depth: &Range<usize>,
     out: &mut [f32],
     stride: usize,
+    adds: bool,
 ) {
-    let is_first = depth.start == 0;
-    let steps = depth.len();
-    let weights: [&[Line]; N] = std::array::from_fn(|tile| part.weight_tiles(first + tile, depth));
-    assert!(
-        weights
-            .iter()
-            .all(|tiles| tiles.len() == steps * TILE_LINES),
-        "a factor has {steps} tiles"
-    );
-    let width = (part.columns - first * TILE).min(N * TILE);
-    for row in (0..part.rows).step_by(ROWS) {
-        let activations = part.activation_tiles(row / TILE, depth);
-        assert!(
-            activations.len() == steps * TILE_LINES,
-            "a factor has {steps} tiles"
-        );
-        let rows = (part.rows - row).min(ROWS);
+    let steps = factors.inner.div_ceil(DEPTH);
+    let tile = steps * TILE_LINES;
+    let weights: [&[Line]; N] =
+        std::array::from_fn(|index| &factors.w[(first + index) * tile..][..tile]);
+    let width = (factors.columns - first * TILE).min(N * TILE);
+    for row in (0..factors.rows).step_by(ROWS) {
+        let x = &factors.x[row / TILE * tile..][..tile];
+        let rows = (factors.rows - row).min(ROWS);
         let target = &mut out[row * stride + first * TILE..];
         let mut sums = [[[0.0f32; TILE]; N]; ROWS];
-        if !is_first {
+        if adds {
             for (line, sums) in sums.iter_mut().enumerate().take(rows) {
                 sums.as_flattened_mut()[..width].copy_from_slice(&target[line * stride..][..width]);
             }
         }
-        // SAFETY: the kernel is chosen only where `is_there`; each factor holds `steps` tiles, checked above, and `row` is the
-        // beginning or the middle of a tile.
-        unsafe { block(&activations[row % TILE..], &weights, steps, &mut sums) };
+        // SAFETY: the CPU has what it takes, each factor holds `steps` tiles, both checked above, and `row` is the beginning or
+        // the middle of a tile.
+        unsafe { block(&x[row % TILE..], &weights, steps, &mut sums) };
         for (line, sums) in sums.iter().enumerate().take(rows) {
             target[line * stride..][..width].copy_from_slice(&sums.as_flattened()[..width]);
         }

@@ -9,9 +9,13 @@
 )]
 
 use std::arch::asm;
-use std::ops::Range;
+use std::sync::OnceLock;
 
-use super::{DEPTH, Line, Part, TILE, TILE_LINES};
+use super::tiles::{DEPTH, TILE, TILE_LINES};
+use super::{Factors, Line};
+
+/// Rows and columns of a block: two tiles.
+const BLOCK: usize = 2 * TILE;
 
 /// Bytes of a tile.
 const TILE_BYTES: usize = TILE_LINES * size_of::<Line>();
@@ -43,6 +47,12 @@ const CONFIGURATION: Configuration = {
     configuration
 };
 
+/// [`is_granted`], asked once.
+fn is_granted_here() -> bool {
+    static GRANTED: OnceLock<bool> = OnceLock::new();
+    *GRANTED.get_or_init(is_granted)
+}
+
 /// Whether the CPU has bf16 tiles and the system lets this process use them. Linux saves their 8 KiB per thread only for
 /// processes that asked (`arch_prctl`, since 5.16).
 pub(super) fn is_granted() -> bool {
@@ -67,73 +77,68 @@ pub(super) fn is_granted() -> bool {
     false
 }
 
-/// Adds the products over the tiles `depth` to `out`, or writes them where `depth` begins at 0.
-pub(super) fn multiply(part: &Part<'_>, depth: Range<usize>, out: &mut [f32], stride: usize) {
-    let is_first = depth.start == 0;
-    let steps = depth.len();
+/// Writes the product of packed factors to `out`, or adds it.
+pub(super) fn multiply(factors: Factors<'_>, out: &mut [f32], stride: usize, adds: bool) {
+    assert!(
+        is_granted_here(),
+        "the kernel is listed where tiles are granted"
+    );
+    let Factors {
+        x,
+        w,
+        rows,
+        columns,
+        inner,
+    } = factors;
+    let steps = inner.div_ceil(DEPTH);
+    let pair = 2 * steps * TILE_LINES;
+    let (row_pairs, column_pairs) = (rows.div_ceil(BLOCK), columns.div_ceil(BLOCK));
+    assert!(
+        steps > 0 && x.len() >= row_pairs * pair && w.len() >= column_pairs * pair,
+        "factors must be as large as their shapes say"
+    );
     // SAFETY: the kernel is chosen only where `is_granted`; the operand is a valid configuration of 64 bytes.
     unsafe {
         asm!("ldtilecfg [{}]", in(reg) &CONFIGURATION, options(nostack, readonly));
     }
-    for column in (0..part.columns).step_by(2 * TILE) {
-        let tile = column / TILE;
-        let weights = [
-            part.weight_tiles(tile, &depth),
-            part.weight_tiles(tile + 1, &depth),
-        ];
-        for row in (0..part.rows).step_by(2 * TILE) {
-            let tile = row / TILE;
-            let activations = [
-                part.activation_tiles(tile, &depth),
-                part.activation_tiles(tile + 1, &depth),
-            ];
-            for factor in weights.iter().chain(&activations) {
-                assert!(
-                    factor.len() == steps * TILE_LINES,
-                    "a factor has {steps} tiles"
-                );
-            }
-            let (rows, columns) = (
-                (part.rows - row).min(2 * TILE),
-                (part.columns - column).min(2 * TILE),
+    for (row, x_pair) in x.chunks_exact(pair).enumerate().take(row_pairs) {
+        for (column, w_pair) in w.chunks_exact(pair).enumerate().take(column_pairs) {
+            let (high, wide) = (
+                (rows - row * BLOCK).min(BLOCK),
+                (columns - column * BLOCK).min(BLOCK),
             );
-            let target = &mut out[row * stride + column..];
-            if rows == 2 * TILE && columns == 2 * TILE {
+            // The next rows of X, an even share with each block of columns; where there are none it reads nothing.
+            let next = x_pair
+                .as_ptr()
+                .wrapping_add(pair + column * pair / column_pairs);
+            let target = &mut out[row * BLOCK * stride + column * BLOCK..];
+            if high == BLOCK && wide == BLOCK {
                 assert!(
-                    (2 * TILE - 1) * stride + 2 * TILE <= target.len(),
+                    (BLOCK - 1) * stride + BLOCK <= target.len(),
                     "a block reaches beyond its slice"
                 );
-                // SAFETY: tiles are configured; factors hold `steps` tiles each, the target 32 rows of 32, both checked above.
+                // SAFETY: tiles are configured; factors hold two rows of `steps` tiles each, the target 32 rows of 32 elements,
+                // the latter checked above.
                 unsafe {
                     block(
                         steps,
-                        activations,
-                        weights,
+                        x_pair,
+                        w_pair,
                         target.as_mut_ptr(),
                         stride,
-                        is_first,
+                        adds,
+                        next,
                     )
                 };
             } else {
-                let mut edge = [0.0f32; 4 * TILE * TILE];
-                for line in 0..if is_first { 0 } else { rows } {
-                    edge[line * 2 * TILE..][..columns]
-                        .copy_from_slice(&target[line * stride..][..columns]);
+                let mut edge = [0.0f32; BLOCK * BLOCK];
+                for line in 0..if adds { high } else { 0 } {
+                    edge[line * BLOCK..][..wide].copy_from_slice(&target[line * stride..][..wide]);
                 }
                 // SAFETY: as above, the target being `edge`.
-                unsafe {
-                    block(
-                        steps,
-                        activations,
-                        weights,
-                        edge.as_mut_ptr(),
-                        2 * TILE,
-                        is_first,
-                    )
-                };
-                for line in 0..rows {
-                    target[line * stride..][..columns]
-                        .copy_from_slice(&edge[line * 2 * TILE..][..columns]);
+                unsafe { block(steps, x_pair, w_pair, edge.as_mut_ptr(), BLOCK, adds, next) };
+                for line in 0..high {
+                    target[line * stride..][..wide].copy_from_slice(&edge[line * BLOCK..][..wide]);
                 }
             }
         }
@@ -175,32 +180,26 @@ pub(super) fn spin() -> usize {
     4 * ROUNDS * 2 * TILE * TILE * DEPTH
 }
 
-/// 32 × 32 outputs over `steps` tiles.
+/// 32 × 32 outputs over `steps` tiles, while `next` and what follows is brought into the second-level cache, 256 bytes a step.
 ///
 /// # Safety
-/// Tiles are configured; each factor holds `steps` tiles; `out` points to 32 rows of 32 elements, `stride` elements apart.
+/// Tiles are configured; each factor holds two rows of `steps` tiles; `out` points to 32 rows of 32 elements, `stride` elements
+/// apart. `next` may be anywhere: prefetching does not fault.
 unsafe fn block(
     steps: usize,
-    activations: [&[Line]; 2],
-    weights: [&[Line]; 2],
+    x: &[Line],
+    w: &[Line],
     out: *mut f32,
     stride: usize,
-    is_first: bool,
+    adds: bool,
+    next: *const Line,
 ) {
     let bytes = stride * size_of::<f32>();
     // SAFETY: the caller's contract; every address is inside a factor or the target, and all eight tiles are declared clobbered
     // by being used nowhere else between `ldtilecfg` and `tilerelease`.
     unsafe {
         let lower = out.add(TILE * stride);
-        if is_first {
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                options(nostack, nomem)
-            );
-        } else {
+        if adds {
             asm!(
                 "tileloadd tmm0, [{upper} + {bytes}]",
                 "tileloadd tmm1, [{upper} + {bytes} + 64]",
@@ -209,27 +208,41 @@ unsafe fn block(
                 upper = in(reg) out, lower = in(reg) lower, bytes = in(reg) bytes,
                 options(nostack, readonly)
             );
+        } else {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                options(nostack, nomem)
+            );
         }
         asm!(
             "2:",
             "tileloadd tmm4, [{x0} + {line}]",
             "tileloadd tmm6, [{w0} + {line}]",
+            "prefetcht1 [{next}]",
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tileloadd tmm7, [{w1} + {line}]",
+            "prefetcht1 [{next} + 64]",
             "tdpbf16ps tmm1, tmm4, tmm7",
             "tileloadd tmm5, [{x1} + {line}]",
+            "prefetcht1 [{next} + 128]",
             "tdpbf16ps tmm2, tmm5, tmm6",
+            "prefetcht1 [{next} + 192]",
             "tdpbf16ps tmm3, tmm5, tmm7",
             "add {x0}, {tile}",
             "add {x1}, {tile}",
             "add {w0}, {tile}",
             "add {w1}, {tile}",
+            "add {next}, 256",
             "dec {steps}",
             "jnz 2b",
-            x0 = inout(reg) activations[0].as_ptr() => _,
-            x1 = inout(reg) activations[1].as_ptr() => _,
-            w0 = inout(reg) weights[0].as_ptr() => _,
-            w1 = inout(reg) weights[1].as_ptr() => _,
+            x0 = inout(reg) x.as_ptr() => _,
+            x1 = inout(reg) x.as_ptr().add(steps * TILE_LINES) => _,
+            w0 = inout(reg) w.as_ptr() => _,
+            w1 = inout(reg) w.as_ptr().add(steps * TILE_LINES) => _,
+            next = inout(reg) next => _,
             steps = inout(reg) steps => _,
             line = in(reg) size_of::<Line>(),
             tile = const TILE_BYTES,
@@ -246,4 +259,4 @@ unsafe fn block(
     }
 }
 
-const _: () = assert!(TILE_BYTES == 1024 && DEPTH == 32);
+const _: () = assert!(TILE_BYTES == 1024 && DEPTH == 32 && BLOCK == 2 * TILE);

@@ -1,0 +1,164 @@
+//! How a product is cut into tasks, and what that takes.
+
+use std::ops::Range;
+
+use super::Kernel;
+use super::packed::{Line, Shape};
+
+/// A product by its size.
+#[derive(Debug, Clone, Copy)]
+pub struct Product {
+    /// Rows of X.
+    pub tokens: usize,
+    /// Rows of W, those of all jobs together.
+    pub columns: usize,
+    /// Columns of either.
+    pub inner: usize,
+    /// Whether W is packed already.
+    pub is_kept: bool,
+}
+
+/// Bytes of [`Packed`](super::Packed) after these products, at most: the largest X, and the most each thread works on.
+pub fn packed_bytes(kernel: Kernel, products: &[Product], threads: usize) -> usize {
+    let shape = kernel.shape();
+    let is_fused = kernel == Kernel::Fused;
+    let of = |product: &Product| {
+        let Product {
+            tokens,
+            columns,
+            inner,
+            is_kept,
+        } = *product;
+        let cut = Cut::of(shape, tokens, &[columns], threads, is_kept);
+        let slab = inner.min(shape.slab);
+        let (high, wide) = (cut.highest(), cut.widest());
+        let x = shape.slab_lines(
+            shape.padded_rows(tokens),
+            if is_fused { slab } else { inner },
+        );
+        let w = shape.slab_lines(shape.padded_columns(wide), slab);
+        let w = if is_kept { 0 } else { w };
+        let tasks = (cut.row_parts * cut.column_parts[0]).min(threads);
+        let sums = if is_fused { 0 } else { high * wide };
+        (
+            x * size_of::<Line>(),
+            tasks * w * size_of::<Line>(),
+            tasks * sums * size_of::<f32>(),
+        )
+    };
+    let most = products.iter().map(of).fold((0, 0, 0), |most, this| {
+        (most.0.max(this.0), most.1.max(this.1), most.2.max(this.2))
+    });
+    most.0 + most.1 + most.2
+}
+
+/// Elements of C in a task: a bit more than a MiB, which leaves as much of a second-level cache of 2 MiB to the factors.
+const TASK_ELEMENTS: usize = 288 << 10;
+/// Rows of a task, at most: whatever packs W while it multiplies packs it once per so many tokens.
+const TASK_ROWS: usize = 2048;
+/// The same where W is packed: wide tasks read X less often.
+const TASK_ROWS_KEPT: usize = 1024;
+/// Tasks per thread, at least, where there are as many blocks: what is left over for some threads at the end stays short.
+const TASKS_PER_THREAD: usize = 4;
+
+/// How C is cut into rectangles.
+pub(super) struct Cut {
+    shape: Shape,
+    tokens: usize,
+    pub(super) row_parts: usize,
+    columns: Vec<usize>,
+    pub(super) column_parts: Vec<usize>,
+}
+
+impl Cut {
+    pub(super) fn of(
+        shape: Shape,
+        tokens: usize,
+        columns: &[usize],
+        threads: usize,
+        is_kept: bool,
+    ) -> Self {
+        let most_rows = if is_kept { TASK_ROWS_KEPT } else { TASK_ROWS };
+        let row_blocks = tokens.div_ceil(shape.rows);
+        let mut row_parts = tokens.div_ceil(most_rows).clamp(1, row_blocks.max(1));
+        let rows = tokens.div_ceil(row_parts.max(1)).max(1);
+        let most_columns = (TASK_ELEMENTS / rows / shape.columns).max(1) * shape.columns;
+        // Few tokens: as many columns as are packed with a slab of W in the cache.
+        let most_columns = most_columns.min(MOST_COLUMNS / shape.columns * shape.columns);
+        let mut column_parts: Vec<usize> = columns
+            .iter()
+            .map(|columns| columns.div_ceil(most_columns).max(1))
+            .collect();
+        let wanted = if threads == 1 {
+            1
+        } else {
+            TASKS_PER_THREAD * threads
+        };
+        while row_parts * column_parts.iter().sum::<usize>() < wanted {
+            let mut grows = false;
+            for (parts, columns) in column_parts.iter_mut().zip(columns) {
+                // Two blocks of columns a task at least, which share what is read of X.
+                if 2 * *parts * 2 * shape.columns <= *columns {
+                    *parts *= 2;
+                    grows = true;
+                }
+            }
+            if !grows {
+                if 2 * row_parts > row_blocks || tokens / row_parts < 2 * LEAST_TASK_ROWS {
+                    break;
+                }
+                row_parts *= 2;
+            }
+        }
+        Self {
+            shape,
+            tokens,
+            row_parts,
+            columns: columns.to_vec(),
+            column_parts,
+        }
+    }
+
+    /// The rows of a part: whole blocks.
+    pub(super) fn rows(&self, part: usize) -> Range<usize> {
+        even(self.tokens, self.shape.rows, part, self.row_parts)
+    }
+
+    /// The columns of a part of a job: whole blocks.
+    pub(super) fn columns(&self, job: usize, part: usize) -> Range<usize> {
+        even(
+            self.columns[job],
+            self.shape.columns,
+            part,
+            self.column_parts[job],
+        )
+    }
+
+    pub(super) fn highest(&self) -> usize {
+        (0..self.row_parts)
+            .map(|part| self.rows(part).len())
+            .max()
+            .unwrap_or(0)
+    }
+
+    pub(super) fn widest(&self) -> usize {
+        (0..self.columns.len())
+            .flat_map(|job| {
+                (0..self.column_parts[job]).map(move |part| self.columns(job, part).len())
+            })
+            .max()
+            .unwrap_or(0)
+    }
+}
+
+/// Columns of a task, at most.
+const MOST_COLUMNS: usize = 288;
+/// Rows below which a task is not cut.
+const LEAST_TASK_ROWS: usize = 64;
+
+/// A part of `0..total`, cut between blocks.
+fn even(total: usize, block: usize, part: usize, parts: usize) -> Range<usize> {
+    let blocks = total.div_ceil(block);
+    let edge = |part: usize| total.min(part * blocks / parts * block);
+    edge(part)..edge(part + 1)
+}

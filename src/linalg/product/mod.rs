@@ -1,0 +1,453 @@
+//! C = X·Wᵀ with f32 sums: the products the program spends its time on.
+//!
+//! X `[tokens, inner]` is f32, W `[columns, inner]` is in its stored dtype and never copied as a whole, C `[tokens, columns]` is f32.
+//!
+//! | kernel | factors | instruction | CPUs |
+//! | --- | --- | --- | --- |
+//! | `Fused` | f32, weights widened while they are packed | fused multiply-add, as wide as the CPU has it | any |
+//! | `Amx` | bf16 | `tdpbf16ps` on 16 × 16 tiles | Intel from Sapphire Rapids on (Linux, which grants the tiles to the process) |
+//! | `Avx512` | bf16 | `vdpbf16ps` | AMD from Zen 4 on, Intel from Cooper Lake on |
+//!
+//! Every output is one chain of sums along `inner`, from its first element to its last (the bf16 instructions add two products at a
+//! time): neither the number of threads, nor that of tokens, nor how a product is cut up changes a bit, and `Fused` gives the
+//! same bits on every CPU that multiplies and adds in one step.
+//!
+//! A product is cut three times: into rectangles of C, one per task; along `inner` into slabs, so that what a core works on
+//! stays in its second-level cache; and into the blocks of C that fit the registers. Factors are packed in the order blocks
+//! read them, slab by slab ([`Kernel::pack_rows`], [`Kernel::pack_columns`]): rows of a matrix whose length is a power of two
+//! would otherwise fall on the same few lines of the cache. `Fused` packs all factors slab by slab while it multiplies. bf16
+//! packs X as a whole, sums in scratch (its products are so fast that C would not come and go from memory in time), and
+//! takes weights packed once for many products ([`PackedWeight`]).
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod cut;
+mod fused;
+mod packed;
+#[cfg(test)]
+mod tests;
+mod tiles;
+
+use std::ops::Range;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use rayon::prelude::*;
+
+use super::rectangles::{self, Rectangle};
+use cut::Cut;
+use packed::{Shape, resize};
+
+pub use cut::{Product, packed_bytes};
+pub use packed::{Factor, Factors, Line, PackedWeight, Strided, Values};
+
+/// What multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernel {
+    /// f32, multiplied and added in one step.
+    Fused,
+    /// bf16, tiles of Intel's Advanced Matrix Extensions.
+    Amx,
+    /// bf16, AVX-512 with `vdpbf16ps`.
+    Avx512,
+}
+
+impl Kernel {
+    /// As a run's protocol calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fused => "f32 products, multiplied and added in one step",
+            Self::Amx => "bf16 products by AMX tiles",
+            Self::Avx512 => "bf16 products by AVX-512",
+        }
+    }
+
+    /// Whether factors are rounded to bf16.
+    pub fn is_bf16(self) -> bool {
+        self != Self::Fused
+    }
+
+    /// The bf16 kernel that is faster here than f32 products; asked once. `None` where there is none: Intel's CPUs have
+    /// `vdpbf16ps` at a third of the rate of f32 (measured on Sapphire Rapids), so without tiles bf16 is widened.
+    pub fn best_bf16() -> Option<Self> {
+        static BEST: OnceLock<Option<Kernel>> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            let is_worth_it = |kernel: &Self| match kernel {
+                Self::Fused => false,
+                Self::Amx => true,
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx512 => avx512::is_fast(),
+                #[cfg(not(target_arch = "x86_64"))]
+                Self::Avx512 => false,
+            };
+            Self::all().into_iter().find(is_worth_it)
+        })
+    }
+
+    /// Every kernel that runs here, fastest first.
+    pub fn all() -> Vec<Self> {
+        let mut kernels = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            if amx::is_granted() {
+                kernels.push(Self::Amx);
+            }
+            if avx512::is_there() {
+                kernels.push(Self::Avx512);
+            }
+        }
+        kernels.push(Self::Fused);
+        kernels
+    }
+
+    /// Multiplies what is in registers for some hundredths of a second, for [`super::peak`]; returns the operations.
+    pub(super) fn spin(self) -> usize {
+        match self {
+            Self::Fused => fused::spin(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => amx::spin(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => avx512::spin(),
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Amx | Self::Avx512 => 0,
+        }
+    }
+
+    fn shape(self) -> Shape {
+        match self {
+            Self::Fused => fused::shape(),
+            Self::Amx => Shape {
+                columns: 2 * tiles::TILE,
+                unit: 2 * tiles::TILE,
+                ..tiles::SHAPE
+            },
+            Self::Avx512 => tiles::SHAPE,
+        }
+    }
+
+    /// Lines that rows of X take when they are packed, of at most a slab of `inner`.
+    ///
+    /// Lines of a slab of any rows follow those of the rows before, where these are whole blocks.
+    pub fn row_lines(self, rows: usize, inner: usize) -> usize {
+        let shape = self.shape();
+        shape.slab_lines(shape.padded_rows(rows), inner)
+    }
+
+    /// Lines that columns of W take when they are packed, of at most a slab of `inner`.
+    pub fn column_lines(self, columns: usize, inner: usize) -> usize {
+        let shape = self.shape();
+        shape.slab_lines(shape.padded_columns(columns), inner)
+    }
+
+    /// Elements of `inner` that are multiplied at once.
+    pub fn slab(self) -> usize {
+        self.shape().slab
+    }
+
+    /// Packs some rows of a factor, at most a slab of `inner`; what is missing to whole blocks is zero.
+    ///
+    /// # Arguments
+    /// * `rows`: f32, `[rows, inner]`
+    /// * `packed`: [`Kernel::row_lines`] of them
+    pub fn pack_rows(self, rows: Strided<'_>, count: usize, inner: usize, packed: &mut [Line]) {
+        match self {
+            Self::Fused => fused::pack_rows(rows, count, inner, packed),
+            Self::Amx | Self::Avx512 => tiles::pack_rows(rows, count, inner, packed),
+        }
+    }
+
+    /// Packs some columns of a product, which are the rows of W, at most a slab of `inner`; what is missing to whole units is zero.
+    ///
+    /// # Arguments
+    /// * `packed`: [`Kernel::column_lines`] of them
+    pub fn pack_columns(
+        self,
+        columns: Strided<'_>,
+        count: usize,
+        inner: usize,
+        packed: &mut [Line],
+    ) {
+        match self {
+            Self::Fused => fused::pack_columns(columns, count, inner, packed),
+            Self::Amx => tiles::pack_columns(columns, count, inner, 2, packed),
+            Self::Avx512 => tiles::pack_columns(columns, count, inner, 1, packed),
+        }
+    }
+
+    /// Multiplies packed factors of at most a slab, on this thread.
+    ///
+    /// # Arguments
+    /// * `out`: `[rows, columns]`, rows `stride` elements apart
+    /// * `adds`: whether the product is added to what is in `out`
+    ///
+    /// # Panics
+    /// When the factors are not as large as their shapes say, or `out` too small.
+    pub fn multiply(self, factors: Factors<'_>, out: &mut [f32], stride: usize, adds: bool) {
+        assert!(
+            factors.columns <= stride
+                && factors.rows > 0
+                && (factors.rows - 1) * stride + factors.columns <= out.len(),
+            "the result reaches beyond its slice"
+        );
+        match self {
+            Self::Fused => fused::multiply(factors, &mut fused::Slice { out, stride }, adds),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => amx::multiply(factors, out, stride, adds),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => avx512::multiply(factors, out, stride, adds),
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Amx | Self::Avx512 => {
+                unreachable!("no such kernel is listed for this CPU, so none is asked for")
+            }
+        }
+    }
+}
+
+/// One of the products of a common X.
+#[derive(Debug)]
+pub struct Job<'a> {
+    /// W.
+    pub weight: Factor<'a>,
+    /// Rows of W.
+    pub columns: usize,
+    /// `[tokens, columns]`, rows `stride` elements apart; its old content is ignored, what is between rows is kept.
+    pub out: &'a mut [f32],
+    /// From row to row of `out`.
+    pub stride: usize,
+}
+
+/// Packed factors and sums under way, reused by every product.
+#[derive(Debug, Default)]
+pub struct Packed {
+    x: Vec<Line>,
+    /// Those no task is using.
+    idle: Mutex<Vec<Scratch>>,
+    /// What packing X took since this was last asked.
+    packing: Duration,
+}
+
+/// What a task works on.
+#[derive(Debug, Default)]
+struct Scratch {
+    w: Vec<Line>,
+    sums: Vec<f32>,
+}
+
+impl Packed {
+    /// The time packing took since this was last asked; what tasks pack while they multiply is not part of it.
+    pub(super) fn take_time(&mut self) -> Duration {
+        std::mem::take(&mut self.packing)
+    }
+
+    #[cfg(test)]
+    fn bytes(&self) -> usize {
+        let idle = self.idle.lock().unwrap();
+        let scratch = idle
+            .iter()
+            .map(|scratch| scratch.w.len() * size_of::<Line>() + scratch.sums.len() * 4);
+        self.x.len() * size_of::<Line>() + scratch.sum::<usize>()
+    }
+}
+
+/// A rectangle of the result of a job.
+struct Task<'j, 'o> {
+    job: &'j JobWeight<'j>,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    out: Rectangle<'o>,
+}
+
+/// W of a job.
+struct JobWeight<'a> {
+    weight: Factor<'a>,
+    columns: usize,
+}
+
+/// Writes x·Wᵀ of every job, x being packed once for all.
+///
+/// # Arguments
+/// * `x`: `[tokens, inner]`, row-major
+///
+/// # Panics
+/// When a slice does not have the size its shape says.
+pub fn products(
+    kernel: Kernel,
+    x: &[f32],
+    inner: usize,
+    jobs: &mut [Job<'_>],
+    packed: &mut Packed,
+) {
+    assert!(
+        inner > 0 && x.len().is_multiple_of(inner),
+        "x must be [tokens, inner]"
+    );
+    let tokens = x.len() / inner;
+    if tokens == 0 {
+        return;
+    }
+    let shape = kernel.shape();
+    let is_kept = jobs
+        .iter()
+        .all(|job| matches!(job.weight, Factor::Packed(..)));
+    for job in &*jobs {
+        let fits = match job.weight {
+            Factor::Stored(weight) => weight.len() == job.columns * inner,
+            Factor::Packed(weight, first) => {
+                weight.kernel == kernel
+                    && weight.inner == inner
+                    && first + job.columns <= weight.columns
+                    && first.is_multiple_of(shape.unit)
+            }
+        };
+        assert!(fits, "shapes of a product must match");
+        assert!(
+            job.columns <= job.stride && (tokens - 1) * job.stride + job.columns <= job.out.len(),
+            "the result reaches beyond its slice"
+        );
+    }
+    let columns: Vec<usize> = jobs.iter().map(|job| job.columns).collect();
+    let threads = rayon::current_num_threads();
+    let cut = Cut::of(shape, tokens, &columns, threads, is_kept);
+    let weights: Vec<JobWeight<'_>> = jobs
+        .iter()
+        .map(|job| JobWeight {
+            weight: job.weight,
+            columns: job.columns,
+        })
+        .collect();
+    let row_ranges: Vec<_> = (0..cut.row_parts).map(|part| cut.rows(part)).collect();
+    let mut tasks = Vec::new();
+    for (index, (job, weight)) in jobs.iter_mut().zip(&weights).enumerate() {
+        let column_ranges: Vec<_> = (0..cut.column_parts[index])
+            .map(|part| cut.columns(index, part))
+            .collect();
+        for out in rectangles::cut(job.out, job.stride, &row_ranges, &column_ranges) {
+            tasks.push(Task {
+                job: weight,
+                rows: out.rows(),
+                columns: out.columns(),
+                out,
+            });
+        }
+    }
+    tasks.retain(|task| !task.rows.is_empty() && !task.columns.is_empty());
+    let x = Strided::rows(Values::F32(x), inner);
+    let Packed {
+        x: lines,
+        idle,
+        packing,
+    } = packed;
+    let padded = shape.padded_rows(tokens);
+    match kernel {
+        Kernel::Fused => {
+            for slab in shape.slabs(inner) {
+                let lines = resize(lines, shape.slab_lines(padded, slab.len()));
+                *packing += pack_slab(kernel, x, tokens, slab.clone(), lines);
+                tasks.par_iter_mut().with_max_len(1).for_each(|task| {
+                    lend(idle, |scratch| {
+                        let steps = slab.len().next_multiple_of(shape.depth);
+                        let x = &lines[shape.lines(task.rows.start * steps)..];
+                        let w = pack_part(kernel, task, inner, slab.clone(), &mut scratch.w);
+                        let factors = Factors {
+                            x,
+                            w,
+                            rows: task.rows.len(),
+                            columns: task.columns.len(),
+                            inner: slab.len(),
+                        };
+                        fused::multiply(factors, &mut task.out, slab.start > 0);
+                    });
+                });
+            }
+        }
+        Kernel::Amx | Kernel::Avx512 => {
+            let lines = resize(lines, shape.slab_lines(padded, inner));
+            let mut rest = &mut *lines;
+            for slab in shape.slabs(inner) {
+                let (packed, behind) = rest.split_at_mut(shape.slab_lines(padded, slab.len()));
+                rest = behind;
+                *packing += pack_slab(kernel, x, tokens, slab, packed);
+            }
+            tasks.par_iter_mut().with_max_len(1).for_each(|task| {
+                lend(idle, |scratch| {
+                    let Scratch { w, sums } = scratch;
+                    let (rows, columns) = (task.rows.len(), task.columns.len());
+                    let sums = super::weight::grow(sums, rows * columns);
+                    for slab in shape.slabs(inner) {
+                        let steps = slab.len().next_multiple_of(shape.depth);
+                        let x = &lines[shape.slab_begins(slab.start, padded)..]
+                            [shape.lines(task.rows.start * steps)..];
+                        let w = match task.job.weight {
+                            Factor::Stored(_) => pack_part(kernel, task, inner, slab.clone(), w),
+                            Factor::Packed(weight, first) => {
+                                let padded = shape.padded_columns(weight.columns);
+                                &weight.lines[shape.slab_begins(slab.start, padded)..]
+                                    [shape.lines((first + task.columns.start) * steps)..]
+                            }
+                        };
+                        let factors = Factors {
+                            x,
+                            w,
+                            rows,
+                            columns,
+                            inner: slab.len(),
+                        };
+                        kernel.multiply(factors, sums, columns, slab.start > 0);
+                    }
+                    for (row, sums) in sums.chunks_exact(columns).enumerate() {
+                        task.out.row(row).copy_from_slice(sums);
+                    }
+                });
+            });
+        }
+    }
+}
+
+/// Packs a slab of X on all threads; returns how long it took.
+fn pack_slab(
+    kernel: Kernel,
+    x: Strided<'_>,
+    tokens: usize,
+    slab: Range<usize>,
+    lines: &mut [Line],
+) -> Duration {
+    let began = Instant::now();
+    let shape = kernel.shape();
+    lines
+        .par_chunks_mut(shape.slab_lines(shape.rows, slab.len()))
+        .enumerate()
+        .for_each(|(block, lines)| {
+            let first = block * shape.rows;
+            let count = shape.rows.min(tokens - first);
+            kernel.pack_rows(x.at(first, slab.start), count, slab.len(), lines);
+        });
+    began.elapsed()
+}
+
+/// Packs a task's columns of a slab of a stored weight.
+fn pack_part<'l>(
+    kernel: Kernel,
+    task: &Task<'_, '_>,
+    inner: usize,
+    slab: Range<usize>,
+    lines: &'l mut Vec<Line>,
+) -> &'l [Line] {
+    let Factor::Stored(weight) = task.job.weight else {
+        unreachable!("packed weights are for the kernels that do not come here");
+    };
+    debug_assert!(task.columns.end <= task.job.columns);
+    let lines = resize(lines, kernel.column_lines(task.columns.len(), slab.len()));
+    let weight = Strided::rows(weight, inner).at(task.columns.start, slab.start);
+    kernel.pack_columns(weight, task.columns.len(), slab.len(), lines);
+    lines
+}
+
+/// Lends a task what it works on.
+fn lend(idle: &Mutex<Vec<Scratch>>, work: impl FnOnce(&mut Scratch)) {
+    let idle = || idle.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut scratch = idle().pop().unwrap_or_default();
+    work(&mut scratch);
+    idle().push(scratch);
+}

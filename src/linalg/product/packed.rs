@@ -1,0 +1,241 @@
+//! Factors as blocks read them: lines of a cache, in the order of slabs and blocks.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::Kernel;
+
+/// 64 bytes: a cache line, and the unit of the bf16 instructions.
+#[derive(Debug, Clone, Copy, Default, bytemuck::Zeroable, bytemuck::Pod)]
+#[repr(C, align(64))]
+pub struct Line(pub(super) [u16; 32]);
+
+/// How a kernel cuts its factors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Shape {
+    /// Rows of a block of C.
+    pub(super) rows: usize,
+    /// Columns of a block of C.
+    pub(super) columns: usize,
+    /// Columns that are packed together; divides `columns`.
+    pub(super) unit: usize,
+    /// `inner` is packed in multiples of this.
+    pub(super) depth: usize,
+    /// Elements of `inner` in a slab.
+    pub(super) slab: usize,
+    /// Bytes of a packed element.
+    pub(super) bytes: usize,
+}
+
+impl Shape {
+    pub(super) fn lines(&self, elements: usize) -> usize {
+        elements * self.bytes / size_of::<Line>()
+    }
+
+    pub(super) fn padded_rows(&self, rows: usize) -> usize {
+        rows.next_multiple_of(self.rows)
+    }
+
+    pub(super) fn padded_columns(&self, columns: usize) -> usize {
+        columns.next_multiple_of(self.unit)
+    }
+
+    /// The slabs of `inner`, in order.
+    pub(super) fn slabs(&self, inner: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let slab = self.slab;
+        (0..inner)
+            .step_by(slab)
+            .map(move |first| first..inner.min(first + slab))
+    }
+
+    /// Where the slab that begins at `first` begins in a factor of so many padded rows or columns.
+    pub(super) fn slab_begins(&self, first: usize, padded: usize) -> usize {
+        self.lines(first * padded)
+    }
+
+    /// Lines of a packed slab of so many padded rows or columns.
+    pub(super) fn slab_lines(&self, padded: usize, inner: usize) -> usize {
+        self.lines(padded * inner.next_multiple_of(self.depth))
+    }
+}
+
+/// Packed factors of at most a slab.
+#[derive(Debug, Clone, Copy)]
+pub struct Factors<'a> {
+    /// X, by [`Kernel::pack_rows`].
+    pub x: &'a [Line],
+    /// W, by [`Kernel::pack_columns`].
+    pub w: &'a [Line],
+    /// Rows of X.
+    pub rows: usize,
+    /// Rows of W, columns of the product.
+    pub columns: usize,
+    /// Elements of a row of either.
+    pub inner: usize,
+}
+
+/// Elements in the dtype they are stored in.
+#[derive(Debug, Clone, Copy)]
+pub enum Values<'a> {
+    /// Single precision.
+    F32(&'a [f32]),
+    /// Half precision.
+    F16(&'a [f16]),
+    /// bfloat16.
+    Bf16(&'a [bf16]),
+}
+
+impl<'a> Values<'a> {
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::F16(values) => values.len(),
+            Self::Bf16(values) => values.len(),
+        }
+    }
+
+    pub(super) fn from(self, first: usize) -> Self {
+        match self {
+            Self::F32(values) => Self::F32(&values[first..]),
+            Self::F16(values) => Self::F16(&values[first..]),
+            Self::Bf16(values) => Self::Bf16(&values[first..]),
+        }
+    }
+
+    /// Widens `out.len()` elements from `first` on.
+    #[inline(always)]
+    pub(super) fn widen(&self, first: usize, out: &mut [f32]) {
+        let range = first..first + out.len();
+        match self {
+            Self::F32(values) => out.copy_from_slice(&values[range]),
+            Self::F16(values) => {
+                half::slice::HalfFloatSliceExt::convert_to_f32_slice(&values[range], out);
+            }
+            Self::Bf16(values) => {
+                for (out, value) in out.iter_mut().zip(&values[range]) {
+                    *out = f32::from_bits(u32::from(value.to_bits()) << 16);
+                }
+            }
+        }
+    }
+}
+
+/// A factor of a product, by rows or by columns.
+#[derive(Debug, Clone, Copy)]
+pub struct Strided<'a> {
+    pub(super) values: Values<'a>,
+    pub(super) stride: usize,
+    pub(super) is_transposed: bool,
+}
+
+impl<'a> Strided<'a> {
+    /// A matrix `[rows, inner]` whose rows begin `stride` elements apart.
+    pub fn rows(values: Values<'a>, stride: usize) -> Self {
+        Self {
+            values,
+            stride,
+            is_transposed: false,
+        }
+    }
+
+    /// A matrix `[inner, rows]` whose rows begin `stride` elements apart.
+    pub fn transposed(values: Values<'a>, stride: usize) -> Self {
+        Self {
+            values,
+            stride,
+            is_transposed: true,
+        }
+    }
+
+    /// The same from a row and an element of `inner` on.
+    #[must_use]
+    pub fn at(self, row: usize, inner: usize) -> Self {
+        let first = if self.is_transposed {
+            inner * self.stride + row
+        } else {
+            row * self.stride + inner
+        };
+        Self {
+            values: self.values.from(first),
+            ..self
+        }
+    }
+}
+
+/// A weight packed for a bf16 kernel, for as many products as there will be.
+#[derive(Debug)]
+pub struct PackedWeight {
+    pub(super) lines: Vec<Line>,
+    pub(super) kernel: Kernel,
+    pub(super) columns: usize,
+    pub(super) inner: usize,
+}
+
+impl PackedWeight {
+    /// Packs a weight `[columns, inner]`, row-major.
+    ///
+    /// # Panics
+    /// When there are not as many elements, or rows of none.
+    pub fn of(kernel: Kernel, weight: Values<'_>, columns: usize, inner: usize) -> Self {
+        assert!(
+            inner > 0 && weight.len() == columns * inner,
+            "a weight must have the elements of its shape"
+        );
+        let shape = kernel.shape();
+        let padded = shape.padded_columns(columns);
+        let mut lines = Vec::new();
+        resize(&mut lines, shape.slab_lines(padded, inner));
+        let weight = Strided::rows(weight, inner);
+        let mut rest = &mut lines[..];
+        for slab in shape.slabs(inner) {
+            let (packed, behind) = rest.split_at_mut(shape.slab_lines(padded, slab.len()));
+            rest = behind;
+            packed
+                .par_chunks_mut(shape.slab_lines(shape.unit, slab.len()))
+                .enumerate()
+                .for_each(|(unit, packed)| {
+                    let first = unit * shape.unit;
+                    let count = shape.unit.min(columns - first);
+                    kernel.pack_columns(weight.at(first, slab.start), count, slab.len(), packed);
+                });
+        }
+        Self {
+            lines,
+            kernel,
+            columns,
+            inner,
+        }
+    }
+
+    /// What a weight of this shape takes.
+    pub fn bytes(kernel: Kernel, columns: usize, inner: usize) -> usize {
+        let shape = kernel.shape();
+        shape.slab_lines(shape.padded_columns(columns), inner) * size_of::<Line>()
+    }
+
+    /// Whether products with some of the columns can begin with this one.
+    pub fn begins_at(kernel: Kernel, column: usize) -> bool {
+        column.is_multiple_of(kernel.shape().unit)
+    }
+}
+
+/// W of a product.
+#[derive(Debug, Clone, Copy)]
+pub enum Factor<'a> {
+    /// `[columns, inner]` as stored, row-major; packed while it is multiplied.
+    Stored(Values<'a>),
+    /// So many columns of a packed weight, from the first one on, which [`PackedWeight::begins_at`].
+    Packed(&'a PackedWeight, usize),
+}
+
+/// So many lines of unspecified content.
+pub(super) fn resize(lines: &mut Vec<Line>, length: usize) -> &mut [Line] {
+    if lines.len() < length {
+        // Never two at once, and zeroed by the system, not by us, where it is new.
+        *lines = Vec::new();
+        *lines = bytemuck::allocation::zeroed_vec(length);
+    }
+    &mut lines[..length]
+}

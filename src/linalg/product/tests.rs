@@ -1,0 +1,386 @@
+//! Every kernel against the plain triple loop over the same numbers, rounded where the kernel rounds.
+
+use half::{bf16, f16};
+
+use super::tiles::rounded;
+use super::*;
+
+/// Reproducible numbers in (-1, 1).
+fn numbers(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..count)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+fn stored(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|&value| bf16::from_f32(value)).collect()
+}
+
+/// C = X·Wᵀ in f64, X rounded as the kernel does, and Σ|x·w|, which bounds the rounding of sums.
+fn oracle(kernel: Kernel, x: &[f32], weight: &[bf16], inner: usize) -> Vec<(f64, f64)> {
+    let taken = |x: f32| {
+        if kernel.is_bf16() {
+            bf16::from_f32(x).to_f32()
+        } else {
+            x
+        }
+    };
+    let mut sums = Vec::new();
+    for x in x.chunks_exact(inner) {
+        for w in weight.chunks_exact(inner) {
+            let products = x
+                .iter()
+                .zip(w)
+                .map(|(&x, w)| f64::from(taken(x)) * f64::from(w.to_f32()));
+            sums.push(products.fold((0.0, 0.0), |(sum, size), product| {
+                (sum + product, size + product.abs())
+            }));
+        }
+    }
+    sums
+}
+
+/// One product.
+fn product(
+    kernel: Kernel,
+    x: &[f32],
+    weight: Factor<'_>,
+    (columns, inner): (usize, usize),
+    (out, stride): (&mut [f32], usize),
+    packed: &mut Packed,
+) {
+    let mut jobs = [Job {
+        weight,
+        columns,
+        out,
+        stride,
+    }];
+    products(kernel, x, inner, &mut jobs, packed);
+}
+
+/// A product into rows that lie closely.
+fn multiply(
+    kernel: Kernel,
+    x: &[f32],
+    weight: &[bf16],
+    inner: usize,
+    out: &mut [f32],
+    packed: &mut Packed,
+) {
+    let columns = weight.len() / inner;
+    let weight = Factor::Stored(Values::Bf16(weight));
+    product(kernel, x, weight, (columns, inner), (out, columns), packed);
+}
+
+#[test]
+fn products_of_any_shape_are_those_of_the_triple_loop() {
+    let shapes = [
+        (1, 1, 1),
+        (1, 31, 5),
+        (3, 32, 16),
+        (16, 33, 17),
+        (17, 64, 31),
+        (32, 100, 32),
+        (33, 2048, 48),
+        (40, 2049, 49),
+        (129, 96, 100),
+        (300, 4100, 130),
+        (2100, 40, 300),
+        (1, 600, 700),
+    ];
+    for kernel in Kernel::all() {
+        let mut packed = Packed::default();
+        for (tokens, inner, columns) in shapes {
+            let (x, weight) = (
+                numbers(tokens * inner, 1),
+                stored(&numbers(columns * inner, 2)),
+            );
+            // What was there before must not shine through.
+            let mut out = vec![f32::NAN; tokens * columns];
+            multiply(kernel, &x, &weight, inner, &mut out, &mut packed);
+            for (at, (found, (sum, size))) in out
+                .iter()
+                .zip(oracle(kernel, &x, &weight, inner))
+                .enumerate()
+            {
+                let allowed = size * f64::from(f32::EPSILON) * 16.0 + 1e-30;
+                assert!(
+                    (f64::from(*found) - sum).abs() <= allowed,
+                    "{kernel:?} {tokens} {inner} {columns} at {at}: {found} {sum}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn small_integers_are_exact_also_over_many_slabs() {
+    let (tokens, inner, columns) = (5, 1 << 15, 200);
+    let x: Vec<f32> = (0..tokens * inner)
+        .map(|at| ((at * 7) % 3) as f32 - 1.0)
+        .collect();
+    let weight: Vec<bf16> = (0..columns * inner)
+        .map(|at| {
+            bf16::from_f32(if at % inner % 64 == 0 {
+                ((at * 5) % 7) as f32 - 3.0
+            } else {
+                0.0
+            })
+        })
+        .collect();
+    for kernel in Kernel::all() {
+        let mut out = vec![f32::NAN; tokens * columns];
+        multiply(kernel, &x, &weight, inner, &mut out, &mut Packed::default());
+        for (found, (sum, _)) in out.iter().zip(oracle(kernel, &x, &weight, inner)) {
+            assert_eq!(f64::from(*found), sum, "{kernel:?}");
+        }
+    }
+}
+
+#[test]
+fn weights_of_any_dtype_are_widened_exactly() {
+    let (tokens, inner, columns) = (21, 530, 61);
+    let x = numbers(tokens * inner, 1);
+    let values: Vec<f32> = numbers(columns * inner, 2)
+        .iter()
+        .map(|&value| bf16::from_f32(value).to_f32())
+        .collect();
+    let halves: Vec<f16> = values.iter().map(|&value| f16::from_f32(value)).collect();
+    let widened: Vec<f32> = halves.iter().map(|value| value.to_f32()).collect();
+    let brains = stored(&values);
+    let run = |weight| {
+        let mut out = vec![0.0; tokens * columns];
+        let size = (columns, inner);
+        let factor = Factor::Stored(weight);
+        let target = (&mut out[..], columns);
+        product(
+            Kernel::Fused,
+            &x,
+            factor,
+            size,
+            target,
+            &mut Packed::default(),
+        );
+        out
+    };
+    assert_eq!(run(Values::F32(&values)), run(Values::Bf16(&brains)));
+    assert_eq!(run(Values::F32(&widened)), run(Values::F16(&halves)));
+}
+
+#[test]
+fn products_made_together_have_the_bits_of_each_alone() {
+    let (tokens, inner) = (70, 1500);
+    let x = numbers(tokens * inner, 11);
+    let columns = [100, 33, 257];
+    let weights = columns.map(|columns| stored(&numbers(columns * inner, columns as u64)));
+    for kernel in Kernel::all() {
+        let alone: Vec<Vec<f32>> = weights
+            .iter()
+            .map(|weight| {
+                let mut out = vec![0.0; tokens * (weight.len() / inner)];
+                multiply(kernel, &x, weight, inner, &mut out, &mut Packed::default());
+                out
+            })
+            .collect();
+        let mut together = columns.map(|columns| vec![f32::NAN; tokens * columns]);
+        let mut jobs: Vec<Job<'_>> = together
+            .iter_mut()
+            .zip(&weights)
+            .zip(columns)
+            .map(|((out, weight), columns)| Job {
+                weight: Factor::Stored(Values::Bf16(weight)),
+                columns,
+                out,
+                stride: columns,
+            })
+            .collect();
+        products(kernel, &x, inner, &mut jobs, &mut Packed::default());
+        assert!(together.iter().eq(alone.iter()), "{kernel:?}");
+    }
+}
+
+#[test]
+fn subnormal_numbers_are_kept_by_f32_and_may_be_zero_in_bf16() {
+    let (inner, tiny) = (40, 1e-40);
+    let (x, weight) = (vec![tiny; inner], vec![bf16::ONE; inner]);
+    for kernel in Kernel::all() {
+        let mut out = [f32::NAN];
+        multiply(kernel, &x, &weight, inner, &mut out, &mut Packed::default());
+        let kept = inner as f32 * tiny;
+        let is_kept = (out[0] - kept).abs() < 0.01 * kept;
+        assert!(
+            is_kept || kernel.is_bf16() && out[0] == 0.0,
+            "{kernel:?}: {}",
+            out[0]
+        );
+    }
+}
+
+#[test]
+fn neither_threads_nor_tokens_change_a_bit() {
+    let (tokens, inner, columns) = (150, 2100, 70);
+    let (x, weight) = (
+        numbers(tokens * inner, 3),
+        stored(&numbers(columns * inner, 4)),
+    );
+    for kernel in Kernel::all() {
+        let run = |threads: usize, x: &[f32]| {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap();
+            let mut out = vec![0.0; x.len() / inner * columns];
+            pool.install(|| multiply(kernel, x, &weight, inner, &mut out, &mut Packed::default()));
+            out
+        };
+        let whole = run(1, &x);
+        assert!(whole == run(3, &x), "{kernel:?}");
+        assert!(
+            whole[..7 * columns] == run(2, &x[..7 * inner]),
+            "{kernel:?}"
+        );
+    }
+}
+
+#[test]
+fn what_is_not_finite_stays_visible_and_stays_where_it_is() {
+    let (inner, columns) = (70, 40);
+    let mut x = numbers(3 * inner, 5);
+    (x[inner + 69], x[2 * inner]) = (f32::NAN, f32::INFINITY);
+    let weight = vec![bf16::ONE; columns * inner];
+    for kernel in Kernel::all() {
+        let mut out = vec![0.0; 3 * columns];
+        multiply(kernel, &x, &weight, inner, &mut out, &mut Packed::default());
+        assert!(
+            out[..columns].iter().all(|value| value.is_finite()),
+            "{kernel:?}"
+        );
+        assert!(
+            out[columns..2 * columns].iter().all(|value| value.is_nan()),
+            "{kernel:?}"
+        );
+        assert!(
+            out[2 * columns..]
+                .iter()
+                .all(|value| *value == f32::INFINITY),
+            "{kernel:?}"
+        );
+    }
+}
+
+#[test]
+fn rounding_is_that_of_the_half_crate() {
+    let odd = [
+        0.0,
+        -0.0,
+        1.0,
+        1.003_906_3,
+        1.011_718_8,
+        3.4e38,
+        f32::MAX,
+        f32::INFINITY,
+        f32::MIN_POSITIVE,
+        1e-45,
+        -2.5,
+    ];
+    for value in odd.into_iter().chain(numbers(1000, 6)) {
+        assert_eq!(rounded(value), bf16::from_f32(value).to_bits(), "{value}");
+    }
+    for nan in [
+        f32::NAN,
+        f32::from_bits(0x7f80_0001),
+        f32::from_bits(0xffff_ffff),
+    ] {
+        assert!(bf16::from_bits(rounded(nan)).is_nan());
+    }
+}
+
+#[test]
+fn what_is_packed_is_what_the_footprint_says() {
+    for kernel in Kernel::all() {
+        for (tokens, inner, columns, threads) in
+            [(50, 100, 70, 1), (2100, 600, 700, 3), (300, 2100, 500, 2)]
+        {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap();
+            let mut packed = Packed::default();
+            let mut out = vec![0.0; tokens * columns];
+            let (x, weight) = (
+                numbers(tokens * inner, 1),
+                stored(&numbers(columns * inner, 2)),
+            );
+            pool.install(|| multiply(kernel, &x, &weight, inner, &mut out, &mut packed));
+            let product = Product {
+                tokens,
+                columns,
+                inner,
+                is_kept: false,
+            };
+            let predicted = pool.install(|| packed_bytes(kernel, &[product], threads));
+            let bytes = packed.bytes();
+            assert!(
+                bytes <= predicted && (threads > 1 || bytes == predicted),
+                "{kernel:?} {tokens} {inner} {columns}: {bytes} {predicted}"
+            );
+        }
+    }
+}
+
+#[test]
+fn rows_may_lie_apart_and_what_is_between_them_is_kept() {
+    let (tokens, inner, columns, stride) = (35, 64, 20, 33);
+    let (x, weight) = (
+        numbers(tokens * inner, 7),
+        stored(&numbers(columns * inner, 8)),
+    );
+    for kernel in Kernel::all() {
+        let mut packed = Packed::default();
+        let mut close = vec![0.0; tokens * columns];
+        multiply(kernel, &x, &weight, inner, &mut close, &mut packed);
+        let mut apart = vec![7.0; (tokens - 1) * stride + columns];
+        let factor = Factor::Stored(Values::Bf16(&weight));
+        let target = (&mut apart[..], stride);
+        product(kernel, &x, factor, (columns, inner), target, &mut packed);
+        for (row, close) in close.chunks_exact(columns).enumerate() {
+            assert_eq!(&apart[row * stride..][..columns], close, "{kernel:?}");
+        }
+        let between = apart
+            .chunks(stride)
+            .flat_map(|row| row.iter().skip(columns));
+        assert!(between.copied().all(|value| value == 7.0));
+    }
+}
+
+#[test]
+fn a_weight_packed_once_gives_the_bits_of_one_packed_each_time() {
+    let (tokens, inner, columns) = (37, 2300, 150);
+    let (x, weight) = (
+        numbers(tokens * inner, 9),
+        stored(&numbers(columns * inner, 10)),
+    );
+    for kernel in Kernel::all().into_iter().filter(|kernel| kernel.is_bf16()) {
+        let kept = PackedWeight::of(kernel, Values::Bf16(&weight), columns, inner);
+        assert_eq!(
+            kept.lines.len() * size_of::<Line>(),
+            PackedWeight::bytes(kernel, columns, inner)
+        );
+        for (first, some) in [(0, columns), (32, 64), (64, 70), (96, 54), (128, 22)] {
+            let (mut each, mut once) = (vec![0.0; tokens * some], vec![0.0; tokens * some]);
+            let rows = &weight[first * inner..(first + some) * inner];
+            multiply(kernel, &x, rows, inner, &mut each, &mut Packed::default());
+            let factor = Factor::Packed(&kept, first);
+            let target = (&mut once[..], some);
+            let mut packed = Packed::default();
+            product(kernel, &x, factor, (some, inner), target, &mut packed);
+            assert!(each == once, "{kernel:?} {first} {some}");
+        }
+    }
+}
