@@ -2,8 +2,8 @@
 //!
 //! p_i = exp(l_i / T) / Σ_j exp(l_j / T) over the logits l at temperature T; of the tokens in order of p, only the first `top_k`
 //! and the smallest set that reaches `top_p` may be drawn (Holtzman et al. 2020, arXiv:1904.09751 §3.1). Without `top_k` a
-//! seed draws what it draws with candle-transformers' `LogitsProcessor`, the oracle of the tests, which orders the k otherwise: the crate itself, for its sake alone, took a
-//! tenth of the time of a clean build.
+//! seed draws what it draws with candle-transformers' `LogitsProcessor`, the oracle of the tests, which orders the k otherwise. The
+//! crate itself, for this alone, took a tenth of the time of a clean build.
 
 use anyhow::{Context, Result};
 use rand::SeedableRng;

@@ -579,6 +579,21 @@ mod tests {
         out
     }
 
+    /// Queries, keys and values between -2 and 2.
+    fn waves(heads: Heads, seqlen: usize) -> [Vec<f32>; 3] {
+        let wave = |heads_of: usize, pace: f32| -> Vec<f32> {
+            (0..seqlen * heads_of * heads.head_dim)
+                .map(|i| 2.0 * (i as f32 * pace).sin())
+                .collect()
+        };
+        let keys = heads.num_key_value_heads;
+        [
+            wave(heads.num_heads, 0.71),
+            wave(keys, 0.37),
+            wave(keys, 0.53),
+        ]
+    }
+
     #[test]
     fn blocked_attention_equals_the_formula_for_any_length_and_grouping() {
         for (seqlen, num_heads, num_key_value_heads, head_dim) in [
@@ -595,15 +610,13 @@ mod tests {
                 num_key_value_heads,
                 head_dim,
             };
-            let wave = |count: usize, pace: f32| {
-                (0..count)
-                    .map(|i| 2.0 * (i as f32 * pace).sin())
-                    .collect::<Vec<_>>()
-            };
-            let q = wave(seqlen * num_heads * head_dim, 0.71);
-            let k = wave(seqlen * num_key_value_heads * head_dim, 0.37);
-            let v = wave(seqlen * num_key_value_heads * head_dim, 0.53);
+            let [q, k, v] = waves(heads, seqlen);
             let exact = plain(heads, &q, &k, &v);
+            let [rounded_q, rounded_k, rounded_v] = [&q, &k, &v].map(|values| -> Vec<f32> {
+                let rounded = values.iter().map(|&value| half::bf16::from_f32(value));
+                rounded.map(half::bf16::to_f32).collect()
+            });
+            let of_rounded = plain(heads, &rounded_q, &rounded_k, &rounded_v);
             // Scores reach 4·√32, so exp amplifies their rounding of 1e-6 by about that much.
             let is_close = |got: &[f32], exact: &[f64], what: &str| {
                 for (got, exact) in got.iter().zip(exact) {
@@ -619,9 +632,14 @@ mod tests {
                 if kernel == Kernel::Fused {
                     is_close(&out, &exact, "the whole sequence");
                 }
-                // Rounded to 8 bits: scores to 1/256 of 4·√head_dim, so probabilities by as much; values are up to 2.
-                let allowed = 0.02 * (head_dim as f64).sqrt();
-                for (got, exact) in out.iter().zip(&exact) {
+                // From rounded inputs, what is left is the rounding of probabilities, 2⁻⁹ of each, and values are up to 2.
+                let allowed = 2.0 / 512.0 + 1e-4;
+                let exact = if kernel.is_bf16() {
+                    &of_rounded
+                } else {
+                    &exact
+                };
+                for (got, exact) in out.iter().zip(exact) {
                     assert!(
                         (f64::from(*got) - exact).abs() < allowed,
                         "{kernel:?}: {got} {exact}"
@@ -655,14 +673,7 @@ mod tests {
             num_key_value_heads,
             head_dim,
         };
-        let wave = |count: usize, pace: f32| {
-            (0..count)
-                .map(|i| 2.0 * (i as f32 * pace).sin())
-                .collect::<Vec<_>>()
-        };
-        let q = wave(seqlen * num_heads * head_dim, 0.71);
-        let k = wave(seqlen * num_key_value_heads * head_dim, 0.37);
-        let v = wave(seqlen * num_key_value_heads * head_dim, 0.53);
+        let [q, k, v] = waves(heads, seqlen);
         for kernel in Kernel::all() {
             let run = |threads: usize| {
                 let pool = rayon::ThreadPoolBuilder::new()

@@ -115,17 +115,6 @@ impl Linear {
         forward_all(&mut [(self, rows, out)], x, panel)
     }
 
-    /// Writes x·Wᵀ of some output features to `out`, `[tokens, rows.len()]`.
-    fn product(
-        &self,
-        rows: Range<usize>,
-        x: &[f32],
-        out: &mut [f32],
-        panel: &mut Panel,
-    ) -> Result<()> {
-        multiply(&mut [(self, rows, out)], x, panel)
-    }
-
     /// The weight of some output features as a product takes it; `None` where it is not in memory.
     fn factor(&self, kernel: Kernel, rows: &Range<usize>, panel: &mut Panel) -> Option<Factor<'_>> {
         let inner = self.in_features();
@@ -173,7 +162,7 @@ impl Linear {
     /// As [`Linear::forward_into`].
     pub fn product_alone(&self, x: &[f32], panel: &mut Panel) -> Result<Vec<f32>> {
         let mut out = vec![0.0; x.len() / self.in_features().max(1) * self.out_features()];
-        self.product(0..self.out_features(), x, &mut out, panel)?;
+        multiply(&mut [(self, 0..self.out_features(), &mut out)], x, panel)?;
         Ok(out)
     }
 

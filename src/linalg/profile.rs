@@ -12,8 +12,8 @@ pub enum Part {
     Elsewhere,
     /// Weights at rest are read for a product.
     Read,
-    /// Factors are brought into the form they are multiplied in: widened to f32, or rounded and cut into tiles for bf16. What the
-    /// `gemm` crate packs inside its products is part of these.
+    /// Activations are brought into the form they are multiplied in, and weights where they stay packed. What tasks pack while they
+    /// multiply is part of the products.
     Pack,
     /// The norm before attention; queries, keys and values.
     Qkv,

@@ -182,22 +182,6 @@ impl StoredMatrix {
         typed!(&mut self.values, values => bytemuck::cast_slice_mut(values))
     }
 
-    /// The values, where they are stored as f32 already.
-    pub fn as_f32(&self) -> Option<&[f32]> {
-        match &self.values {
-            Values::F32(values) => Some(values),
-            _ => None,
-        }
-    }
-
-    /// The values, where they are stored as bf16.
-    pub fn as_bf16(&self) -> Option<&[bf16]> {
-        match &self.values {
-            Values::Bf16(values) => Some(values),
-            _ => None,
-        }
-    }
-
     /// The elements of some rows.
     pub(super) fn values_of(&self, rows: std::ops::Range<usize>) -> super::product::Values<'_> {
         let range = rows.start * self.columns..rows.end * self.columns;
@@ -225,15 +209,6 @@ impl StoredMatrix {
             Values::F16(values) => values[range].convert_to_f32_slice(wide),
             Values::Bf16(values) => widen_bf16(&values[range], wide),
         }
-    }
-
-    /// [`StoredMatrix::widen_rows`] on all threads.
-    pub fn widen_rows_parallel(&self, first_row: usize, wide: &mut [f32]) {
-        const ROWS_AT_ONCE: usize = 16;
-        let columns = self.columns.max(1);
-        wide.par_chunks_mut(ROWS_AT_ONCE * columns)
-            .enumerate()
-            .for_each(|(chunk, wide)| self.widen_rows(first_row + chunk * ROWS_AT_ONCE, wide));
     }
 
     /// Writes +0 wherever `is_pruned(row, column)`; all other elements keep their bits.
@@ -310,8 +285,8 @@ fn keep_halves(values: &mut [u16], tasks: rayon::slice::Chunks<'_, u8>, chunk: u
 }
 
 /// For every byte of a mask what eight elements are combined with: all ones where its bit is 0, so that they stay.
-const HALVES: [[u16; 8]; 256] = kept!(u16);
-const WORDS: [[u32; 8]; 256] = kept!(u32);
+static HALVES: [[u16; 8]; 256] = kept!(u16);
+static WORDS: [[u32; 8]; 256] = kept!(u32);
 
 /// Combines every value with what its bit says.
 fn keep_some<T: Copy + std::ops::BitAndAssign>(

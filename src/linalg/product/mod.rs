@@ -252,17 +252,9 @@ impl Packed {
 }
 
 /// A rectangle of the result of a job.
-struct Task<'j, 'o> {
-    job: &'j JobWeight<'j>,
-    rows: Range<usize>,
-    columns: Range<usize>,
-    out: Rectangle<'o>,
-}
-
-/// W of a job.
-struct JobWeight<'a> {
+struct Task<'a> {
     weight: Factor<'a>,
-    columns: usize,
+    out: Rectangle<'a>,
 }
 
 /// Writes x·Wᵀ of every job, x being packed once for all.
@@ -310,29 +302,17 @@ pub fn products(
     let columns: Vec<usize> = jobs.iter().map(|job| job.columns).collect();
     let threads = rayon::current_num_threads();
     let cut = Cut::of(shape, tokens, &columns, threads, is_kept);
-    let weights: Vec<JobWeight<'_>> = jobs
-        .iter()
-        .map(|job| JobWeight {
-            weight: job.weight,
-            columns: job.columns,
-        })
-        .collect();
     let row_ranges: Vec<_> = (0..cut.row_parts).map(|part| cut.rows(part)).collect();
     let mut tasks = Vec::new();
-    for (index, (job, weight)) in jobs.iter_mut().zip(&weights).enumerate() {
+    for (index, job) in jobs.iter_mut().enumerate() {
         let column_ranges: Vec<_> = (0..cut.column_parts[index])
             .map(|part| cut.columns(index, part))
             .collect();
-        for out in rectangles::cut(job.out, job.stride, &row_ranges, &column_ranges) {
-            tasks.push(Task {
-                job: weight,
-                rows: out.rows(),
-                columns: out.columns(),
-                out,
-            });
-        }
+        let weight = job.weight;
+        let rectangles = rectangles::cut(job.out, job.stride, &row_ranges, &column_ranges);
+        tasks.extend(rectangles.map(|out| Task { weight, out }));
     }
-    tasks.retain(|task| !task.rows.is_empty() && !task.columns.is_empty());
+    tasks.retain(|task| !task.out.rows().is_empty() && !task.out.columns().is_empty());
     let x = Strided::rows(Values::F32(x), inner);
     let Packed {
         x: lines,
@@ -348,13 +328,14 @@ pub fn products(
                 tasks.par_iter_mut().with_max_len(1).for_each(|task| {
                     lend(idle, |scratch| {
                         let steps = slab.len().next_multiple_of(shape.depth);
-                        let x = &lines[shape.lines(task.rows.start * steps)..];
+                        let (rows, columns) = (task.out.rows(), task.out.columns());
+                        let x = &lines[shape.lines(rows.start * steps)..];
                         let w = pack_part(kernel, task, inner, slab.clone(), &mut scratch.w);
                         let factors = Factors {
                             x,
                             w,
-                            rows: task.rows.len(),
-                            columns: task.columns.len(),
+                            rows: rows.len(),
+                            columns: columns.len(),
                             inner: slab.len(),
                         };
                         fused::multiply(factors, &mut task.out, slab.start > 0);
@@ -373,18 +354,20 @@ pub fn products(
             tasks.par_iter_mut().with_max_len(1).for_each(|task| {
                 lend(idle, |scratch| {
                     let Scratch { w, sums } = scratch;
-                    let (rows, columns) = (task.rows.len(), task.columns.len());
+                    let (first_row, first_column) =
+                        (task.out.rows().start, task.out.columns().start);
+                    let (rows, columns) = (task.out.rows().len(), task.out.columns().len());
                     let sums = super::weight::grow(sums, rows * columns);
                     for slab in shape.slabs(inner) {
                         let steps = slab.len().next_multiple_of(shape.depth);
                         let x = &lines[shape.slab_begins(slab.start, padded)..]
-                            [shape.lines(task.rows.start * steps)..];
-                        let w = match task.job.weight {
+                            [shape.lines(first_row * steps)..];
+                        let w = match task.weight {
                             Factor::Stored(_) => pack_part(kernel, task, inner, slab.clone(), w),
                             Factor::Packed(weight, first) => {
                                 let padded = shape.padded_columns(weight.columns);
                                 &weight.lines[shape.slab_begins(slab.start, padded)..]
-                                    [shape.lines((first + task.columns.start) * steps)..]
+                                    [shape.lines((first + first_column) * steps)..]
                             }
                         };
                         let factors = Factors {
@@ -429,18 +412,18 @@ fn pack_slab(
 /// Packs a task's columns of a slab of a stored weight.
 fn pack_part<'l>(
     kernel: Kernel,
-    task: &Task<'_, '_>,
+    task: &Task<'_>,
     inner: usize,
     slab: Range<usize>,
     lines: &'l mut Vec<Line>,
 ) -> &'l [Line] {
-    let Factor::Stored(weight) = task.job.weight else {
-        unreachable!("packed weights are for the kernels that do not come here");
+    let Factor::Stored(weight) = task.weight else {
+        unreachable!("no weight is kept packed for f32, and bf16 asks for stored ones only");
     };
-    debug_assert!(task.columns.end <= task.job.columns);
-    let lines = resize(lines, kernel.column_lines(task.columns.len(), slab.len()));
-    let weight = Strided::rows(weight, inner).at(task.columns.start, slab.start);
-    kernel.pack_columns(weight, task.columns.len(), slab.len(), lines);
+    let columns = task.out.columns();
+    let lines = resize(lines, kernel.column_lines(columns.len(), slab.len()));
+    let weight = Strided::rows(weight, inner).at(columns.start, slab.start);
+    kernel.pack_columns(weight, columns.len(), slab.len(), lines);
     lines
 }
 

@@ -177,12 +177,13 @@ impl PackedWeight {
     /// Packs a weight `[columns, inner]`, row-major.
     ///
     /// # Panics
-    /// When there are not as many elements, or rows of none.
+    /// When there are not as many elements, or rows of none, and for the f32 kernel.
     pub fn of(kernel: Kernel, weight: Values<'_>, columns: usize, inner: usize) -> Self {
         assert!(
             inner > 0 && weight.len() == columns * inner,
             "a weight must have the elements of its shape"
         );
+        assert!(kernel.is_bf16(), "f32 products pack while they multiply");
         let shape = kernel.shape();
         let padded = shape.padded_columns(columns);
         let mut lines = Vec::new();
