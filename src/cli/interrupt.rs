@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::console::Console;
+use crate::failure;
 
 /// How long the last words may take.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -38,10 +39,14 @@ pub(super) fn watch(console: &Arc<Console>) {
 }
 
 /// Ends the process where it panics, with exit code 101, which is Rust's own for it: programs are compiled without unwinding, and an
-/// abort would leave a core dump of gigabytes.
+/// abort would leave a core dump of gigabytes. A panic in other people's code over a file is that file's refusal: exit code 1.
 pub(super) fn end_on_panic(console: &Arc<Console>) {
     let console = Arc::clone(console);
     std::panic::set_hook(Box::new(move |panic| {
+        if let Some(failure) = failure::blamed() {
+            let console = Arc::clone(&console);
+            end(1, move || console.error(&super::describe(&failure.into())));
+        }
         let mut what = panic.to_string().replace('\n', " ");
         let backtrace = std::backtrace::Backtrace::capture();
         if backtrace.status() == std::backtrace::BacktraceStatus::Captured {
