@@ -1,10 +1,14 @@
-//! Byte counts: printed in binary units ("1.50 GiB"), parsed from "24GiB", added without overflow.
+//! Byte counts: printed in binary units ("1.50 GiB"), parsed from "24GiB", added without overflow; and files that are read whole.
 //!
-//! Every amount of memory or disk in plans, errors and reports is a [`ByteSize`], so that units cannot be mixed up.
+//! Every amount of memory or disk in plans, errors and reports is a [`ByteSize`], so that units cannot be mixed up. A file that is
+//! read whole goes through [`read_whole`], which says how large it may be, so that no input decides what is allocated.
 
 use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
 use std::iter::Sum;
 use std::ops::Add;
+use std::path::Path;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -20,6 +24,62 @@ pub fn hex(bytes: &[u8]) -> String {
         let _ = write!(text, "{byte:02x}");
     }
     text
+}
+
+/// The largest file of settings that is read: a `config.json`, a device map, a chat template. Real ones have kilobytes.
+pub const LARGEST_SETTINGS: ByteSize = ByteSize(16 << 20);
+
+/// Reads a regular file of at most `most` bytes.
+///
+/// # Errors
+/// Fails when the file is missing or cannot be read, is larger, or is a folder, a pipe or a device: these may never end.
+pub fn read_whole(path: &Path, most: ByteSize) -> io::Result<Vec<u8>> {
+    // Looked at before it is opened: opening a pipe waits for somebody who writes.
+    let metadata = std::fs::metadata(path)?;
+    if metadata.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    if !metadata.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
+    }
+    read_up_to(path, most)
+}
+
+/// Reads a file of settings as text; a regular one, as it lies in somebody's folder.
+///
+/// # Errors
+/// As [`read_whole`] for [`LARGEST_SETTINGS`], and for bytes that are not UTF-8.
+pub fn read_settings(path: &Path) -> io::Result<String> {
+    text(read_whole(path, LARGEST_SETTINGS)?)
+}
+
+/// The same of a path on the command line, which may well be a pipe, like `<(command)` of a shell.
+///
+/// # Errors
+/// Fails when it cannot be read or is larger than [`LARGEST_SETTINGS`], and for bytes that are not UTF-8.
+pub fn read_given_settings(path: &Path) -> io::Result<String> {
+    text(read_up_to(path, LARGEST_SETTINGS)?)
+}
+
+/// Reads any file to its end, or one byte beyond `most`, which is refused.
+fn read_up_to(path: &Path, most: ByteSize) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?
+        .take(most.0.saturating_add(1))
+        .read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > most.0 {
+        return Err(io::Error::other(format!(
+            "it is larger than {most}, the most that is read of such a file"
+        )));
+    }
+    Ok(bytes)
+}
+
+fn text(bytes: Vec<u8>) -> io::Result<String> {
+    String::from_utf8(bytes).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        io::Error::other(format!("it is not UTF-8 text from byte {at} on"))
+    })
 }
 
 /// A number of bytes. Sums saturate at `u64::MAX`, which no machine has.
@@ -142,6 +202,39 @@ mod tests {
         );
         assert!("GiB".parse::<ByteSize>().is_err());
         assert!("1e400GiB".parse::<ByteSize>().is_err());
+    }
+
+    #[test]
+    fn a_file_is_read_whole_up_to_a_size_and_nothing_else_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x");
+        std::fs::write(&path, b"abc\xff").unwrap();
+        assert_eq!(read_whole(&path, ByteSize(4)).unwrap(), b"abc\xff");
+        let says = |result: io::Result<Vec<u8>>| result.unwrap_err().to_string();
+        assert_eq!(
+            says(read_whole(&path, ByteSize(3))),
+            "it is larger than 3 B, the most that is read of such a file"
+        );
+        for result in [read_settings(&path), read_given_settings(&path)] {
+            assert_eq!(
+                result.unwrap_err().to_string(),
+                "it is not UTF-8 text from byte 3 on"
+            );
+        }
+        let kind = |path: &Path| read_whole(path, ByteSize(4)).unwrap_err().kind();
+        assert_eq!(kind(folder.path()), io::ErrorKind::IsADirectory);
+        assert_eq!(kind(&folder.path().join("y")), io::ErrorKind::NotFound);
+        #[cfg(unix)]
+        {
+            let endless = Path::new("/dev/zero");
+            let refused = says(read_whole(endless, ByteSize(4)));
+            assert_eq!(refused, "it is not a regular file");
+            let refused = read_given_settings(endless).unwrap_err().to_string();
+            assert!(
+                refused.starts_with("it is larger than 16.00 MiB"),
+                "{refused}"
+            );
+        }
     }
 
     #[test]

@@ -10,11 +10,14 @@ use std::path::{Component, Path};
 use serde::Deserialize;
 
 use super::{INDEX_FILE, SINGLE_FILE};
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, read_whole};
 use crate::failure::Failure;
 
-/// An index is JSON of a line per tensor; more than this is not one.
-const MAX_INDEX_BYTES: u64 = 100_000_000;
+/// An index is JSON of a line per tensor, and the largest published ones have 10 MB; more than this is not one.
+const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);
+
+/// What to do about a damaged index.
+const AGAIN: &str = "download this file again";
 
 /// The weights of a folder, by name.
 #[derive(Debug)]
@@ -67,33 +70,28 @@ pub(super) fn find_weights(folder: &Path) -> anyhow::Result<FolderWeights> {
 fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
     let path = folder.join(INDEX_FILE);
     let bad = |why: &str| Failure::new(format!("cannot read `{}`: {why}", path.display()));
-    let length = fs::metadata(&path)
-        .map_err(|error| bad(&error.to_string()))?
-        .len();
-    if length > MAX_INDEX_BYTES {
-        return Err(bad(&format!("{} are too many for an index", ByteSize(length))).into());
-    }
-    let text = fs::read(&path).map_err(|error| bad(&error.to_string()))?;
+    let text =
+        read_whole(&path, LARGEST_INDEX).map_err(|error| bad(&error.to_string()).hint(AGAIN))?;
     let Index { weight_map } = serde_json::from_slice(&text).map_err(|error| {
         bad("it is not a valid index")
             .detail(error.to_string())
-            .hint("download this file again")
+            .hint(AGAIN)
     })?;
     if weight_map.is_empty() {
-        return Err(bad("it names no tensors")
-            .hint("download this file again")
-            .into());
+        return Err(bad("it names no tensors").hint(AGAIN).into());
     }
     let shards: BTreeSet<&String> = weight_map.values().collect();
     for name in &shards {
         if !is_plain_name(name) {
             return Err(bad("it names a file outside its folder")
                 .detail(format!("`{name}`"))
+                .hint(AGAIN)
                 .into());
         }
         if !name.ends_with(".safetensors") {
             return Err(bad("it names a file that is not safetensors")
                 .detail(format!("`{name}`"))
+                .hint(AGAIN)
                 .into());
         }
     }

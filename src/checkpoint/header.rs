@@ -73,12 +73,11 @@ impl Header {
 
     /// Reads and checks the header of `file`, which is `file_bytes` long; `path` is for messages.
     pub(super) fn read(file: &File, file_bytes: u64, path: &Path) -> anyhow::Result<Self> {
-        let bad = |why: String| Failure::new(format!("cannot read `{}`: {why}", path.display()));
+        let bad = |why: String| unreadable(path, &why);
         if file_bytes < LENGTH_BYTES {
             return Err(bad(format!(
                 "{file_bytes} bytes are too few for a safetensors file"
             ))
-            .hint("download this file again")
             .into());
         }
         let mut length = [0; LENGTH_BYTES as usize];
@@ -103,7 +102,6 @@ impl Header {
                     "the header needs {length} bytes, {} follow",
                     file_bytes - LENGTH_BYTES
                 ))
-                .hint("download this file again")
                 .into());
         }
         let mut json = vec![0; length as usize];
@@ -117,17 +115,17 @@ impl Header {
         let data_bytes = file_bytes
             .checked_sub(LENGTH_BYTES + json.len() as u64)
             .ok_or_else(|| {
-                Failure::new(format!(
-                    "cannot read `{}`: {file_bytes} bytes are too few for its header",
-                    path.display()
-                ))
+                unreadable(
+                    path,
+                    &format!("{file_bytes} bytes are too few for its header"),
+                )
             })?;
         Self::parse(json, data_bytes, path)
     }
 
     /// Checks a header against the `data_bytes` that follow it.
     fn parse(json: Vec<u8>, data_bytes: u64, path: &Path) -> anyhow::Result<Self> {
-        let bad = |why: String| Failure::new(format!("cannot read `{}`: {why}", path.display()));
+        let bad = |why: String| unreadable(path, &why);
         let RawHeader { metadata, tensors } = serde_json::from_slice(&json)
             .map_err(|error| bad("its header is not valid".into()).detail(error.to_string()))?;
 
@@ -183,14 +181,11 @@ impl Header {
                     ByteSize(described),
                     ByteSize(data_bytes)
                 ))
-                .hint("download this file again")
                 .into());
         }
         if described < data_bytes {
             let extra = data_bytes - described;
-            return Err(bad(format!("{extra} bytes follow its last tensor"))
-                .hint("download this file again")
-                .into());
+            return Err(bad(format!("{extra} bytes follow its last tensor")).into());
         }
         // A second opinion: what we accept must also load in every program that uses the library.
         Metadata::new(None, sorted(&tensors))
@@ -239,6 +234,12 @@ pub fn encode_header(
         .expect("strings and integers always have a JSON form");
     json.resize(json.len().next_multiple_of(8), b' ');
     framed(&json)
+}
+
+/// The refusal of a file: whatever its header lies about, the file is not what was published.
+fn unreadable(path: &Path, why: &str) -> Failure {
+    Failure::new(format!("cannot read `{}`: {why}", path.display()))
+        .hint("download this file again")
 }
 
 /// The bytes of a tensor's data; `None` where they overflow or do not fill whole bytes (4- and 6-bit types).

@@ -177,14 +177,14 @@ fn index_may_not_lead_out_of_its_folder() {
         assert_eq!(
             refusal(dir.path()),
             format!(
-                "cannot read `DIR/model.safetensors.index.json`: it names a file outside its folder\n  `{name}`"
+                "cannot read `DIR/model.safetensors.index.json`: it names a file outside its folder\n  `{name}`\nhint: download this file again"
             )
         );
     }
     write_index(dir.path(), &json!({"a": "pytorch_model.bin"}));
     assert_eq!(
         refusal(dir.path()),
-        "cannot read `DIR/model.safetensors.index.json`: it names a file that is not safetensors\n  `pytorch_model.bin`"
+        "cannot read `DIR/model.safetensors.index.json`: it names a file that is not safetensors\n  `pytorch_model.bin`\nhint: download this file again"
     );
     write_index(dir.path(), &json!({}));
     assert_eq!(

@@ -1,12 +1,12 @@
 //! The tokenizer a random checkpoint carries: a given one, or one that needs no training, one token per byte and four
 //! specials behind them, through which any text survives the round trip.
 
-use std::fs;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
 use super::random_checkpoint::RandomCheckpoint;
+use crate::bytes::{ByteSize, read_whole};
 use crate::failure::Failure;
 
 /// 256 bytes and the four specials.
@@ -87,9 +87,12 @@ impl Tokenizer {
     }
 }
 
+/// The largest file that is copied: published ones have up to 35 MB.
+const LARGEST: ByteSize = ByteSize(256 << 20);
+
 fn read_json(path: &Path) -> anyhow::Result<(Vec<u8>, Value)> {
     let bad = |why: String| Failure::new(format!("cannot read `{}`", path.display())).detail(why);
-    let bytes = fs::read(path).map_err(|error| bad(error.to_string()))?;
+    let bytes = read_whole(path, LARGEST).map_err(|error| bad(error.to_string()))?;
     let value = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
     Ok((bytes, value))
 }

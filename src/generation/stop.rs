@@ -1,12 +1,12 @@
 //! The tokens that end a text.
 
-use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::Result;
 use serde_json::Value;
 
+use crate::bytes::read_settings;
 use crate::failure::Failure;
 
 /// The ids that end a text of this model: `eos_token_id` of `generation_config.json`, else of `config.json`, a number or a list;
@@ -18,7 +18,7 @@ use crate::failure::Failure;
 pub fn stop_ids(folder: &Path, of_tokenizer: Option<u32>) -> Result<Vec<u32>> {
     for name in ["generation_config.json", "config.json"] {
         let path = folder.join(name);
-        let text = match fs::read_to_string(&path) {
+        let text = match read_settings(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             Err(error) => {
@@ -55,6 +55,8 @@ fn ids_of(value: &Value) -> Option<Vec<u32>> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use serde_json::json;
 

@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde_json::Value;
 
+use crate::bytes::read_given_settings;
 use crate::failure::Failure;
 
 /// Per-layer ratios as read: a list for all layers, or some layers by index.
@@ -22,11 +23,20 @@ impl LayerRatios {
     /// # Errors
     /// Fails when the file cannot be read or holds something else.
     pub fn load(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("reading layer ratios from `{}`", path.display()))?;
+        const HINT: &str = "write [0.5, 0.6, ...] with one ratio per layer, or {\"0\": 0.3, \"31\": 0.7} for some of them";
+        let text = read_given_settings(path).map_err(|error| {
+            Failure::new(format!(
+                "cannot read layer ratios from `{}`: {error}",
+                path.display()
+            ))
+            .hint(HINT)
+        })?;
         let bad = |why: String| {
-            Failure::new(format!("`{}` does not hold layer ratios: {why}", path.display()))
-                .hint("write [0.5, 0.6, ...] with one ratio per layer, or {\"0\": 0.3, \"31\": 0.7} for some of them")
+            Failure::new(format!(
+                "`{}` does not hold layer ratios: {why}",
+                path.display()
+            ))
+            .hint(HINT)
         };
         let json: Value = serde_json::from_str(&text)
             .map_err(|error| bad(format!("it is not JSON ({error})")))?;
@@ -41,8 +51,11 @@ impl LayerRatios {
             )),
             Value::Object(entries) => {
                 let layer = |key: &str| {
-                    key.parse::<usize>()
-                        .map_err(|_| bad(format!("`{key}` is not a layer's index")))
+                    // "00" and "+0" would name layer 0 once more.
+                    let index = key.parse::<usize>().ok();
+                    index
+                        .filter(|index| index.to_string() == key)
+                        .ok_or_else(|| bad(format!("`{key}` is not a layer's index")))
                 };
                 Ok(Self::Some(
                     entries

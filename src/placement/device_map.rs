@@ -12,6 +12,7 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::{Map, Value};
 
+use crate::bytes::read_given_settings;
 use crate::failure::Failure;
 
 /// Where a module is computed.
@@ -60,7 +61,7 @@ impl Prefixes {
     /// # Errors
     /// Fails when the file cannot be read, and as [`Prefixes::from_json`].
     pub fn load(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(|error| {
+        let text = read_given_settings(path).map_err(|error| {
             Failure::new(format!(
                 "cannot read the device map `{}`: {error}",
                 path.display()

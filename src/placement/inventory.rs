@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, read_given_settings};
 use crate::failure::Failure;
 
 /// A machine, as far as a plan needs to know it.
@@ -95,7 +95,7 @@ impl Inventory {
     /// Fails when the file cannot be read or is not such a description, and for rates that are not above zero.
     pub fn load(path: &Path) -> Result<Self> {
         let example = "write it like {\"cpu\": {\"memory\": \"64GiB\", \"threads\": 16}, \"gpus\": [{\"memory\": \"24GiB\"}]}";
-        let text = std::fs::read_to_string(path).map_err(|error| {
+        let text = read_given_settings(path).map_err(|error| {
             Failure::new(format!(
                 "cannot read the inventory `{}`: {error}",
                 path.display()
