@@ -501,19 +501,15 @@ pub fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Products> {
 
 /// Tokens per sample: as asked, else the default.
 pub(super) fn check_seqlen(seqlen: Option<usize>, config: &LlamaConfig) -> Result<usize> {
-    let limit = config.max_position_embeddings;
-    let is_stretched = matches!(
-        config.rope_scaling,
-        crate::model::RopeScaling::Dynamic { .. }
-    );
-    let seqlen = seqlen.unwrap_or(DEFAULT_SEQLEN.min(limit));
+    let limit = config.longest_sequence();
+    let seqlen = seqlen.unwrap_or(DEFAULT_SEQLEN.min(config.max_position_embeddings));
     if seqlen < 2 {
         return Err(Failure::usage(format!(
             "--seqlen is {seqlen}; at least 2 tokens are needed to predict one"
         ))
         .into());
     }
-    if seqlen > limit && !is_stretched {
+    if seqlen > limit {
         return Err(Failure::usage(format!(
             "--seqlen {seqlen} is longer than the model's {limit} positions"
         ))

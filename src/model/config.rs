@@ -10,6 +10,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::family;
+use crate::bytes::read_settings;
 use crate::failure::Failure;
 use crate::linalg::attention::Heads;
 
@@ -75,24 +76,40 @@ pub struct LlamaConfig {
     pub tie_word_embeddings: bool,
 }
 
-/// Sizes above this are nonsense in a config and would only lead to absurd allocations.
+/// Sizes above this are nonsense in a config and would only lead to absurd allocations. Products of two of them, and of a byte count,
+/// fit a u64 with room for the layers.
 const LARGEST_SIZE: u64 = 1 << 24;
+/// More decoder layers than this no model has; each takes a line in plans and reports.
+const MOST_LAYERS: u64 = 1 << 12;
+/// Numbers that stretch rotary frequencies are computed with as f32, and are nowhere near this.
+const LARGEST_ROPE: f64 = 1e12;
+
+/// What to do about a config that was damaged or edited.
+const TAKE_ANOTHER: &str =
+    "take the config.json this checkpoint was published with, or correct the value";
 
 impl LlamaConfig {
     /// Reads `config.json` in a model folder.
     ///
     /// # Errors
-    /// Fails when the file is missing or not JSON, for any architecture or option we do not compute, and for values out
-    /// of range; each error names the key.
+    /// Fails when the file is missing, larger than any config or not JSON, for any architecture or option we do not compute, and for
+    /// values out of range; each error names the key.
     pub fn load(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(|error| {
+        let text = read_settings(&path).map_err(|error| {
             Failure::new(format!("cannot read `{}`: {error}", path.display()))
                 .hint("--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
         })?;
-        let json: Value = serde_json::from_str(&text)
-            .map_err(|error| Failure::new(format!("`{}` is not JSON: {error}", path.display())))?;
-        Self::from_json(&json).with_context(|| format!("in `{}`", path.display()))
+        let json: Value = serde_json::from_str(&text).map_err(|error| {
+            Failure::new(format!("`{}` is not JSON: {error}", path.display())).hint(TAKE_ANOTHER)
+        })?;
+        Self::from_json(&json)
+            .map_err(|error| match error.downcast::<Failure>() {
+                Ok(failure) if failure.hint.is_none() => failure.hint(TAKE_ANOTHER).into(),
+                Ok(failure) => failure.into(),
+                Err(error) => error,
+            })
+            .with_context(|| format!("in `{}`", path.display()))
     }
 
     /// Checks a parsed `config.json`; see [`LlamaConfig::load`].
@@ -113,13 +130,11 @@ impl LlamaConfig {
                     .into(),
             );
         }
-        let activation = json
-            .get("hidden_act")
-            .and_then(Value::as_str)
-            .unwrap_or("silu");
-        if activation != "silu" {
+        if let Some(activation) = keys.given("hidden_act")
+            && activation != "silu"
+        {
             return Err(Failure::new(format!(
-                "`hidden_act` is `{activation}`; a Llama's MLP uses `silu`"
+                "`hidden_act` is {activation}; a Llama's MLP uses \"silu\""
             ))
             .into());
         }
@@ -150,21 +165,26 @@ impl LlamaConfig {
             ))
             .into());
         }
-        let (rope_theta, rope_scaling) = rope(json)?;
-        let rms_norm_eps = json
-            .get("rms_norm_eps")
-            .and_then(Value::as_f64)
-            .unwrap_or(1e-6);
-        if !(rms_norm_eps > 0.0 && rms_norm_eps < 1.0) {
+        if num_attention_heads as u64 * head_dim as u64 > LARGEST_SIZE {
             return Err(Failure::new(format!(
-                "`rms_norm_eps` is {rms_norm_eps}; it must lie between 0 and 1"
+                "`num_attention_heads` {num_attention_heads} times `head_dim` {head_dim} is more than {LARGEST_SIZE}"
             ))
             .into());
         }
+        let (rope_theta, rope_scaling) = rope(json)?;
+        let rms_norm_eps = keys.number("rms_norm_eps", Some(1e-6), |eps| {
+            // As f32, which the norms are computed in.
+            (f32::MIN_POSITIVE.into()..1.0).contains(&eps)
+        });
+        let rms_norm_eps = rms_norm_eps.map_err(|value| {
+            Failure::new(format!(
+                "`rms_norm_eps` is {value}; it must lie between 0 and 1"
+            ))
+        })?;
         Ok(Self {
             hidden_size,
             intermediate_size: keys.size("intermediate_size", None)?,
-            num_hidden_layers: keys.size("num_hidden_layers", None)?,
+            num_hidden_layers: keys.size_up_to(MOST_LAYERS, "num_hidden_layers", None)?,
             num_attention_heads,
             num_key_value_heads,
             head_dim,
@@ -173,10 +193,18 @@ impl LlamaConfig {
             rms_norm_eps,
             rope_theta,
             rope_scaling,
-            attention_bias: keys.flag("attention_bias"),
-            mlp_bias: keys.flag("mlp_bias"),
-            tie_word_embeddings: keys.flag("tie_word_embeddings"),
+            attention_bias: keys.flag("attention_bias")?,
+            mlp_bias: keys.flag("mlp_bias")?,
+            tie_word_embeddings: keys.flag("tie_word_embeddings")?,
         })
+    }
+
+    /// The longest sequence there is: `max_position_embeddings`, except where rotary frequencies are stretched with the sequence.
+    pub fn longest_sequence(&self) -> usize {
+        match self.rope_scaling {
+            RopeScaling::Dynamic { .. } => LARGEST_SIZE as usize,
+            _ => self.max_position_embeddings,
+        }
     }
 
     /// Head counts and width, as attention wants them.
@@ -192,88 +220,132 @@ impl LlamaConfig {
 struct Keys<'a>(&'a Value);
 
 impl Keys<'_> {
+    /// The value of a key that is there and not null.
+    fn given(&self, key: &str) -> Option<&Value> {
+        self.0.get(key).filter(|value| !value.is_null())
+    }
+
     fn size(&self, key: &str, default: Option<usize>) -> Result<usize> {
-        let value = match (self.0.get(key), default) {
-            (None | Some(Value::Null), Some(default)) => return Ok(default),
-            (None | Some(Value::Null), None) => {
-                return Err(Failure::new(format!("`{key}` is missing")).into());
-            }
+        self.size_up_to(LARGEST_SIZE, key, default)
+    }
+
+    fn size_up_to(&self, largest: u64, key: &str, default: Option<usize>) -> Result<usize> {
+        let value = match (self.given(key), default) {
+            (None, Some(default)) => return Ok(default),
+            (None, None) => return Err(Failure::new(format!("`{key}` is missing")).into()),
             (Some(value), _) => value,
         };
         match value.as_u64() {
-            Some(size @ 1..=LARGEST_SIZE) => Ok(size as usize),
+            Some(size) if (1..=largest).contains(&size) => Ok(size as usize),
             _ => Err(Failure::new(format!(
-                "`{key}` is {value}; it must be a whole number from 1 to {LARGEST_SIZE}"
+                "`{key}` is {value}; it must be a whole number from 1 to {largest}"
             ))
             .into()),
         }
     }
 
-    fn flag(&self, key: &str) -> bool {
-        self.0.get(key).and_then(Value::as_bool).unwrap_or(false)
+    /// A number within bounds; as an error what stands there instead.
+    fn number(
+        &self,
+        key: &str,
+        default: Option<f64>,
+        is_within: impl Fn(f64) -> bool,
+    ) -> Result<f64, &Value> {
+        let Some(value) = self.given(key) else {
+            return default.ok_or(&Value::Null);
+        };
+        value
+            .as_f64()
+            .filter(|&number| is_within(number))
+            .ok_or(value)
+    }
+
+    fn flag(&self, key: &str) -> Result<bool> {
+        match self.given(key) {
+            None => Ok(false),
+            Some(Value::Bool(flag)) => Ok(*flag),
+            Some(value) => {
+                Err(Failure::new(format!("`{key}` is {value}; it must be true or false")).into())
+            }
+        }
     }
 }
 
 /// Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 fn rope(json: &Value) -> Result<(f64, RopeScaling)> {
-    let present = |key: &str| json.get(key).filter(|value| !value.is_null());
-    let (place, parameters) = match present("rope_parameters") {
+    let keys = Keys(json);
+    let (place, parameters) = match keys.given("rope_parameters") {
         Some(parameters) => ("rope_parameters", Some(parameters)),
-        None => ("rope_scaling", present("rope_scaling")),
+        None => ("rope_scaling", keys.given("rope_scaling")),
     };
-    let theta = parameters
-        .and_then(|parameters| parameters.get("rope_theta"))
-        .or_else(|| present("rope_theta"));
-    let theta = theta
-        .map_or(Some(10_000.0), Value::as_f64)
-        .filter(|theta| theta.is_finite() && *theta > 1.0)
-        .ok_or_else(|| {
+    if let Some(parameters) = parameters.filter(|parameters| !parameters.is_object()) {
+        return Err(Failure::new(format!(
+            "`{place}` is {parameters}; it must be an object, or null"
+        ))
+        .into());
+    }
+    let of_theta = match parameters.map(Keys) {
+        Some(inner) if inner.given("rope_theta").is_some() => inner,
+        _ => Keys(json),
+    };
+    let theta = of_theta
+        .number("rope_theta", Some(10_000.0), |theta| {
+            theta > 1.0 && theta <= LARGEST_ROPE
+        })
+        .map_err(|value| {
             Failure::new(format!(
-                "`rope_theta` is {}; it must be a number above 1",
-                theta.unwrap_or(&Value::Null)
+                "`rope_theta` is {value}; it must be a number above 1, and up to {LARGEST_ROPE:e}"
             ))
         })?;
     let Some(parameters) = parameters else {
         return Ok((theta, RopeScaling::Default));
     };
-    let number = |key: &str| {
-        parameters
-            .get(key)
-            .and_then(Value::as_f64)
-            .filter(|value| value.is_finite() && *value > 0.0)
-            .ok_or_else(|| {
-                anyhow::Error::from(Failure::new(format!(
-                    "`{place}.{key}` is missing or not a positive number"
-                )))
+    let inner = Keys(parameters);
+    let number = |key: &str, least: f64| {
+        inner
+            .number(key, None, |value| (least..=LARGEST_ROPE).contains(&value))
+            .map_err(|value| {
+                Failure::new(format!(
+                    "`{place}.{key}` is {value}; it must be a number from {least} to {LARGEST_ROPE:e}"
+                ))
             })
     };
-    let kind = parameters
-        .get("rope_type")
-        .or_else(|| parameters.get("type"))
-        .and_then(Value::as_str)
-        .unwrap_or("default");
+    // Below 1 it would shrink the context, and transformers calls it invalid.
+    let factor = || number("factor", 1.0);
+    let kind = match inner.given("rope_type").or_else(|| inner.given("type")) {
+        None => "default",
+        Some(Value::String(kind)) => kind,
+        Some(other) => {
+            return Err(Failure::new(format!(
+                "the type of `{place}` is {other}; it must be a name"
+            ))
+            .into());
+        }
+    };
     let scaling = match kind {
         "default" => RopeScaling::Default,
-        "linear" => RopeScaling::Linear {
-            factor: number("factor")?,
-        },
-        "dynamic" => RopeScaling::Dynamic {
-            factor: number("factor")?,
-        },
+        "linear" => RopeScaling::Linear { factor: factor()? },
+        "dynamic" => RopeScaling::Dynamic { factor: factor()? },
         "llama3" => {
-            let (low, high) = (number("low_freq_factor")?, number("high_freq_factor")?);
-            if low >= high {
+            // As small as a ratio of wavelengths can sensibly be.
+            let of_frequency = |key| number(key, 1e-6);
+            let (low, high) = (
+                of_frequency("low_freq_factor")?,
+                of_frequency("high_freq_factor")?,
+            );
+            // As f32: they are divided by their difference.
+            if low as f32 >= high as f32 {
                 return Err(Failure::new(format!(
                     "`{place}`: low_freq_factor {low} must be smaller than high_freq_factor {high}"
                 ))
                 .into());
             }
             RopeScaling::Llama3 {
-                factor: number("factor")?,
+                factor: factor()?,
                 low_freq_factor: low,
                 high_freq_factor: high,
-                original_max_position_embeddings: number("original_max_position_embeddings")?
-                    as usize,
+                original_max_position_embeddings: inner
+                    .size("original_max_position_embeddings", None)?,
             }
         }
         other => {
@@ -353,13 +425,17 @@ mod tests {
             ),
             (
                 with("rope_scaling", json!({"rope_type": "linear"})),
-                "`rope_scaling.factor` is missing",
+                "`rope_scaling.factor` is null; it must be a number from 1 to 1e12",
             ),
             (
                 with("quantization_config", json!({"quant_method": "gptq"})),
                 "the checkpoint is quantised (gptq)",
             ),
-            (with("hidden_act", json!("gelu")), "`hidden_act` is `gelu`"),
+            (
+                with("hidden_act", json!("gelu")),
+                "`hidden_act` is \"gelu\"",
+            ),
+            (with("hidden_act", json!(5)), "`hidden_act` is 5"),
             (with("hidden_size", json!(0)), "`hidden_size` is 0"),
             (with("hidden_size", json!(-5)), "`hidden_size` is -5"),
             (with("vocab_size", json!(1u64 << 60)), "`vocab_size` is"),
@@ -369,7 +445,50 @@ mod tests {
             ),
             (with("head_dim", json!(7)), "`head_dim` 7 is odd"),
             (with("hidden_size", json!(60)), "there is no `head_dim`"),
+            (
+                with("num_hidden_layers", json!(1_000_000_000)),
+                "from 1 to 4096",
+            ),
+            (
+                with("head_dim", json!(1 << 22)),
+                "times `head_dim` 4194304 is more than",
+            ),
             (with("rms_norm_eps", json!(0.0)), "`rms_norm_eps` is 0"),
+            (
+                with("rms_norm_eps", json!(1e-300)),
+                "`rms_norm_eps` is 1e-300",
+            ),
+            (with("rms_norm_eps", json!("x")), "`rms_norm_eps` is \"x\""),
+            (
+                with("attention_bias", json!("no")),
+                "`attention_bias` is \"no\"",
+            ),
+            (with("rope_theta", json!(1e300)), "`rope_theta` is 1e+300"),
+            (with("rope_scaling", json!(2.0)), "`rope_scaling` is 2.0"),
+            (
+                with("rope_scaling", json!({"type": 7})),
+                "is 7; it must be a name",
+            ),
+            (
+                with("rope_scaling", json!({"type": "dynamic", "factor": 1e-300})),
+                "`rope_scaling.factor` is 1e-300",
+            ),
+            (
+                with(
+                    "rope_scaling",
+                    json!({"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 1.0 + 1e-12,
+                    "original_max_position_embeddings": 8192}),
+                ),
+                "must be smaller than high_freq_factor",
+            ),
+            (
+                with(
+                    "rope_scaling",
+                    json!({"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+                    "original_max_position_embeddings": 1e300}),
+                ),
+                "`original_max_position_embeddings` is 1e+300",
+            ),
             (with("rope_theta", json!("x")), "`rope_theta` is \"x\""),
         ];
         for (config, message) in refusals {
