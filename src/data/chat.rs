@@ -6,7 +6,6 @@
 //! tokens of `tokenizer_config.json` as variables. Today's date is not given, so the same question makes the same text every
 //! day; templates that ask for it have a date of their own for that case.
 
-use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -14,7 +13,8 @@ use anyhow::Result;
 use minijinja::{Environment, Value as Jinja, context};
 use serde_json::{Map, Value};
 
-use crate::failure::Failure;
+use crate::bytes::read_settings;
+use crate::failure::{Failure, blaming};
 
 /// A template, and the special tokens it may name.
 #[derive(Debug, Clone)]
@@ -26,6 +26,9 @@ pub struct ChatTemplate {
 
 /// Special tokens that templates know as variables.
 const TOKENS: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
+
+/// Steps a template may take: real ones take thousands. One that loops for ever is refused.
+const FUEL: u64 = 10_000_000;
 
 impl ChatTemplate {
     /// Reads the template of a model folder.
@@ -80,7 +83,13 @@ impl ChatTemplate {
     /// # Errors
     /// Fails when the template is no Jinja we know, or refuses, as some do a system message; names the file.
     pub fn render(&self, system: Option<&str>, user: &str) -> Result<String> {
-        self.try_render(system, user).map_err(|error| {
+        let broke_off = Failure::new(format!(
+            "the chat template of `{}` cannot be used: the library that reads it broke off",
+            self.path.display()
+        ))
+        .hint("leave --chat out, and write the prompt as the model was trained to see it");
+        let rendered = blaming(broke_off, || self.try_render(system, user))?;
+        rendered.map_err(|error| {
             let mut failure = Failure::new(format!(
                 "the chat template of `{}` cannot be used: {}",
                 self.path.display(),
@@ -103,6 +112,7 @@ impl ChatTemplate {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
+        environment.set_fuel(Some(FUEL));
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", refuse);
@@ -151,7 +161,7 @@ fn default_of(named: &[Value], path: &Path) -> Result<String> {
 
 /// The text of a file, none where there is no such file.
 fn read(path: &Path) -> Result<Option<String>> {
-    match fs::read_to_string(path) {
+    match read_settings(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => {
@@ -162,6 +172,8 @@ fn read(path: &Path) -> Result<Option<String>> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use serde_json::json;
 

@@ -239,6 +239,17 @@ pub(super) fn locate(spec: &DatasetSpec, role: Role) -> Result<Source> {
     let Ok(metadata) = fs::metadata(&path) else {
         return Err(not_found(spec, &path, role).into());
     };
+    // Texts are read more than once, and from any place: not from a pipe. A device may never end.
+    if !metadata.is_dir() && !metadata.is_file() {
+        return Err(
+            Failure::new(format!("`{}` is not a regular file", path.display()))
+                .hint(format!(
+                    "write the text to a file first, and name that with {}",
+                    role.flag()
+                ))
+                .into(),
+        );
+    }
     match spec.name {
         Some(Name::Wikitext2) if metadata.is_dir() => {
             Ok(Source::Rows(wikitext_split(&path, role)?))

@@ -15,11 +15,19 @@ use serde::Deserialize;
 use super::cache::{Staged, TextCache};
 use super::line_index::{self, Header, LineIndexer};
 use super::parquet_text::TextColumn;
+use super::unpacked::Unpacked;
 use crate::failure::Failure;
 use crate::run::{Event, Events};
 
 /// A longer line is refused rather than read: no document is that long, but a file without line ends is.
 pub(super) const LONGEST_LINE: u64 = 64 << 20;
+
+/// What to do about a gzipped file that grows too much.
+const GUNZIP: &str =
+    "if it is meant, unpack it (gzip -dc FILE.gz > text.jsonl) and name the unpacked file";
+
+/// What a file of documents must look like.
+const ONE_OBJECT: &str = "every line must be a JSON object with a string `text`, as in {\"text\": \"...\"}; give plain text as a .txt file";
 
 /// How a file of documents is stored; told by its first bytes, as names often lie about compression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -276,7 +284,15 @@ fn build(
         unit: "documents",
         steps: 0,
     });
-    let mut indexer = LineIndexer::new(path, index.file(), text.map(Staged::file), events)?;
+    let unpacked = if format == Format::GzippedLines {
+        let file = open(path)?.metadata().context("cannot stat an open file")?;
+        Some(Unpacked::new(path, file.len(), GUNZIP))
+    } else {
+        // A plain file is as large as it is; rows of parquet are counted as they are read.
+        None
+    };
+    let text_file = text.map(Staged::file);
+    let mut indexer = LineIndexer::new(path, index.file(), text_file, unpacked, events)?;
     match format {
         Format::Lines => indexer.feed_all(open(path)?)?,
         Format::GzippedLines => {
@@ -295,6 +311,7 @@ fn build(
         return Err(
             Failure::new(format!("no documents in `{}`", path.display()))
                 .detail("the file has only blank lines, or none")
+                .hint(ONE_OBJECT)
                 .into(),
         );
     }
@@ -322,7 +339,11 @@ pub(super) fn check(path: &Path, format: Format) -> Result<()> {
             .read_until(b'\n', &mut line)
             .map_err(|error| line_index::unreadable(path, &error, 0))?;
         if read == 0 {
-            return Err(Failure::new(format!("no documents in `{}`", path.display())).into());
+            return Err(
+                Failure::new(format!("no documents in `{}`", path.display()))
+                    .hint(ONE_OBJECT)
+                    .into(),
+            );
         }
         if !line.trim_ascii().is_empty() {
             break;
@@ -338,14 +359,11 @@ pub(super) fn check(path: &Path, format: Format) -> Result<()> {
 fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Error) -> Failure {
     let found = match serde_json::from_slice::<serde_json::Value>(line) {
         Ok(serde_json::Value::Object(fields)) => {
-            format!(
-                "fields found: {}",
-                fields
-                    .keys()
-                    .map(String::as_str)
-                    .collect::<Vec<_>>()
-                    .join(", ")
-            )
+            let mut names: Vec<&str> = fields.keys().map(String::as_str).take(20).collect();
+            if fields.len() > names.len() {
+                names.push("…");
+            }
+            format!("fields found: {}", names.join(", "))
         }
         _ => format!(
             "it begins: {}",
@@ -356,9 +374,12 @@ fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Err
                 .trim_end()
         ),
     };
-    Failure::new(format!("{place} of `{}` is not a document: {error}", path.display()))
-        .detail(found)
-        .hint("every line must be a JSON object with a string `text`, as in {\"text\": \"...\"}; give plain text as a .txt file")
+    Failure::new(format!(
+        "{place} of `{}` is not a document: {error}",
+        path.display()
+    ))
+    .detail(found)
+    .hint(ONE_OBJECT)
 }
 
 /// Opens a file for reading.

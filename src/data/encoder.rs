@@ -9,6 +9,8 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::Tokenizer;
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
 
 /// A piece ends at the first safe place behind this many bytes: 1.5 MiB for each worker, see [`footprint`](super::footprint).
 pub(super) const PIECE_BYTES: usize = 16 << 10;
@@ -16,6 +18,10 @@ pub(super) const PIECE_BYTES: usize = 16 << 10;
 pub(super) const PIECES_PER_WORKER: usize = 4;
 /// Each worker has tables of its own (see [`footprint`](super::footprint)), and eight are enough for any text of minutes.
 pub(super) const MOST_WORKERS: usize = 8;
+
+/// The longest text that is encoded in one call, which takes some hundred bytes per byte: 3.8 GiB. Nothing that is written in words
+/// comes near it, with a tokenizer whose texts can be cut.
+pub(super) const LONGEST_PIECE: usize = 32 << 20;
 
 /// Takes a text, gives ids.
 pub(super) struct Encoder<'a> {
@@ -60,11 +66,11 @@ impl<'a> Encoder<'a> {
     ///
     /// # Errors
     ///
-    /// Fails when the tokenizer's model cannot express the text.
+    /// Fails when the tokenizer's model cannot express the text, and when [`LONGEST_PIECE`] is exceeded without a place to cut.
     pub(super) fn push(&mut self, mut text: &str) -> Result<()> {
         if self.tokenizer.cuts().is_none() {
             self.pending.push_str(text);
-            return Ok(());
+            return self.check_pending();
         }
         let batch = self.piece_bytes * PIECES_PER_WORKER * worker_count();
         while !text.is_empty() {
@@ -78,8 +84,33 @@ impl<'a> Encoder<'a> {
             if self.pending.len() >= batch {
                 self.encode_pieces()?;
             }
+            self.check_pending()?;
         }
         Ok(())
+    }
+
+    /// What is pending must fit one call.
+    fn check_pending(&self) -> Result<()> {
+        if self.pending.len() <= LONGEST_PIECE {
+            return Ok(());
+        }
+        let begins = self.done;
+        let failure = if self.tokenizer.cuts().is_some() {
+            Failure::new(format!(
+                "a text has more than {} without a place where it may be cut",
+                ByteSize(LONGEST_PIECE as u64)
+            ))
+            .detail(format!("they begin at byte {begins}"))
+            .hint("use a text with spaces between its words, or put the parts into documents (.jsonl)")
+        } else {
+            Failure::new(format!(
+                "a text has more than {}, and texts of this tokenizer cannot be cut",
+                ByteSize(LONGEST_PIECE as u64)
+            ))
+            .hint("use a shorter text, or put its parts into documents (.jsonl)")
+        };
+        let why = "one tokenizer call takes some hundred bytes of memory for each byte";
+        Err(failure.detail(why).into())
     }
 
     /// The ids of the whole text, special tokens included.

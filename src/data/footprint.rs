@@ -21,7 +21,6 @@
 //! times as many ids as planned. Models that are not byte pairs take more to load, which is not planned.
 
 use std::fmt;
-use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
@@ -30,8 +29,8 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::encoder::{MOST_WORKERS, PIECE_BYTES, PIECES_PER_WORKER};
-use super::tokenizer::{no_tokenizer, unreadable};
-use crate::bytes::ByteSize;
+use super::tokenizer::{LARGEST, no_tokenizer, unreadable};
+use crate::bytes::{ByteSize, read_whole};
 
 /// Bytes per entry at the peak of loading, merges being pairs.
 const LOAD_OF_PAIRS: usize = 250;
@@ -68,7 +67,7 @@ impl TokenizerSize {
     /// Fails when the file cannot be read or is no JSON with a `model`.
     pub fn of(model_folder: &Path) -> Result<Self> {
         let path = model_folder.join("tokenizer.json");
-        let bytes = fs::read(&path).map_err(|error| match error.kind() {
+        let bytes = read_whole(&path, LARGEST).map_err(|error| match error.kind() {
             ErrorKind::NotFound => no_tokenizer(model_folder),
             _ => unreadable(&path, &error),
         })?;
@@ -214,6 +213,8 @@ fn tenths(count: u64, size: ByteSize) -> ByteSize {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     const MIB: u64 = 1 << 20;

@@ -16,11 +16,11 @@ use sha2::{Digest, Sha256};
 
 use super::cache::TextCache;
 use super::dataset::{DatasetSpec, Source};
-use super::documents::{Documents, Format};
+use super::documents::{Documents, Format, LONGEST_LINE};
 use super::encoder::Encoder;
 use super::parquet_text::TextColumn;
 use super::{Role, TextProtocol, Tokenizer};
-use crate::bytes::hex;
+use crate::bytes::{ByteSize, hex};
 use crate::failure::Failure;
 use crate::run::{Event, Events};
 
@@ -65,6 +65,7 @@ pub(super) fn tokenized(
             role.flag(),
             source.path()
         ))
+        .hint(format!("name another text with {}", role.flag()))
         .into());
     }
     let label = source.label(spec, role);
@@ -308,11 +309,22 @@ fn for_each_line(path: &Path, take: &mut dyn FnMut(&str) -> Result<()>) -> Resul
     let cannot_read = || format!("cannot read `{}`", path.display());
     let mut reader = BufReader::new(File::open(path).with_context(cannot_read)?);
     let (mut line, mut offset) = (Vec::new(), 0);
-    while reader
+    while (&mut reader)
+        .take(LONGEST_LINE + 1)
         .read_until(b'\n', &mut line)
         .with_context(cannot_read)?
         > 0
     {
+        if line.len() as u64 > LONGEST_LINE {
+            return Err(Failure::new(format!(
+                "a line of `{}` is longer than {}",
+                path.display(),
+                ByteSize(LONGEST_LINE)
+            ))
+            .detail(format!("it begins at byte {offset}"))
+            .hint("check that it is a text of lines; one without them is read by its path alone, as a .txt file")
+            .into());
+        }
         // No character but the newline itself has its byte, so no character is cut.
         let text = std::str::from_utf8(&line)
             .map_err(|error| not_utf8(path, offset + error.valid_up_to() as u64))?;

@@ -13,6 +13,7 @@ use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
 use super::documents::LONGEST_LINE;
+use super::unpacked::Unpacked;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::run::{Event, Events};
@@ -106,6 +107,8 @@ pub(super) struct LineIndexer<'a> {
     source: &'a Path,
     index: BufWriter<&'a File>,
     copy: Option<BufWriter<&'a File>>,
+    /// What may come out of a packed source.
+    unpacked: Option<Unpacked<'a>>,
     events: &'a dyn Events,
     hasher: Sha256,
     position: u64,
@@ -115,11 +118,13 @@ pub(super) struct LineIndexer<'a> {
 }
 
 impl<'a> LineIndexer<'a> {
-    /// Begins an index in an empty file; `source` names the text in messages.
+    /// Begins an index in an empty file; `source` names the text in messages, `unpacked` counts it where the source is packed and
+    /// nobody else counts.
     pub(super) fn new(
         source: &'a Path,
         index: &'a File,
         copy: Option<&'a File>,
+        unpacked: Option<Unpacked<'a>>,
         events: &'a dyn Events,
     ) -> Result<Self> {
         let mut index = BufWriter::new(index);
@@ -131,6 +136,7 @@ impl<'a> LineIndexer<'a> {
             source,
             index,
             copy,
+            unpacked,
             events,
             hasher,
             position: 0,
@@ -161,8 +167,12 @@ impl<'a> LineIndexer<'a> {
     ///
     /// # Errors
     ///
-    /// Fails with [`WriteFailed`] when a file cannot be written, and with a [`Failure`] when a line is too long.
+    /// Fails with [`WriteFailed`] when a file cannot be written, and with a [`Failure`] when a line is too long, or the whole is too
+    /// much for a packed source.
     pub(super) fn feed(&mut self, bytes: &[u8]) -> Result<()> {
+        if let Some(unpacked) = &mut self.unpacked {
+            unpacked.add(bytes.len() as u64)?;
+        }
         self.hasher.update(bytes);
         if let Some(copy) = &mut self.copy {
             copy.write_all(bytes).map_err(WriteFailed)?;

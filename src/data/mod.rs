@@ -18,10 +18,12 @@ pub mod footprint;
 mod joined;
 mod line_index;
 mod outlook;
+mod parquet_shape;
 mod parquet_text;
 mod python_random;
 pub mod stories;
 mod tokenizer;
+mod unpacked;
 
 #[cfg(test)]
 mod testing;
@@ -129,7 +131,9 @@ fn check_text(path: &Path) -> Result<()> {
         .read_to_end(&mut start)
         .with_context(|| format!("cannot read `{}`", path.display()))?;
     if start.is_empty() {
-        return Err(Failure::new(format!("`{}` is empty", path.display())).into());
+        return Err(Failure::new(format!("`{}` is empty", path.display()))
+            .hint("name another text with --dataset or --eval-dataset")
+            .into());
     }
     match std::str::from_utf8(&start) {
         // A character may be cut by the end of what we looked at.

@@ -1,23 +1,35 @@
 //! The string column `text` of a parquet file, row by row: how the hub stores WikiText-2 and most document collections.
 //!
-//! Read without Arrow, one batch of one row group at a time, so that memory does not grow with the file.
+//! Read without Arrow, one batch of one row group at a time, so that memory does not grow with the file. What the file announces is
+//! checked first ([`parquet_shape`]), and a panic of the library that reads it is a damaged file.
 
+use std::fmt::Display;
 use std::fs::File;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use parquet::basic::Type;
 use parquet::column::reader::ColumnReader;
 use parquet::data_type::ByteArray;
-use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use crate::failure::Failure;
+use super::parquet_shape;
+use super::unpacked::Unpacked;
+use crate::failure::{Failure, blaming};
 
 /// The column read, as in every dataset we know.
 const COLUMN: &str = "text";
 /// Rows decoded at once: enough to hide the cost of a call, little enough to hold in memory.
 const BATCH: usize = 256;
+
+/// What a row takes beside its text, where rows are unpacked to lines.
+const ROW: usize = r#"{"text":""}"#.len() + 1;
+/// Columns that a message names.
+const MOST_NAMED: usize = 20;
+
+/// What to do about a file that grows too much.
+const WRITE_LINES: &str =
+    "if it is meant, write its rows as JSON lines ({\"text\": ...}) and name that file";
 
 /// A parquet file that has the column.
 pub(super) struct TextColumn<'a> {
@@ -35,7 +47,9 @@ impl<'a> TextColumn<'a> {
     pub(super) fn open(path: &'a Path) -> Result<Self> {
         let file = File::open(path)
             .map_err(|error| Failure::new(format!("cannot open `{}`: {error}", path.display())))?;
-        let reader = SerializedFileReader::new(file).map_err(|error| damaged(path, &error))?;
+        parquet_shape::check(&file, COLUMN).map_err(|why| damaged(path, &why))?;
+        let reader = blaming(broke_off(path), || SerializedFileReader::new(file))?
+            .map_err(|error| damaged(path, &error))?;
         let schema = reader.metadata().file_metadata().schema_descr_ptr();
         let is_text = |at: &usize| {
             let column = schema.column(*at);
@@ -44,9 +58,8 @@ impl<'a> TextColumn<'a> {
                 && column.max_rep_level() == 0
         };
         let Some(column) = (0..schema.num_columns()).find(is_text) else {
-            let found = schema
-                .columns()
-                .iter()
+            let found = schema.columns().iter().take(MOST_NAMED);
+            let found = found
                 .map(|column| format!("{} ({})", column.path().string(), column.physical_type()));
             return Err(Failure::new(format!(
                 "`{}` has no string column `{COLUMN}`",
@@ -75,12 +88,16 @@ impl<'a> TextColumn<'a> {
     /// Fails when a row is null or not UTF-8, when the file is damaged or compressed in a way we do not read, and when `take`
     /// fails.
     pub(super) fn for_each(&self, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
+        let file = std::fs::metadata(self.path)
+            .with_context(|| format!("cannot read `{}`", self.path.display()))?;
+        let mut unpacked = Unpacked::new(self.path, file.len(), WRITE_LINES);
         let mut row = 0u64;
         for group in 0..self.reader.num_row_groups() {
-            let reader = self
-                .reader
-                .get_row_group(group)
-                .and_then(|group| group.get_column_reader(self.column));
+            let reader = blaming(broke_off(self.path), || {
+                self.reader
+                    .get_row_group(group)
+                    .and_then(|group| group.get_column_reader(self.column))
+            })?;
             let ColumnReader::ByteArrayColumnReader(mut column) =
                 reader.map_err(|error| damaged(self.path, &error))?
             else {
@@ -94,9 +111,10 @@ impl<'a> TextColumn<'a> {
             loop {
                 levels.clear();
                 values.clear();
-                let (records, present, _) = column
-                    .read_records(BATCH, Some(&mut levels), None, &mut values)
-                    .map_err(|error| damaged(self.path, &error))?;
+                let (records, present, _) = blaming(broke_off(self.path), || {
+                    column.read_records(BATCH, Some(&mut levels), None, &mut values)
+                })?
+                .map_err(|error| damaged(self.path, &error))?;
                 if records == 0 {
                     break;
                 }
@@ -106,6 +124,7 @@ impl<'a> TextColumn<'a> {
                 for value in &values {
                     let text = std::str::from_utf8(value.data())
                         .map_err(|_| self.bad_row(row, 1, "a row is not UTF-8"))?;
+                    unpacked.add((text.len() + ROW) as u64)?;
                     take(text)?;
                     row += 1;
                 }
@@ -132,13 +151,17 @@ impl<'a> TextColumn<'a> {
 }
 
 /// The failure for a file the parquet reader refuses.
-fn damaged(path: &Path, error: &ParquetError) -> anyhow::Error {
+fn damaged(path: &Path, error: &dyn Display) -> Failure {
     Failure::new(format!(
         "cannot read `{}` as parquet: {error}",
         path.display()
     ))
     .hint("copy the file again; uncompressed, snappy and zstd columns are read")
-    .into()
+}
+
+/// The failure for a file at which the library panics.
+fn broke_off(path: &Path) -> Failure {
+    damaged(path, &"the library that reads it broke off")
 }
 
 #[cfg(test)]

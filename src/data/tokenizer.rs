@@ -4,7 +4,7 @@
 //! lives outside `tokenizer.json`: for the Llama classes, `transformers` rebuilds the post-processor from
 //! `add_bos_token` / `add_eos_token` of `tokenizer_config.json`, whatever `tokenizer.json` says.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
@@ -20,8 +20,8 @@ use tokenizers::{
 use super::cut::CutRule;
 use super::digest;
 use super::encoder::Encoder;
-use crate::bytes::hex;
-use crate::failure::Failure;
+use crate::bytes::{ByteSize, hex, read_settings, read_whole};
+use crate::failure::{Failure, blaming};
 
 /// A model's tokenizer.
 pub struct Tokenizer {
@@ -31,7 +31,14 @@ pub struct Tokenizer {
     /// Set only where `tokenizer_config.json` asks for other special tokens than `tokenizer.json` adds.
     special: Option<SpecialTokens>,
     cuts: Option<Cuts>,
+    /// What a panic of the library means.
+    damaged: Failure,
 }
+
+/// The largest `tokenizer.json` that is read; published ones have up to 35 MB.
+pub(super) const LARGEST: ByteSize = ByteSize(256 << 20);
+/// Why a file is refused that made the library panic.
+const BROKE_OFF: &str = "the library that reads it broke off";
 
 /// How a long text is encoded in pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,7 +67,7 @@ impl Tokenizer {
     /// is damaged, or when the configuration asks for a beginning-of-text token that the vocabulary lacks.
     pub fn load(model_folder: &Path) -> Result<Self> {
         let path = model_folder.join("tokenizer.json");
-        let bytes = match fs::read(&path) {
+        let bytes = match read_whole(&path, LARGEST) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(no_tokenizer(model_folder).into());
@@ -71,7 +78,9 @@ impl Tokenizer {
             Failure::new(format!("`{}` is not a tokenizer we can read: {why}", path.display()))
                 .hint("copy it from the model's page again, or write it anew with a current `transformers` (save_pretrained)")
         };
-        let mut inner = parse(&bytes).map_err(|error| damaged(error.to_string()))?;
+        // The library panics on some parts of the wrong type.
+        let parsed = blaming(damaged(BROKE_OFF.into()), || parse(&bytes))?;
+        let mut inner = parsed.map_err(|error| damaged(error.to_string()))?;
         let sha256 = digest::of_bytes(&bytes);
         drop(bytes);
         // A file may have been saved with truncation or padding switched on; transformers switches both off for a plain call.
@@ -91,11 +100,13 @@ impl Tokenizer {
             largest_id,
             special: None,
             cuts: None,
+            damaged: damaged(BROKE_OFF.into()),
         };
         if let Some(special) = tokenizer.configured_special_tokens(model_folder)? {
             tokenizer.apply(special)?;
         }
-        tokenizer.cuts = tokenizer.find_cuts();
+        let damaged = tokenizer.damaged.clone();
+        tokenizer.cuts = blaming(damaged, || tokenizer.find_cuts())?;
         Ok(tokenizer)
     }
 
@@ -168,7 +179,9 @@ impl Tokenizer {
 
     /// One call. `encode_fast` skips the offsets, which nobody here reads. The encoding also holds a string per token.
     fn encoded(&self, text: &str, has_special_tokens: bool) -> Result<Encoding> {
-        let encoding = self.inner.encode_fast(text, has_special_tokens);
+        let encoding = blaming(self.damaged.clone(), || {
+            self.inner.encode_fast(text, has_special_tokens)
+        })?;
         Ok(encoding.map_err(|error| {
             Failure::new(format!(
                 "cannot tokenize a text of {} bytes: {error}",
@@ -219,7 +232,7 @@ impl Tokenizer {
     ///
     /// Fails when the tokenizer's decoder refuses them.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        let text = self.inner.decode(ids, true);
+        let text = blaming(self.damaged.clone(), || self.inner.decode(ids, true))?;
         Ok(text.map_err(|error| {
             Failure::new(format!(
                 "cannot turn {} token ids into text: {error}",
@@ -232,13 +245,14 @@ impl Tokenizer {
     /// silent about `add_bos_token`.
     fn configured_special_tokens(&self, model_folder: &Path) -> Result<Option<SpecialTokens>> {
         let path = model_folder.join("tokenizer_config.json");
-        let bytes = match fs::read(&path) {
-            Ok(bytes) => bytes,
+        let text = match read_settings(&path) {
+            Ok(text) => text,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(unreadable(&path, &error).into()),
         };
-        let config: Value = serde_json::from_slice(&bytes).map_err(|error| {
+        let config: Value = serde_json::from_str(&text).map_err(|error| {
             Failure::new(format!("`{}` is not valid JSON: {error}", path.display()))
+                .hint("copy it from the model's page again")
         })?;
         let is_llama = matches!(
             config["tokenizer_class"].as_str(),
@@ -332,6 +346,7 @@ fn suffix(has_bos: bool, has_eos: bool) -> &'static str {
 /// The failure for a file that is there and cannot be read.
 pub(super) fn unreadable(path: &Path, error: &io::Error) -> Failure {
     Failure::new(format!("cannot read `{}`: {error}", path.display()))
+        .hint("copy it from the model's page again")
 }
 
 /// Reads a `tokenizer.json`. The library reads the model of one into generic values twice before it looks at its type; told
@@ -366,6 +381,8 @@ pub(super) fn no_tokenizer(folder: &Path) -> Failure {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::data::testing::shared;
 
