@@ -70,7 +70,7 @@ fn contents(place: &Place) -> BTreeMap<String, Vec<u8>> {
 
 /// Runs `prune` with [`arguments`] and holds the refusal to `code`, `first` and `hint` (empty: none); nothing may be written.
 #[track_caller]
-fn refuses(place: &Place, more: &[&str], code: i32, first: &str, hint: &str) -> Ran {
+pub(crate) fn refuses(place: &Place, more: &[&str], code: i32, first: &str, hint: &str) -> Ran {
     refuses_command(place, &arguments(more), code, first, hint)
 }
 
@@ -304,11 +304,11 @@ fn a_config_that_is_damaged_is_refused() {
         &[],
         1,
         "error: `m/config.json` is not JSON: EOF while parsing a value at line 1 column 15",
-        "",
+        "hint: take the config.json this checkpoint was published with, or correct the value",
     );
 }
 
-fn sharded() -> Place {
+pub(crate) fn sharded() -> Place {
     Place::with(&RandomCheckpoint {
         max_shard: ByteSize(200 << 10),
         ..RandomCheckpoint::default()
@@ -354,7 +354,10 @@ fn a_truncated_shard_is_named_with_what_is_missing() {
 }
 
 /// Writes `m/model.safetensors` anew with tensors changed; `change` sees name, header and bytes, and says whether it stays.
-fn rewrite(place: &Place, mut change: impl FnMut(&str, &mut TensorInfo, &mut Vec<u8>) -> bool) {
+pub(crate) fn rewrite(
+    place: &Place,
+    mut change: impl FnMut(&str, &mut TensorInfo, &mut Vec<u8>) -> bool,
+) {
     let path = place.path("m");
     let checkpoint = Checkpoint::open(&path).expect("a good checkpoint");
     let (mut infos, mut data) = (Vec::new(), Vec::new());
@@ -557,7 +560,7 @@ fn a_text_without_content_is_refused() {
         &["--dataset", "empty.txt"],
         1,
         "error: `empty.txt` is empty",
-        "",
+        "hint: name another text with --dataset or --eval-dataset",
     );
     fs::write(place.path("latin1.txt"), b"caf\xe9 ole").unwrap();
     refuses_at_once(
@@ -881,8 +884,8 @@ fn layer_ratios_that_do_not_fit_are_refused() {
         &place,
         &["--layer-ratios", "nowhere.json"],
         1,
-        "error: reading layer ratios from `nowhere.json`",
-        "",
+        "error: cannot read layer ratios from `nowhere.json`: No such file or directory (os error 2)",
+        "hint: write [0.5, 0.6, ...] with one ratio per layer, or {\"0\": 0.3, \"31\": 0.7} for some of them",
     );
     fs::write(place.path("r.json"), "[0.5, 0.5]").unwrap();
     refuses_at_once(

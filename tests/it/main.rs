@@ -14,6 +14,7 @@ mod errors;
 mod fallback;
 mod generate;
 mod golden;
+mod hostile;
 mod hub;
 mod inspect;
 mod knobs;

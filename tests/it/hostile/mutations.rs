@@ -1,0 +1,195 @@
+//! Spoilt files of every kind a person may hand over: each is read or refused, quickly, and nothing panics.
+//!
+//! `fuzz/` does the same for longer (docs/reliability.md).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use proptest::prelude::*;
+use prune::bytes::ByteSize;
+use prune::checkpoint::{Checkpoint, WeightSource};
+use prune::data::{self, Role, TextCache, Tokenizer};
+use prune::demo::RandomCheckpoint;
+use prune::model::{DecoderLayer, Head, LlamaConfig};
+use prune::pipeline::LayerRatios;
+use prune::placement::Device;
+use prune::placement::device_map::Prefixes;
+use prune::run::Silent;
+use tempfile::TempDir;
+
+use super::mutators::spoil;
+use super::{documents, parquet_bytes};
+
+/// Good files, made once.
+struct Good {
+    folder: TempDir,
+    sharded: TempDir,
+    tokenizer: Tokenizer,
+}
+
+static GOOD: LazyLock<Good> = LazyLock::new(|| {
+    let write = |max_shard| {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let shape = RandomCheckpoint {
+            hidden_size: 8,
+            intermediate_size: 16,
+            num_attention_heads: 2,
+            num_key_value_heads: 2,
+            max_shard,
+            ..RandomCheckpoint::default()
+        };
+        let place = folder.path().join("m");
+        shape.write(&place, &Silent).expect("a Llama's shape");
+        folder
+    };
+    let folder = write(ByteSize(1 << 30));
+    let tokenizer = Tokenizer::load(&folder.path().join("m")).expect("a tokenizer");
+    Good {
+        folder,
+        sharded: write(ByteSize(4 << 10)),
+        tokenizer,
+    }
+});
+
+/// A copy of a checkpoint whose file `name` is spoilt.
+fn with_spoilt(checkpoint: &TempDir, name: &str, seed: u64) -> TempDir {
+    let copy = tempfile::tempdir().expect("a temporary folder");
+    for entry in fs::read_dir(checkpoint.path().join("m")).expect("written above") {
+        let path = entry.expect("written above").path();
+        let to = copy.path().join(path.file_name().expect("a file's name"));
+        if to.ends_with(name) {
+            fs::write(to, spoilt(&fs::read(path).expect("written above"), seed))
+        } else {
+            fs::hard_link(&path, &to).or_else(|_| fs::copy(&path, &to).map(drop))
+        }
+        .expect("a new file");
+    }
+    copy
+}
+
+fn spoilt(good: &[u8], seed: u64) -> Vec<u8> {
+    let mut bytes = good.to_vec();
+    spoil(&mut bytes, seed);
+    bytes
+}
+
+/// Opens a folder as a run does, down to the shapes; where that succeeds, every tensor can be read.
+fn open(folder: &Path) -> Result<(), TestCaseError> {
+    let Ok(config) = LlamaConfig::load(folder) else {
+        return Ok(());
+    };
+    let Ok(checkpoint) = Checkpoint::open(folder) else {
+        return Ok(());
+    };
+    for layer in 0..config.num_hidden_layers {
+        if DecoderLayer::check(&checkpoint, &config, layer).is_err() {
+            break;
+        }
+    }
+    let _ = Head::check(&checkpoint, &config);
+    for entry in checkpoint.tensors() {
+        prop_assert!(entry.bytes <= 1 << 20, "{entry:?}");
+        let mut bytes = vec![0; entry.bytes as usize];
+        prop_assert!(checkpoint.read(entry, 0, &mut bytes).is_ok());
+    }
+    Ok(())
+}
+
+/// A spoilt file in a folder of its own.
+fn file(name: &str, good: &[u8], seed: u64) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join(name);
+    fs::write(&path, spoilt(good, seed)).expect("a new file");
+    (folder, path)
+}
+
+/// Reads a text in both roles, as a run does.
+fn read_text(spec: &str) {
+    let spec = spec.parse().expect("a path");
+    let (tokenizer, cache) = (&GOOD.tokenizer, TextCache::disabled());
+    for role in [Role::Calibration, Role::Evaluation] {
+        let _ = data::check(&spec, role);
+    }
+    let _ = data::calibration(&spec, tokenizer, 2, 16, 0, &cache, &Silent);
+    let _ = data::evaluation(&spec, tokenizer, 16, None, &cache, &Silent);
+}
+
+fn gzipped(text: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+    std::io::Write::write_all(&mut encoder, text).expect("memory");
+    encoder.finish().expect("memory")
+}
+
+fn cases(cases: u32) -> ProptestConfig {
+    ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(200))]
+
+    #[test]
+    fn spoilt_headers_configs_and_indexes_are_opened_or_refused(seed: u64) {
+        for name in ["model.safetensors", "config.json"] {
+            open(with_spoilt(&GOOD.folder, name, seed).path())?;
+        }
+        for name in ["model.safetensors.index.json", "model-00002-of-00009.safetensors"] {
+            open(with_spoilt(&GOOD.sharded, name, seed).path())?;
+        }
+    }
+
+    #[test]
+    fn spoilt_device_maps_and_ratios_are_read_or_refused(seed: u64) {
+        let map = br#"{"model.layers.0": 0, "model.layers.1": "cpu", "model.norm": "disk", "": "cuda:1"}"#;
+        let (_folder, path) = file("map.json", map, seed);
+        if let Ok(map) = Prefixes::load(&path) {
+            let _ = map.gpus().count();
+            for layer in [0, 1, 17, usize::MAX] {
+                let _ = map.layer(layer, Device::Cpu);
+            }
+        }
+        for ratios in [&br#"[0.5, 0.25, 0.125]"#[..], br#"{"0": 0.3, "31": 0.7}"#] {
+            let (_folder, path) = file("ratios.json", ratios, seed);
+            let _ = LayerRatios::load(&path);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(60))]
+
+    #[test]
+    fn spoilt_texts_are_read_or_refused(seed: u64) {
+        let documents = documents(20);
+        for (name, good) in [
+            ("d.jsonl", documents.as_bytes().to_vec()),
+            ("d.jsonl.gz", gzipped(documents.as_bytes())),
+            ("d.parquet", parquet_bytes("text", &documents.lines().map(str::as_bytes).collect::<Vec<_>>())),
+            ("d.txt", documents.clone().into_bytes()),
+        ] {
+            let (_folder, path) = file(name, &good, seed);
+            read_text(&path.display().to_string());
+            if name.ends_with("txt") || name.ends_with("parquet") {
+                read_text(&format!("wikitext2:{}", path.display()));
+                read_text(&format!("ptb:{}", path.display()));
+            }
+        }
+    }
+
+    #[test]
+    fn spoilt_tokenizers_are_loaded_or_refused(seed: u64) {
+        for name in ["tokenizer.json", "tokenizer_config.json"] {
+            let folder = with_spoilt(&GOOD.folder, name, seed);
+            if let Ok(tokenizer) = Tokenizer::load(folder.path()) {
+                let ids = tokenizer.encode("the <s> layer é\n");
+                let _ = tokenizer.decode(&ids.unwrap_or_default());
+            }
+        }
+    }
+}
