@@ -92,7 +92,8 @@ impl Sampler {
         by_probability.sort_by(|&a, &b| probabilities[b].total_cmp(&probabilities[a]));
         let mut sum = 0.0;
         for (rank, &token) in by_probability.iter().enumerate() {
-            let is_enough = top_p.is_some_and(|p| sum >= p as f32);
+            // The likeliest stays, though P be 0 as f32.
+            let is_enough = rank > 0 && top_p.is_some_and(|p| sum >= p as f32);
             if is_enough || top_k.is_some_and(|k| rank >= k.max(1)) {
                 probabilities[token] = 0.0;
             } else {

@@ -49,6 +49,11 @@ pub struct Gpu {
     pub memory: ByteSize,
 }
 
+/// More threads no machine has; each takes its own scratch in a plan.
+const MOST_THREADS: usize = 1 << 16;
+/// More GPUs no machine has; each takes a line in a plan.
+const MOST_GPUS: usize = 1 << 10;
+
 /// Rates that times are estimated with. Estimates of order, unless measured on the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -122,8 +127,15 @@ impl Inventory {
                 return Err(unusable(format!("the rate {name} is {rate}")).into());
             }
         }
-        if inventory.cpu.threads == 0 {
-            return Err(unusable("it has no CPU threads".to_string()).into());
+        let (threads, gpus) = (inventory.cpu.threads, inventory.gpus.len());
+        if !(1..=MOST_THREADS).contains(&threads) {
+            return Err(unusable(format!(
+                "it has {threads} CPU threads, not 1 to {MOST_THREADS}"
+            ))
+            .into());
+        }
+        if gpus > MOST_GPUS {
+            return Err(unusable(format!("it has {gpus} GPUs, more than {MOST_GPUS}")).into());
         }
         Ok(inventory)
     }
@@ -287,7 +299,11 @@ mod tests {
         assert_eq!(again, machine, "what is written can be read");
         for (text, why) in [
             ("{", "EOF"),
-            (r#"{"cpu": {"threads": 0}}"#, "no CPU threads"),
+            (r#"{"cpu": {"threads": 0}}"#, "it has 0 CPU threads"),
+            (
+                r#"{"cpu": {"threads": 18446744073709551615}}"#,
+                "not 1 to 65536",
+            ),
             (r#"{"cpu": {"threads": 1, "memory": "3 apples"}}"#, "apples"),
             (
                 r#"{"cpu": {"threads": 1}, "rates": {"disk_gb_s": 0}}"#,

@@ -203,7 +203,8 @@ fn matrices(manifest: &Manifest) -> impl Iterator<Item = &MatrixReport> {
 pub(super) fn every_matrix(manifest: &Manifest) -> Option<String> {
     let rows: Vec<Vec<String>> = matrices(manifest)
         .map(|matrix| {
-            let weights = (matrix.shape[0] * matrix.shape[1]) as f64;
+            let [rows, columns] = matrix.shape.map(|size| size as f64);
+            let weights = rows * columns;
             vec![
                 matrix.name.clone(),
                 format!("{} × {}", matrix.shape[0], matrix.shape[1]),

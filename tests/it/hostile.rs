@@ -18,7 +18,6 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
-use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, encode_header};
 use prune::demo::RandomCheckpoint;
 use safetensors::Dtype;

@@ -135,17 +135,12 @@ impl Cut {
     }
 
     pub(super) fn highest(&self) -> usize {
-        (0..self.row_parts)
-            .map(|part| self.rows(part).len())
-            .max()
-            .unwrap_or(0)
+        longest(self.tokens, self.shape.rows, self.row_parts)
     }
 
     pub(super) fn widest(&self) -> usize {
-        (0..self.columns.len())
-            .flat_map(|job| {
-                (0..self.column_parts[job]).map(move |part| self.columns(job, part).len())
-            })
+        let jobs = self.columns.iter().zip(&self.column_parts);
+        jobs.map(|(&columns, &parts)| longest(columns, self.shape.columns, parts))
             .max()
             .unwrap_or(0)
     }
@@ -156,9 +151,45 @@ const MOST_COLUMNS: usize = 288;
 /// Rows below which a task is not cut.
 const LEAST_TASK_ROWS: usize = 64;
 
+/// The longest of these parts, without looking at all of them: there may be a hundred thousand.
+fn longest(total: usize, block: usize, parts: usize) -> usize {
+    let blocks = total.div_ceil(block);
+    let (each, more) = (blocks / parts, blocks % parts);
+    // `more` parts have a block more. The last is one of them, and may end within a block.
+    let last = even(total, block, parts - 1, parts).len();
+    let others = match (parts, more) {
+        (1, _) => 0,
+        (_, 0 | 1) => each * block,
+        _ => (each + 1) * block,
+    };
+    last.max(others)
+}
+
 /// A part of `0..total`, cut between blocks.
 fn even(total: usize, block: usize, part: usize, parts: usize) -> Range<usize> {
     let blocks = total.div_ceil(block);
     let edge = |part: usize| total.min(part * blocks / parts * block);
     edge(part)..edge(part + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_part_is_the_longest_of_all() {
+        for total in [1usize, 5, 6, 7, 12, 13, 64, 100, 1000] {
+            for block in [1, 6, 8] {
+                for parts in 1..=total.div_ceil(block) {
+                    let all = (0..parts).map(|part| even(total, block, part, parts).len());
+                    assert_eq!(
+                        Some(longest(total, block, parts)),
+                        all.max(),
+                        "{total} by {block} in {parts}"
+                    );
+                }
+            }
+        }
+        assert_eq!(longest(0, 8, 1), 0);
+    }
 }

@@ -48,8 +48,9 @@ const ON_DARK: RGBColor = RGBColor(0xfe, 0xfe, 0xfe);
 /// When drawing fails.
 pub fn sparsity(manifest: &Manifest) -> Result<Option<Figure>> {
     let Some(grid) = Grid::new(manifest, |matrix| {
-        let weights = matrix.shape[0] * matrix.shape[1];
-        (weights > 0).then(|| matrix.zeros as f64 / weights as f64)
+        let [rows, columns] = matrix.shape.map(|size| size as f64);
+        let weights = rows * columns;
+        (weights > 0.0).then(|| matrix.zeros as f64 / weights)
     }) else {
         return Ok(None);
     };

@@ -17,17 +17,22 @@ use prune::model::{DecoderLayer, Head, LlamaConfig};
 use prune::pipeline::LayerRatios;
 use prune::placement::Device;
 use prune::placement::device_map::Prefixes;
-use prune::run::Silent;
+use prune::report::comparison::NamedRun;
+use prune::report::page::Report;
+use prune::run::{Manifest, Silent};
 use tempfile::TempDir;
 
 use super::mutators::spoil;
 use super::{documents, parquet_bytes};
+use crate::cli::Place;
 
 /// Good files, made once.
 struct Good {
     folder: TempDir,
     sharded: TempDir,
     tokenizer: Tokenizer,
+    /// The record of a run.
+    record: Vec<u8>,
 }
 
 static GOOD: LazyLock<Good> = LazyLock::new(|| {
@@ -47,7 +52,19 @@ static GOOD: LazyLock<Good> = LazyLock::new(|| {
     };
     let folder = write(ByteSize(1 << 30));
     let tokenizer = Tokenizer::load(&folder.path().join("m")).expect("a tokenizer");
+    let place = Place::new();
+    place.prune(&[
+        "--model",
+        "m",
+        "--sparsity-ratio",
+        "0.5",
+        "--eval",
+        "both",
+        "--save",
+        "out",
+    ]);
     Good {
+        record: fs::read(place.path("out/run.json")).expect("a finished run"),
         folder,
         sharded: write(ByteSize(4 << 10)),
         tokenizer,
@@ -157,6 +174,23 @@ proptest! {
         for ratios in [&br#"[0.5, 0.25, 0.125]"#[..], br#"{"0": 0.3, "31": 0.7}"#] {
             let (_folder, path) = file("ratios.json", ratios, seed);
             let _ = LayerRatios::load(&path);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(100))]
+
+    #[test]
+    fn spoilt_records_are_drawn_or_refused(seed: u64) {
+        let record = spoilt(&GOOD.record, seed);
+        if let Ok(manifest) = serde_json::from_slice::<Manifest>(&record) {
+            let other = serde_json::from_slice(&GOOD.record).expect("a good record");
+            let run = |name: &str, manifest| NamedRun { name: name.into(), manifest };
+            let runs = [run("a", manifest), run("b", other)];
+            let _ = Report::of(&runs[..1]);
+            let _ = Report::of(&runs);
+            let _ = runs[0].manifest.exceeded_plan();
         }
     }
 }
