@@ -5,7 +5,6 @@
 //! the index names. Offline, the same files are looked for in the cache.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
@@ -17,7 +16,7 @@ use super::listing::{Listing, listing};
 use super::meter::Meter;
 use super::transfer::Transfer;
 use super::{Hub, ModelFiles, Snapshot};
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, read_whole};
 use crate::failure::Failure;
 use crate::run::Events;
 
@@ -25,6 +24,8 @@ pub(super) const CONFIG: &str = "config.json";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 pub(super) const SINGLE: &str = "model.safetensors";
 const TOKENIZER: &str = "tokenizer.json";
+/// The largest index that is read; the reader of folders draws the same line.
+const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);
 
 /// The part of the index that names the shards.
 #[derive(Deserialize)]
@@ -111,7 +112,8 @@ impl Hub {
                 .iter()
                 .map(|name| list.files.get(*name).copied().flatten());
             let total = sizes.collect::<Option<Vec<u64>>>().unwrap_or_default();
-            let total = ByteSize(total.into_iter().sum());
+            // Sums of sizes saturate; these are whatever the hub says.
+            let total = total.into_iter().map(ByteSize).sum();
             let mut meter = Meter::start(events, format!("download {}", repo.id()), total);
             for name in missing {
                 fetch(name, Some(&mut meter))?;
@@ -195,7 +197,7 @@ pub(super) fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
         .detail(format!("`{}`: {why}", path.display()))
         .hint("remove that file to download it again, or use another --revision")
     };
-    let text = fs::read(&path).map_err(|error| unusable(error.to_string()))?;
+    let text = read_whole(&path, LARGEST_INDEX).map_err(|error| unusable(error.to_string()))?;
     let index: Index =
         serde_json::from_slice(&text).map_err(|error| unusable(error.to_string()))?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
