@@ -30,6 +30,8 @@ use crate::cli::Place;
 struct Good {
     folder: TempDir,
     sharded: TempDir,
+    /// The name of one of its files.
+    shard: String,
     tokenizer: Tokenizer,
     /// The record of a run.
     record: Vec<u8>,
@@ -63,10 +65,22 @@ static GOOD: LazyLock<Good> = LazyLock::new(|| {
         "--save",
         "out",
     ]);
+    let sharded = write(ByteSize(4 << 10));
+    let names = fs::read_dir(sharded.path().join("m")).expect("written above");
+    let mut names = names.map(|entry| {
+        entry
+            .expect("written above")
+            .file_name()
+            .to_string_lossy()
+            .into_owned()
+    });
     Good {
+        shard: names
+            .find(|name| name.contains("-00002-of-"))
+            .expect("more than one shard"),
         record: fs::read(place.path("out/run.json")).expect("a finished run"),
         folder,
-        sharded: write(ByteSize(4 << 10)),
+        sharded,
         tokenizer,
     }
 });
@@ -74,6 +88,7 @@ static GOOD: LazyLock<Good> = LazyLock::new(|| {
 /// A copy of a checkpoint whose file `name` is spoilt.
 fn with_spoilt(checkpoint: &TempDir, name: &str, seed: u64) -> TempDir {
     let copy = tempfile::tempdir().expect("a temporary folder");
+    assert!(checkpoint.path().join("m").join(name).exists(), "{name}");
     for entry in fs::read_dir(checkpoint.path().join("m")).expect("written above") {
         let path = entry.expect("written above").path();
         let to = copy.path().join(path.file_name().expect("a file's name"));
@@ -157,7 +172,7 @@ proptest! {
         for name in ["model.safetensors", "config.json"] {
             open(with_spoilt(&GOOD.folder, name, seed).path())?;
         }
-        for name in ["model.safetensors.index.json", "model-00002-of-00009.safetensors"] {
+        for name in ["model.safetensors.index.json", &GOOD.shard] {
             open(with_spoilt(&GOOD.sharded, name, seed).path())?;
         }
     }
