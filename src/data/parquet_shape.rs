@@ -142,7 +142,7 @@ fn check_groups(children: &[i64]) -> Result<(), Refusal> {
 
 /// Checks the pages of a chunk, header by header.
 fn check_pages(file: &File, file_bytes: u64, chunk: Chunk) -> Result<(), Refusal> {
-    let begin = chunk.dictionary.unwrap_or(chunk.data).min(chunk.data);
+    let begin = chunk.dictionary.unwrap_or(chunk.data);
     let end = begin.checked_add(chunk.bytes);
     let (Ok(mut at), Some(Ok(end))) = (u64::try_from(begin), end.map(u64::try_from)) else {
         return Err("a column's place in it is negative".into());
@@ -435,6 +435,93 @@ mod tests {
                 .unwrap_err()
                 .contains("within one another")
         );
+    }
+
+    /// The header of a dictionary page.
+    fn page(unpacked: i64, packed: i64, values: i64) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let mut number = |head: &[u8], number: i64| {
+            bytes.extend_from_slice(head);
+            let mut left = ((number << 1) ^ (number >> 63)) as u64;
+            while left >= 0x80 {
+                bytes.push(left as u8 | 0x80);
+                left >>= 7;
+            }
+            bytes.push(left as u8);
+        };
+        // 1 type, 2 uncompressed_page_size, 3 compressed_page_size, each a step of one; 7 dictionary_page_header, 1 num_values.
+        number(&[0x15], 2);
+        number(&[0x15], unpacked);
+        number(&[0x15], packed);
+        number(&[0x4c, 0x15], values);
+        bytes.extend([0, 0]);
+        bytes
+    }
+
+    #[test]
+    fn pages_must_lie_in_their_column_and_hold_what_they_announce() {
+        use std::io::Write;
+
+        let said = |pages: &[(i64, i64, i64)]| {
+            let mut bytes = Vec::new();
+            for &(unpacked, packed, values) in pages {
+                bytes.extend(page(unpacked, packed, values));
+                bytes.resize(bytes.len() + packed.clamp(0, 100) as usize, 0xff);
+            }
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(&bytes).unwrap();
+            let chunk = Chunk {
+                bytes: bytes.len() as i64,
+                ..Chunk::default()
+            };
+            check_pages(&file, bytes.len() as u64, chunk)
+                .err()
+                .unwrap_or_default()
+        };
+        assert_eq!(said(&[(40, 20, 10), (LARGEST_PAGE, 0, 0)]), "");
+        for (page, why) in [
+            (
+                (40, 20, 11),
+                "a dictionary of 40 bytes is said to have 11 values",
+            ),
+            ((40, 20, -1), "is said to have -1 values"),
+            (
+                (40, 20, i64::from(i32::MAX)),
+                "is said to have 2147483647 values",
+            ),
+            (
+                (LARGEST_PAGE + 1, 20, 0),
+                "is said to unpack to 268435457 bytes",
+            ),
+            ((-1, 20, 0), "is said to unpack to -1 bytes"),
+            (
+                (40, 101, 0),
+                "is said to have 101 bytes, its column ends at byte",
+            ),
+            ((40, -20, 0), "is said to have -20 bytes"),
+            (
+                (40, i64::MAX, 0),
+                "is said to have 9223372036854775807 bytes",
+            ),
+        ] {
+            let refused = said(&[(40, 20, 10), page]);
+            assert!(refused.contains(why), "{refused}");
+        }
+        let file = tempfile::tempfile().unwrap();
+        for (data, bytes, file_bytes) in [
+            (-1, 5, 10),
+            (8, 5, 10),
+            (0, -1, 10),
+            (i64::MAX, 1, 10),
+            (0, 5, 10),
+        ] {
+            let chunk = Chunk {
+                data,
+                bytes,
+                ..Chunk::default()
+            };
+            assert!(check_pages(&file, file_bytes, chunk).is_err(), "{chunk:?}");
+        }
     }
 
     #[test]
