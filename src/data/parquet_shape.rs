@@ -1,11 +1,11 @@
 //! What a parquet file says about itself, looked at before its reader believes it.
 //!
-//! The reader allocates what counts in the file announce: children of a group, values of a dictionary, bytes of a page; and it follows
-//! groups within groups as deep as they go. Here these numbers are held against the bytes that are there: one walk over the
-//! footer, and one over the headers of a column's pages.
+//! The reader allocates what counts in the file announce: children of a group, values of a dictionary, bytes of a page; and it
+//! follows groups within groups as deep as they go. Here these numbers are held against the bytes that are there: one walk over
+//! the footer, and one over the headers of a column's pages.
 //!
-//! Both are structures of Thrift's compact protocol: fields by id, each with a type; numbers in groups of seven bits; lists with their
-//! size; byte strings with their length. Ids are those of `parquet.thrift` of the parquet-format project.
+//! Both are structures of Thrift's compact protocol: fields by id, each with a type; numbers in groups of seven bits; lists with
+//! their size; byte strings with their length. Ids are those of `parquet.thrift` of the parquet-format project.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};

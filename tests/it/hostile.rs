@@ -226,6 +226,12 @@ fn an_index_names_files_in_its_folder_and_tensors_that_are_there() {
         put(&place, index, text);
         refuses(&place, &[], 1, first, AGAIN);
     }
+    // Nothing but zeros, most of them not even on the disk.
+    let larger = fs::File::create(place.path(index)).unwrap();
+    larger.set_len(1 << 32).unwrap();
+    let first = cannot("it is larger than 64.00 MiB, the most that is read of such a file");
+    let ran = place.run(&["inspect", "m"]);
+    assert_eq!((ran.code, ran.stderr), (1, format!("{first}\n{AGAIN}\n")));
     put(&place, index, &good);
     edit_json(&place.path(index), |json| {
         json["weight_map"]["model.layers.7.what"] = json["weight_map"]["model.norm.weight"].clone();
