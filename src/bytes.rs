@@ -15,6 +15,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 
+/// The bytes behind 64 hexadecimal digits: a SHA-256 as [`hex`] writes it.
+pub fn unhex(digits: &str) -> Option<[u8; 32]> {
+    let mut bytes = [0; 32];
+    if digits.len() != 64 || !digits.is_ascii() {
+        return None;
+    }
+    for (byte, at) in bytes.iter_mut().zip((0..64).step_by(2)) {
+        *byte = u8::from_str_radix(digits.get(at..at + 2)?, 16).ok()?;
+    }
+    Some(bytes)
+}
+
 /// Bytes as lower-case hexadecimal digits: how hashes are written.
 pub fn hex(bytes: &[u8]) -> String {
     use fmt::Write;

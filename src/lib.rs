@@ -6,6 +6,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod data;
 pub mod demo;
+pub mod disk;
 pub mod eval;
 pub mod failure;
 pub mod generation;

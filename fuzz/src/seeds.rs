@@ -99,6 +99,16 @@ fn main() {
     );
     put("layer_ratios", "list", b"[0.5, 0.25, 0.125]");
     put("layer_ratios", "some", br#"{"0": 0.3, "31": 0.7}"#);
+    put(
+        "state",
+        "good",
+        br#"{"schema":1,"arguments":["prune"],"started_unix_seconds":1,"settings":{"eval":"none"},"layers":[{"layer":0,"seconds":0.5,
+        "sparsity":0.5,"matrices":[{"name":"model.layers.0.self_attn.q_proj","shape":[8,8],"zeros_before":0,"zeros":32,"pruned":32,
+        "mask_sha256":"00","relative_output_error":0.25}]}],"tensors":{"model.layers.0.self_attn.q_proj.weight":
+        "0011223344556677889900112233445566778899001122334455667788990011"},"perplexity":{"dense":null,"pruned":{"perplexity":9.5,
+        "mean_loss":2.25,"standard_error":0.0,"windows":1,"seqlen":8}},"warnings":[],"sessions":[{"started_unix_seconds":1,"seconds":2.5,
+        "first_layer":0}],"phases":[{"phase":"read","seconds":0.5,"peak_anonymous":1}],"memory":[]}"#,
+    );
     put("tokenizer", "good", &read("m/tokenizer.json"));
     put("tokenizer", "llama2", br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{"id":1,"content":"<s>","single_word":false,
         "lstrip":false,"rstrip":false,"normalized":false,"special":true}],"normalizer":{"type":"Sequence","normalizers":[{"type":"Prepend",

@@ -1,10 +1,10 @@
 //! Small files that appear whole or not at all: written beside their name, synced, then renamed onto it.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::disk;
 use crate::failure::Failure;
 
 /// Writes `bytes` to `path` so that a crash leaves either the old file or the new one, never a part.
@@ -17,7 +17,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let written = write_and_rename(&temporary, path, bytes);
     if written.is_err() {
         // The first error is the one to tell; a leftover temporary file harms nobody.
-        let _ = fs::remove_file(&temporary);
+        let _ = disk::remove(&temporary);
     }
     written.map_err(|error| cannot_write(path, &error).into())
 }
@@ -28,7 +28,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
 ///
 /// Fails when the folder cannot be opened or the device reports an error.
 pub fn sync_folder(folder: &Path) -> anyhow::Result<()> {
-    sync_names(folder).map_err(|error| cannot_write(folder, &error).into())
+    disk::sync_folder(folder).map_err(|error| cannot_write(folder, &error).into())
 }
 
 /// The failure of any write below `path`, with a hint where the disk is full.
@@ -44,15 +44,12 @@ pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
 }
 
 fn write_and_rename(temporary: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = File::create(temporary)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
+    let file = disk::create(temporary)?;
+    disk::write_all_at(&file, bytes, 0)?;
+    disk::sync(&file)?;
     drop(file);
-    fs::rename(temporary, path)?;
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => sync_names(folder),
-        _ => sync_names(Path::new(".")),
-    }
+    disk::rename(temporary, path)?;
+    disk::sync_folder(path.parent().unwrap_or(Path::new(".")))
 }
 
 /// `run.json` → `.run.json.1234.tmp`: hidden, and private to this process.
@@ -63,19 +60,10 @@ fn temporary_name(path: &Path) -> PathBuf {
     path.with_file_name(name)
 }
 
-#[cfg(unix)]
-fn sync_names(folder: &Path) -> io::Result<()> {
-    File::open(folder)?.sync_all()
-}
-
-#[cfg(not(unix))]
-fn sync_names(_: &Path) -> io::Result<()> {
-    // Folders cannot be opened as files here; NTFS journals its names.
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

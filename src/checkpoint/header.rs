@@ -14,8 +14,8 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
-use super::positioned::read_exact_at;
 use crate::bytes::ByteSize;
+use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 
 /// Bytes before the JSON: its length.

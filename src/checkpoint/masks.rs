@@ -4,7 +4,7 @@
 //! under a partial name; no mask is kept in memory. The file is read back before it gets its name.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
@@ -14,10 +14,11 @@ use sha2::{Digest, Sha256};
 use super::atomic::{cannot_write, sync_folder};
 use super::header::encode_header;
 use super::meter::Meter;
-use super::positioned::{read_exact_at, write_all_at};
 use super::target::allocate_file;
 use super::{CHUNK_BYTES, PARTIAL_SUFFIX};
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, hex};
+use crate::disk;
+use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 use crate::run::Events;
 
@@ -50,22 +51,15 @@ struct Slot {
     digest: Option<[u8; 32]>,
 }
 
-impl MaskWriter {
-    /// Allocates the file for masks of these matrices, `(name, [out_features, in_features])`, as `<path>.partial`.
-    ///
-    /// The metadata of the file is `metadata` (how the masks came about) and, added here, the version and the layout in
-    /// words and every matrix's shape as JSON. Tensors lie in the order of their names, as safetensors' own writer puts
-    /// them.
-    ///
-    /// # Errors
-    ///
-    /// Fails when the disk refuses or has no room; then no partial file stays.
-    pub fn create(
-        path: &Path,
-        matrices: &BTreeMap<String, [usize; 2]>,
-        mut metadata: BTreeMap<String, String>,
-        events: &dyn Events,
-    ) -> anyhow::Result<Self> {
+/// What the file of masks will be.
+struct Layout {
+    header: Vec<u8>,
+    file_bytes: u64,
+    masks: BTreeMap<String, Slot>,
+}
+
+impl Layout {
+    fn of(matrices: &BTreeMap<String, [usize; 2]>, mut metadata: BTreeMap<String, String>) -> Self {
         let shapes =
             serde_json::to_string(matrices).expect("strings and integers always have a JSON form");
         for (key, text) in [
@@ -93,17 +87,6 @@ impl MaskWriter {
             .collect();
         let header = encode_header(&metadata, &tensors);
         let file_bytes = (header.len() + end) as u64;
-        let mut partial = path.as_os_str().to_owned();
-        partial.push(PARTIAL_SUFFIX);
-        let partial = PathBuf::from(partial);
-        let mut meter = Meter::start(events, "allocate masks", file_bytes);
-        let file = allocate_file(&partial, &header, file_bytes, &mut meter).map_err(|error| {
-            // The error is the one to tell.
-            let _ = fs::remove_file(&partial);
-            cannot_write(&partial, &error)
-                .detail(format!("the masks need {}", ByteSize(file_bytes)))
-        })?;
-        meter.finish();
         let masks = tensors
             .into_iter()
             .map(|(name, info)| {
@@ -116,12 +99,131 @@ impl MaskWriter {
                 (name, slot)
             })
             .collect();
+        Self {
+            header,
+            file_bytes,
+            masks,
+        }
+    }
+}
+
+fn partial_of(path: &Path) -> PathBuf {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(PARTIAL_SUFFIX);
+    PathBuf::from(partial)
+}
+
+impl MaskWriter {
+    /// Allocates the file for masks of these matrices, `(name, [out_features, in_features])`, as `<path>.partial`.
+    ///
+    /// The metadata of the file is `metadata` (how the masks came about) and, added here, the version and the layout in
+    /// words and every matrix's shape as JSON. Tensors lie in the order of their names, as safetensors' own writer puts
+    /// them.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the disk refuses or has no room; then no partial file stays.
+    pub fn create(
+        path: &Path,
+        matrices: &BTreeMap<String, [usize; 2]>,
+        metadata: BTreeMap<String, String>,
+        events: &dyn Events,
+    ) -> anyhow::Result<Self> {
+        let layout = Layout::of(matrices, metadata);
+        let partial = partial_of(path);
+        let mut meter = Meter::start(events, "allocate masks", layout.file_bytes);
+        let allocated = allocate_file(&partial, &layout.header, layout.file_bytes, &mut meter)
+            .and_then(|file| {
+                disk::sync_folder(path.parent().unwrap_or(Path::new(".")))?;
+                Ok(file)
+            });
+        let file = allocated.map_err(|error| {
+            // The error is the one to tell.
+            let _ = disk::remove(&partial);
+            cannot_write(&partial, &error)
+                .detail(format!("the masks need {}", ByteSize(layout.file_bytes)))
+        })?;
+        meter.finish();
         Ok(Self {
             path: path.to_path_buf(),
             partial,
             file,
-            masks,
+            masks: layout.masks,
         })
+    }
+
+    /// Takes the file up again that an earlier process left, finished or not, and holds each mask of `finished` (matrix → SHA-256 of
+    /// its bits, in hex) against its hash; returns the names of those that are not what was written, too. `None` where the file is
+    /// missing or another.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the file cannot be read or renamed.
+    pub fn reopen(
+        path: &Path,
+        matrices: &BTreeMap<String, [usize; 2]>,
+        metadata: BTreeMap<String, String>,
+        finished: &BTreeMap<String, String>,
+    ) -> anyhow::Result<Option<(Self, Vec<String>)>> {
+        let Layout {
+            header,
+            file_bytes,
+            mut masks,
+        } = Layout::of(matrices, metadata);
+        let partial = partial_of(path);
+        if !partial.is_file() {
+            if !path.is_file() {
+                return Ok(None);
+            }
+            disk::rename(path, &partial).map_err(|error| cannot_write(path, &error))?;
+        }
+        let cannot = |error: std::io::Error| cannot_write(&partial, &error);
+        let file = disk::open(&partial).map_err(cannot)?;
+        let length = file.metadata().map_err(cannot)?.len();
+        let mut found = vec![0; header.len()];
+        if length != file_bytes || read_exact_at(&file, &mut found, 0).is_err() || found != header {
+            return Ok(None);
+        }
+        let mut damaged = Vec::new();
+        for (name, digest) in finished {
+            let Some(slot) = masks.get_mut(name) else {
+                damaged.push(name.clone());
+                continue;
+            };
+            let mut bits = vec![0; slot.bytes];
+            read_exact_at(&file, &mut bits, slot.offset).map_err(cannot)?;
+            let found: [u8; 32] = Sha256::digest(&bits).into();
+            if hex(&found) == *digest {
+                slot.digest = Some(found);
+            } else {
+                damaged.push(name.clone());
+            }
+        }
+        let writer = Self {
+            path: path.to_path_buf(),
+            partial,
+            file,
+            masks,
+        };
+        Ok(Some((writer, damaged)))
+    }
+
+    /// Forgets masks that were written, so that they are written again.
+    pub fn forget<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
+        for name in names {
+            if let Some(slot) = self.masks.get_mut(name) {
+                slot.digest = None;
+            }
+        }
+    }
+
+    /// Waits until every mask written so far is on the disk.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the device reports an error.
+    pub fn sync(&self) -> anyhow::Result<()> {
+        disk::sync(&self.file).map_err(|error| cannot_write(&self.partial, &error).into())
     }
 
     /// Writes the packed `bits` of the matrix `name`.
@@ -143,7 +245,7 @@ impl MaskWriter {
                 bits.len()
             );
         }
-        write_all_at(&self.file, bits, slot.offset).map_err(|error| {
+        disk::write_all_at(&self.file, bits, slot.offset).map_err(|error| {
             cannot_write(&self.partial, &error)
                 .detail(format!("while writing the mask of `{name}`"))
         })?;
@@ -164,8 +266,7 @@ impl MaskWriter {
             file,
             masks,
         } = self;
-        file.sync_all()
-            .map_err(|error| cannot_write(&partial, &error))?;
+        disk::sync(&file).map_err(|error| cannot_write(&partial, &error))?;
         let mut buffer = Vec::new();
         for (name, slot) in &masks {
             let Some(written) = slot.digest else {
@@ -191,7 +292,7 @@ impl MaskWriter {
         }
         // Windows renames no open file.
         drop(file);
-        fs::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
+        disk::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
         match path
             .parent()
             .filter(|folder| !folder.as_os_str().is_empty())
@@ -204,6 +305,8 @@ impl MaskWriter {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use safetensors::SafeTensors;
 
     use super::super::test_files::folder;

@@ -7,6 +7,7 @@
 //! | `header` | the header of one shard: parse, check, write |
 //! | `source` | [`Checkpoint`], the [`WeightSource`] over open files |
 //! | `writer` | [`CheckpointWriter`], the [`WeightSink`] into `*.partial` files |
+//! | `written` | [`Written`], the model half-way through a run |
 //! | `target` | the output folder: refused, or its files allocated |
 //! | `verify`, `verify_tensor` | reading the written files back before they get their names |
 //! | `elements` | stored elements as bits: zeros, changes, places |
@@ -15,7 +16,6 @@
 //! | `sidecars` | config, tokenizer and licence files that travel along |
 //! | `atomic` | small files that appear whole or not at all |
 //! | `meter` | progress of long copies, as events |
-//! | `positioned` | reads and writes at an offset, the same on every platform |
 //!
 //! Nothing is memory mapped: resident memory is what was asked for, and a truncated file is an error, not a signal.
 
@@ -26,7 +26,6 @@ mod header;
 mod headers_only;
 mod masks;
 mod meter;
-pub(crate) mod positioned;
 mod scan;
 mod sidecars;
 mod source;
@@ -34,6 +33,7 @@ mod target;
 mod verify;
 mod verify_tensor;
 mod writer;
+mod written;
 
 #[cfg(test)]
 mod header_tests;
@@ -51,11 +51,12 @@ pub use headers_only::HeadersOnly;
 pub use masks::{MASKS_FILE, MaskWriter};
 pub(crate) use meter::Meter;
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
-pub use sidecars::{is_model_file, sidecars_in};
+pub use sidecars::{SUMS_FILE, is_model_file, sidecars_in};
 pub use source::{Checkpoint, Shard, WeightSource};
-pub use target::refuse_source_folder;
+pub use target::{output_bytes, refuse_source_folder};
 pub use verify::{ExpectedMatrix, MatrixZeros, Verification, VerifiedFile, VerifyLevel};
-pub use writer::{CheckpointWriter, WeightSink};
+pub use writer::{CheckpointWriter, Reopened, WeightSink};
+pub use written::Written;
 
 /// The single-file name every loader looks for.
 pub const SINGLE_FILE: &str = "model.safetensors";

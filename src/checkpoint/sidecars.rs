@@ -3,15 +3,25 @@
 //! Without the tokenizer the output is not a model; without the licence it may not be passed on.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read};
 use std::path::Path;
+
+use sha2::{Digest, Sha256};
 
 use super::INDEX_FILE;
 use super::atomic::cannot_write;
+use crate::bytes::hex;
+use crate::disk;
 use crate::failure::Failure;
 
 /// The file that makes a folder a model: written last, so that a half-written folder never loads.
 pub(super) const CONFIG_FILE: &str = "config.json";
+
+/// What [`copy_sidecar`] moves at once.
+const COPY_BYTES: usize = 1 << 20;
+
+/// Hashes of all files beside it, as `sha256sum -c` reads them.
+pub const SUMS_FILE: &str = "SHA256SUMS";
 
 const NAMES: [&str; 12] = [
     "generation_config.json",
@@ -62,12 +72,13 @@ pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
 pub fn is_model_file(name: &str) -> bool {
     let finished = name.strip_suffix(super::PARTIAL_SUFFIX).unwrap_or(name);
     finished.ends_with(".safetensors")
+        || finished == SUMS_FILE
         || NAMES.contains(&finished)
         || PREFIXES.iter().any(|prefix| finished.starts_with(prefix))
 }
 
-/// Copies one file so that it appears whole, and waits until it is on the disk.
-pub(super) fn copy_sidecar(source: &Path, target: &Path, name: &str) -> anyhow::Result<()> {
+/// Copies one file so that it appears whole, waits until it is on the disk, and returns the SHA-256 of its bytes, in hex.
+pub(super) fn copy_sidecar(source: &Path, target: &Path, name: &str) -> anyhow::Result<String> {
     let (from, to) = (source.join(name), target.join(name));
     let temporary = target.join(format!("{name}{}", super::PARTIAL_SUFFIX));
     let cannot = |error: io::Error| cannot_write(&to, &error);
@@ -75,12 +86,25 @@ pub(super) fn copy_sidecar(source: &Path, target: &Path, name: &str) -> anyhow::
         Failure::new(format!("cannot open `{}`", from.display())).detail(error.to_string())
     })?;
     // Not `fs::copy`: it would also copy a read-only mode.
-    let mut writer = File::create(&temporary).map_err(cannot)?;
-    io::copy(&mut reader, &mut writer).map_err(cannot)?;
-    writer.sync_all().map_err(cannot)?;
+    let writer = disk::create(&temporary).map_err(cannot)?;
+    let (mut hasher, mut buffer) = (Sha256::new(), vec![0; COPY_BYTES]);
+    let mut at = 0;
+    loop {
+        let length = reader.read(&mut buffer).map_err(|error| {
+            Failure::new(format!("cannot read `{}`", from.display())).detail(error.to_string())
+        })?;
+        let bytes = &buffer[..length];
+        if bytes.is_empty() {
+            break;
+        }
+        disk::write_all_at(&writer, bytes, at).map_err(cannot)?;
+        hasher.update(bytes);
+        at += length as u64;
+    }
+    disk::sync(&writer).map_err(cannot)?;
     drop(writer);
-    fs::rename(&temporary, &to).map_err(cannot)?;
-    Ok(())
+    disk::rename(&temporary, &to).map_err(cannot)?;
+    Ok(hex(&hasher.finalize()))
 }
 
 #[cfg(test)]

@@ -5,15 +5,19 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::folder::{FolderWeights, find_weights};
 use super::header::{Header, TensorEntry};
-use super::positioned::read_exact_at;
 use crate::bytes::{ByteSize, hex};
+use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
+
+/// What [`Checkpoint::fingerprint`] takes of a tensor at each of three places.
+const FINGERPRINT_BYTES: usize = 512;
 
 /// Where weights come from: tensors by name, their bytes by range.
 pub trait WeightSource: Send + Sync {
@@ -198,6 +202,37 @@ impl Checkpoint {
             hasher.update(&shard.header);
         }
         hex(&hasher.finalize())
+    }
+
+    /// [`Checkpoint::identity`] and a few bytes from the beginning, the middle and the end of every tensor, hashed: tells
+    /// checkpoints of one architecture apart without reading them whole. Two that differ only elsewhere share it.
+    ///
+    /// # Errors
+    ///
+    /// Fails when a file cannot be read.
+    pub fn fingerprint(&self) -> anyhow::Result<String> {
+        let pieces: anyhow::Result<Vec<[u8; 3 * FINGERPRINT_BYTES]>> = self
+            .entries
+            .par_iter()
+            .map(|entry| {
+                let mut pieces = [0; 3 * FINGERPRINT_BYTES];
+                let length = FINGERPRINT_BYTES.min(entry.bytes as usize);
+                let last = entry.bytes - length as u64;
+                for (piece, start) in pieces
+                    .chunks_mut(FINGERPRINT_BYTES)
+                    .zip([0, last / 2, last])
+                {
+                    self.read(entry, start, &mut piece[..length])?;
+                }
+                Ok(pieces)
+            })
+            .collect();
+        let mut hasher = Sha256::new();
+        hasher.update(self.identity());
+        for pieces in pieces? {
+            hasher.update(pieces);
+        }
+        Ok(hex(&hasher.finalize()))
     }
 
     /// The index of the tensor `name` in [`Checkpoint::tensors`].

@@ -2,15 +2,19 @@
 //! room. A full disk is found here, before the work, not in the middle of it.
 
 use std::collections::HashSet;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::fs::{self, File};
+use std::io;
 use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use super::atomic::cannot_write;
 use super::meter::Meter;
+use super::sidecars::CONFIG_FILE;
 use super::source::Checkpoint;
 use super::{CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX};
 use crate::bytes::ByteSize;
+use crate::disk;
+use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 use crate::run::Events;
 
@@ -25,6 +29,78 @@ pub(super) struct OutputShard {
     pub(super) header: Vec<u8>,
     /// Its final length.
     pub(super) file_bytes: u64,
+    /// Written to since it was synced.
+    pub(super) is_dirty: AtomicBool,
+}
+
+/// What one file of the output will be: its name without [`PARTIAL_SUFFIX`], header and final length.
+fn planned(source: &Checkpoint, target: &Path) -> Vec<(PathBuf, Vec<u8>, u64)> {
+    let shards = source.shards().iter();
+    shards
+        .map(|shard| {
+            let header = shard.output_header.0.clone();
+            let file_bytes = header.len() as u64 + (shard.file_bytes - shard.data_start);
+            (target.join(&shard.file_name), header, file_bytes)
+        })
+        .collect()
+}
+
+/// Bytes of the files an output of `source` needs.
+pub fn output_bytes(source: &Checkpoint) -> ByteSize {
+    let planned = planned(source, Path::new(""));
+    planned.iter().map(|(_, _, bytes)| ByteSize(*bytes)).sum()
+}
+
+fn partial_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(PARTIAL_SUFFIX);
+    name.into()
+}
+
+/// The files an earlier process allocated for this very output, and those it published already (their final names); `None` where
+/// one is missing or another. Changes nothing.
+pub(super) fn left_behind(
+    source: &Checkpoint,
+    target: &Path,
+) -> anyhow::Result<Option<(Vec<OutputShard>, Vec<PathBuf>)>> {
+    let (mut shards, mut published) = (Vec::new(), Vec::new());
+    for (path, header, file_bytes) in planned(source, target) {
+        let partial = partial_of(&path);
+        let is_published = !partial.is_file();
+        let there = if is_published { &path } else { &partial };
+        if !there.is_file() {
+            return Ok(None);
+        }
+        let cannot = |error: io::Error| cannot_write(there, &error);
+        let file = disk::open(there).map_err(cannot)?;
+        let length = file.metadata().map_err(cannot)?.len();
+        let mut found = vec![0; header.len()];
+        if length != file_bytes || read_exact_at(&file, &mut found, 0).is_err() || found != header {
+            return Ok(None);
+        }
+        if is_published {
+            published.push(path);
+        }
+        shards.push(OutputShard {
+            partial,
+            file,
+            header,
+            file_bytes,
+            is_dirty: AtomicBool::new(true),
+        });
+    }
+    Ok(Some((shards, published)))
+}
+
+/// Gives published files their partial names back: nothing may load while it is not finished.
+pub(super) fn unpublish(target: &Path, published: &[PathBuf]) -> anyhow::Result<()> {
+    let config = target.join(CONFIG_FILE);
+    disk::remove(&config).map_err(|error| cannot_write(&config, &error))?;
+    for path in published {
+        disk::rename(path, &partial_of(path)).map_err(|error| cannot_write(path, &error))?;
+    }
+    // Otherwise a power cut could bring the names back over weights that are being written again.
+    disk::sync_folder(target).map_err(|error| cannot_write(target, &error).into())
 }
 
 /// Makes the partial files in their final size: headers, then zeros. On failure none of them stays.
@@ -33,29 +109,20 @@ pub(super) fn allocate(
     target: &Path,
     events: &dyn Events,
 ) -> anyhow::Result<Vec<OutputShard>> {
-    let plan: Vec<(PathBuf, Vec<u8>, u64)> = source
-        .shards()
-        .iter()
-        .map(|shard| {
-            let header = shard.output_header.0.clone();
-            let file_bytes = header.len() as u64 + (shard.file_bytes - shard.data_start);
-            (
-                target.join(format!("{}{PARTIAL_SUFFIX}", shard.file_name)),
-                header,
-                file_bytes,
-            )
-        })
-        .collect();
+    let plan = planned(source, target);
     let needed: u64 = plan.iter().map(|(_, _, file_bytes)| file_bytes).sum();
     let mut meter = Meter::start(events, "allocate", needed);
     let mut shards: Vec<OutputShard> = Vec::with_capacity(plan.len());
-    for (partial, header, file_bytes) in plan {
+    for (path, header, file_bytes) in plan {
+        events.check()?;
+        let partial = partial_of(&path);
         match allocate_file(&partial, &header, file_bytes, &mut meter) {
             Ok(file) => shards.push(OutputShard {
                 partial,
                 file,
                 header,
                 file_bytes,
+                is_dirty: AtomicBool::new(false),
             }),
             Err(error) => {
                 // Windows removes no open file, so the handles go first.
@@ -64,7 +131,7 @@ pub(super) fn allocate(
                 partials.push(partial.clone());
                 for made in &partials {
                     // The error below is the one to tell.
-                    let _ = fs::remove_file(made);
+                    let _ = disk::remove(made);
                 }
                 return Err(cannot_write(&partial, &error)
                     .detail(format!(
@@ -75,6 +142,7 @@ pub(super) fn allocate(
             }
         }
     }
+    disk::sync_folder(target).map_err(|error| cannot_write(target, &error))?;
     meter.finish();
     Ok(shards)
 }
@@ -87,24 +155,19 @@ pub(super) fn allocate_file(
     file_bytes: u64,
     meter: &mut Meter<'_>,
 ) -> io::Result<File> {
-    let mut file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(path)?;
-    file.write_all(header)?;
+    let file = disk::create(path)?;
+    disk::write_all_at(&file, header, 0)?;
     meter.add(header.len() as u64);
     let zeros = vec![0; CHUNK_BYTES];
-    let mut left = file_bytes - header.len() as u64;
-    while left > 0 {
-        let length = left.min(CHUNK_BYTES as u64);
-        file.write_all(&zeros[..length as usize])?;
-        left -= length;
+    let mut at = header.len() as u64;
+    while at < file_bytes {
+        let length = (file_bytes - at).min(CHUNK_BYTES as u64);
+        disk::write_all_at(&file, &zeros[..length as usize], at)?;
+        at += length;
         meter.add(length);
     }
     // Delayed allocation reports a full disk only here.
-    file.sync_all()?;
+    disk::sync(&file)?;
     Ok(file)
 }
 

@@ -13,10 +13,10 @@ use sha2::{Digest, Sha256};
 
 use super::header::TensorEntry;
 use super::meter::Meter;
-use super::positioned::read_exact_at;
 use super::source::{Checkpoint, WeightSource};
 use super::verify_tensor::{Look, Looked, check_tensor};
 use crate::bytes::hex;
+use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 use crate::run::Events;
 
@@ -132,6 +132,7 @@ pub(super) fn verify_shards(
         check_header(shard, &mut file_hash)?;
         meter.add(shard.header.len() as u64);
         for tensor in &shard.tensors {
+            events.check()?;
             let matrix = by_name.get(tensor.entry.name.as_str()).copied();
             let look = Look {
                 matrix,

@@ -9,9 +9,9 @@ use super::CHUNK_BYTES;
 use super::elements::{count_zeros, element_bytes, is_changed, row_and_column};
 use super::header::TensorEntry;
 use super::meter::Meter;
-use super::positioned::read_exact_at;
 use super::source::{Checkpoint, WeightSource};
 use super::verify::{ExpectedMatrix, WrittenShard, WrittenTensor, wrong, wrong_bytes};
+use crate::disk::positioned::read_exact_at;
 
 /// What to look for in one tensor.
 pub(super) struct Look<'a> {

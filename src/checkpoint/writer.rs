@@ -3,26 +3,36 @@
 //! Names, dtypes, shapes and shards stay, so the headers are known before the first weight: `create` allocates every file as
 //! `<name>.partial` in its final size (a full disk is found before the work, not after), `write` puts a tensor in its place,
 //! `finish` copies the rest verbatim, reads everything back, and only then gives the files their names, `config.json` last.
-//! Killed at any moment, the target folder does not load as a model.
+//! Killed at any moment, the target folder does not load as a model. Another process goes on with `reopen`: what was synced and
+//! noted is read back and held against its hash, everything else is written again.
 
+use std::collections::BTreeMap;
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rayon::prelude::*;
 
 use sha2::{Digest, Sha256};
 
-use super::atomic::{cannot_write, sync_folder};
+use super::atomic::{cannot_write, sync_folder, write_atomic};
 use super::header::TensorEntry;
 use super::meter::Meter;
-use super::positioned::write_all_at;
-use super::sidecars::{CONFIG_FILE, copy_sidecar, sidecars_in};
+use super::sidecars::{CONFIG_FILE, SUMS_FILE, copy_sidecar, sidecars_in};
 use super::source::{Checkpoint, WeightSource};
-use super::target::{OutputShard, allocate, refuse_other_weights, refuse_source_folder};
+use super::target::{
+    OutputShard, allocate, left_behind, refuse_other_weights, refuse_source_folder, unpublish,
+};
 use super::verify::{
     ExpectedMatrix, Verification, VerifyLevel, WrittenShard, WrittenTensor, verify_shards,
 };
+use super::written::Written;
 use super::{CHUNK_BYTES, INDEX_FILE};
+use crate::bytes::{hex, unhex};
+use crate::disk;
+use crate::disk::positioned::read_exact_at;
+use crate::failure::Failure;
 use crate::run::Events;
 
 /// Where pruned weights go.
@@ -34,6 +44,14 @@ pub trait WeightSink {
     /// Fails when the tensor is unknown, `bytes` has another length than the source's tensor, the tensor was written before,
     /// or the disk refuses.
     fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()>;
+
+    /// Waits until everything written so far is on the disk: call it before a layer is recorded as done. Returns the SHA-256 of each
+    /// tensor written, in hex, by name.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the device reports an error.
+    fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>>;
 }
 
 /// What is known of one output tensor, in the order of [`Checkpoint::tensors`].
@@ -70,7 +88,7 @@ impl CheckpointWriter {
         fs::create_dir_all(target).map_err(|error| cannot_write(target, &error))?;
         let old_partials = refuse_other_weights(source, target)?;
         for partial in old_partials {
-            fs::remove_file(&partial).map_err(|error| cannot_write(&partial, &error))?;
+            disk::remove(&partial).map_err(|error| cannot_write(&partial, &error))?;
         }
 
         let without_format = source
@@ -94,19 +112,134 @@ impl CheckpointWriter {
         })
     }
 
-    /// Waits until everything written so far is on the disk: call it before a layer is recorded as done.
+    /// Takes the files up again that an earlier process left in `target`, published or not, and holds each tensor of `finished`
+    /// (name → SHA-256 in hex, as [`WeightSink::sync`] gave it) against its hash. `None` where a file is missing or is not the one
+    /// this source would be written to, or a published one is not what was written: then there is nothing to go on from, and nothing
+    /// was changed.
     ///
     /// # Errors
     ///
-    /// Fails when the device reports an error.
-    pub fn sync(&self) -> anyhow::Result<()> {
-        for shard in &self.shards {
-            shard
-                .file
-                .sync_all()
-                .map_err(|error| cannot_write(&shard.partial, &error))?;
+    /// Fails when `target` is the source's folder or lies in it, and when a file cannot be read or renamed.
+    pub fn reopen(
+        source: &Arc<Checkpoint>,
+        target: &Path,
+        finished: &BTreeMap<String, String>,
+        events: &dyn Events,
+    ) -> anyhow::Result<Option<Reopened>> {
+        refuse_source_folder(source.folder(), target)?;
+        let Some((shards, published)) = left_behind(source, target)? else {
+            return Ok(None);
+        };
+        let mut writer = Self {
+            source: Arc::clone(source),
+            target: target.to_path_buf(),
+            shards,
+            recorded: vec![None; source.tensors().count()],
+        };
+        let damaged = writer.take_up(finished, events)?;
+        if !published.is_empty() {
+            if !damaged.is_empty() {
+                // Another run's model may be there by now.
+                return Ok(None);
+            }
+            unpublish(target, &published)?;
         }
-        Ok(())
+        Ok(Some(Reopened { writer, damaged }))
+    }
+
+    /// Reads the finished tensors back; returns the names of those that are not what was written.
+    fn take_up(
+        &mut self,
+        finished: &BTreeMap<String, String>,
+        events: &dyn Events,
+    ) -> anyhow::Result<Vec<String>> {
+        let source = Arc::clone(&self.source);
+        let known: Vec<(usize, &TensorEntry, Option<[u8; 32]>)> = finished
+            .iter()
+            .filter_map(|(name, digest)| {
+                let at = source.position(name)?;
+                Some((at, source.entry(name)?, unhex(digest)))
+            })
+            .collect();
+        let mut damaged: Vec<String> = finished
+            .keys()
+            .filter(|name| source.position(name).is_none())
+            .cloned()
+            .collect();
+        let total = known.iter().map(|(_, entry, _)| entry.bytes).sum();
+        let mut meter = Meter::start(events, "check finished layers", total);
+        // A few at a time, so that progress is told and an interruption heard.
+        for some in known.chunks(2 * rayon::current_num_threads()) {
+            events.check()?;
+            let found: anyhow::Result<Vec<[u8; 32]>> = some
+                .par_iter()
+                .map(|(_, entry, _)| self.digest_of(entry))
+                .collect();
+            for ((at, entry, digest), found) in some.iter().zip(found?) {
+                meter.add(entry.bytes);
+                if *digest == Some(found) {
+                    self.recorded[*at] = Some(Recorded {
+                        digest: found,
+                        rewritten: true,
+                    });
+                } else {
+                    damaged.push(entry.name.clone());
+                }
+            }
+        }
+        meter.finish();
+        Ok(damaged)
+    }
+
+    /// SHA-256 of what lies in the output where `entry` goes.
+    fn digest_of(&self, entry: &TensorEntry) -> anyhow::Result<[u8; 32]> {
+        let shard = &self.shards[entry.shard];
+        let (mut hasher, mut buffer) = (Sha256::new(), Vec::new());
+        let mut start = 0;
+        while start < entry.bytes {
+            let length = (entry.bytes - start).min(CHUNK_BYTES as u64);
+            buffer.resize(length as usize, 0);
+            let offset = self.output_offset(entry) + start;
+            read_exact_at(&shard.file, &mut buffer, offset)
+                .map_err(|error| cannot_write(&shard.partial, &error))?;
+            hasher.update(&buffer);
+            start += length;
+        }
+        Ok(hasher.finalize().into())
+    }
+
+    /// Forgets tensors that were written, so that they are written again.
+    pub fn forget<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
+        for at in names
+            .into_iter()
+            .filter_map(|name| self.source.position(name))
+        {
+            self.recorded[at] = None;
+        }
+    }
+
+    /// The model as it is now: tensors that were written, and the source's for the rest.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the system has no more open files.
+    pub fn written(&self) -> anyhow::Result<Written> {
+        let mut files = Vec::with_capacity(self.shards.len());
+        for shard in &self.shards {
+            let file = shard
+                .file
+                .try_clone()
+                .map_err(|error| cannot_write(&shard.partial, &error))?;
+            files.push((shard.partial.clone(), file));
+        }
+        let written = self
+            .source
+            .tensors()
+            .zip(&self.recorded)
+            .filter(|(_, recorded)| recorded.is_some_and(|recorded| recorded.rewritten))
+            .map(|(entry, _)| (entry.name.clone(), self.output_offset(entry)))
+            .collect();
+        Ok(Written::new(Arc::clone(&self.source), files, written))
     }
 
     /// Copies what was not written from the source, reads every file back and checks it, then gives the files their names.
@@ -127,7 +260,7 @@ impl CheckpointWriter {
         self.copy_untouched(events)?;
         self.sync()?;
         let verification = self.verify(expected, level, events)?;
-        self.publish()?;
+        self.publish(&verification)?;
         Ok(verification)
     }
 
@@ -144,6 +277,7 @@ impl CheckpointWriter {
             if self.recorded[at].is_some() {
                 continue;
             }
+            events.check()?;
             let mut hasher = Sha256::new();
             let mut start = 0;
             while start < entry.bytes {
@@ -201,8 +335,8 @@ impl CheckpointWriter {
         verify_shards(&self.source, &shards, expected, level, events)
     }
 
-    /// Copies the sidecars and renames the partial files, `config.json` last.
-    fn publish(self) -> anyhow::Result<()> {
+    /// Copies the sidecars and renames the partial files, `config.json` last. What has a name by then is listed with its hash.
+    fn publish(self, verification: &Verification) -> anyhow::Result<()> {
         let Self {
             source,
             target,
@@ -210,25 +344,40 @@ impl CheckpointWriter {
             ..
         } = self;
         // From here until the end, an older model in this folder must not load with half of the new files.
-        match fs::remove_file(target.join(CONFIG_FILE)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(cannot_write(&target.join(CONFIG_FILE), &error).into());
-            }
-            _ => sync_folder(&target)?,
-        }
+        let config = target.join(CONFIG_FILE);
+        disk::remove(&config).map_err(|error| cannot_write(&config, &error))?;
+        sync_folder(&target)?;
+        let files = verification.files.iter();
+        let mut sums: BTreeMap<String, String> = files
+            .map(|file| (file.file.clone(), file.sha256.clone()))
+            .collect();
         let sidecars = sidecars_in(source.folder())?;
         let is_late = |name: &str| name == INDEX_FILE || name == CONFIG_FILE;
-        for name in sidecars.iter().filter(|name| !is_late(name)) {
-            copy_sidecar(source.folder(), &target, name)?;
+        for name in &sidecars {
+            let sum = if is_late(name) {
+                let path = source.folder().join(name);
+                let bytes = fs::read(&path).map_err(|error| {
+                    Failure::new(format!("cannot read `{}`", path.display()))
+                        .detail(error.to_string())
+                })?;
+                hex(&Sha256::digest(&bytes))
+            } else {
+                copy_sidecar(source.folder(), &target, name)?
+            };
+            sums.insert(name.clone(), sum);
         }
         for (output, shard) in shards.into_iter().zip(source.shards()) {
             let OutputShard { partial, file, .. } = output;
             // Windows renames no open file.
             drop(file);
             let path = target.join(&shard.file_name);
-            fs::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
+            disk::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
         }
-        sync_folder(&target)?;
+        let sums: String = sums
+            .iter()
+            .map(|(name, sum)| format!("{sum}  {name}\n"))
+            .collect();
+        write_atomic(&target.join(SUMS_FILE), sums.as_bytes())?;
         for name in sidecars.iter().filter(|name| is_late(name)) {
             copy_sidecar(source.folder(), &target, name)?;
             sync_folder(&target)?;
@@ -245,15 +394,46 @@ impl CheckpointWriter {
 
     fn put(&self, entry: &TensorEntry, start: u64, bytes: &[u8]) -> anyhow::Result<()> {
         let shard = &self.shards[entry.shard];
-        write_all_at(&shard.file, bytes, self.output_offset(entry) + start).map_err(|error| {
-            cannot_write(&shard.partial, &error)
-                .detail(format!("while writing tensor `{}`", entry.name))
-        })?;
+        shard.is_dirty.store(true, Ordering::Relaxed);
+        disk::write_all_at(&shard.file, bytes, self.output_offset(entry) + start).map_err(
+            |error| {
+                cannot_write(&shard.partial, &error)
+                    .detail(format!("while writing tensor `{}`", entry.name))
+            },
+        )?;
         Ok(())
     }
 }
 
+/// What an earlier process left, taken up.
+#[derive(Debug)]
+pub struct Reopened {
+    /// Goes on with it.
+    pub writer: CheckpointWriter,
+    /// Tensors that are not what was written.
+    pub damaged: Vec<String>,
+}
+
 impl WeightSink for CheckpointWriter {
+    fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>> {
+        for shard in &self.shards {
+            if shard.is_dirty.swap(false, Ordering::Relaxed) {
+                disk::sync(&shard.file).map_err(|error| {
+                    // What the disk has of it is not known; it is asked again.
+                    shard.is_dirty.store(true, Ordering::Relaxed);
+                    cannot_write(&shard.partial, &error)
+                })?;
+            }
+        }
+        let tensors = self.source.tensors().zip(&self.recorded);
+        Ok(tensors
+            .filter_map(|(entry, recorded)| {
+                let recorded = recorded.filter(|recorded| recorded.rewritten)?;
+                Some((entry.name.clone(), hex(&recorded.digest)))
+            })
+            .collect())
+    }
+
     fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
         let source = Arc::clone(&self.source);
         let (Some(at), Some(entry)) = (source.position(name), source.entry(name)) else {

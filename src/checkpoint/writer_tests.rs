@@ -120,8 +120,9 @@ fn pruned_tensors_change_and_everything_else_is_byte_identical() -> anyhow::Resu
                 fs::read(target.join(name))?
             );
         }
+        // The hashes beside it are the one file more.
         assert_eq!(
-            fs::read_dir(source.path())?.count(),
+            fs::read_dir(source.path())?.count() + 1,
             fs::read_dir(&target)?.count()
         );
     }
@@ -366,7 +367,7 @@ fn other_weights_in_the_target_are_refused_and_old_partials_replaced() -> anyhow
         b"from another",
     );
     start(source.path(), out.path())?.finish(&[], VerifyLevel::Full, &Silent)?;
-    assert_eq!(fs::read_dir(out.path())?.count(), 4);
+    assert_eq!(fs::read_dir(out.path())?.count(), 5);
     // The same output again replaces the old one.
     start(source.path(), out.path())?.finish(&[], VerifyLevel::Full, &Silent)?;
     for name in [
@@ -415,5 +416,103 @@ fn publishing_that_fails_half_way_leaves_no_config() -> anyhow::Result<()> {
     let text = says(writer.finish(&[], VerifyLevel::Quick, &Silent));
     assert!(text.contains("cannot write"), "{text}");
     assert!(!out.path().join("config.json").exists());
+    Ok(())
+}
+
+/// The names of two rewritten matrices, and their dtypes.
+fn two(source: &Path) -> anyhow::Result<Vec<(String, Dtype)>> {
+    let checkpoint = Checkpoint::open(source)?;
+    let matrices = checkpoint.tensors().filter(|entry| entry.shape.len() == 2);
+    Ok(matrices
+        .take(2)
+        .map(|entry| (entry.name.clone(), entry.dtype))
+        .collect())
+}
+
+#[test]
+fn another_process_goes_on_with_what_was_synced() -> anyhow::Result<()> {
+    let (source, out, whole) = (folder(), folder(), folder());
+    write_sharded(source.path());
+    let two = two(source.path())?;
+    let mut writer = start(source.path(), whole.path())?;
+    for (name, dtype) in &two {
+        writer.write(name, &pruned(name, *dtype))?;
+    }
+    let expected = writer.finish(&[], VerifyLevel::Full, &Silent)?;
+
+    let mut writer = start(source.path(), out.path())?;
+    let (first, dtype) = &two[0];
+    writer.write(first, &pruned(first, *dtype))?;
+    let finished = writer.sync()?;
+    assert_eq!(finished.keys().collect::<Vec<_>>(), [first]);
+    // Half of the other, and the process is gone.
+    let (second, dtype) = &two[1];
+    writer.write(second, &vec![7; data_of(second).len()])?;
+    drop(writer);
+
+    let checkpoint = Arc::new(Checkpoint::open(source.path())?);
+    let reopen = |finished: &_| {
+        let reopened = CheckpointWriter::reopen(&checkpoint, out.path(), finished, &Silent)?;
+        anyhow::Ok(reopened.expect("the files are there"))
+    };
+    let mut reopened = reopen(&finished)?;
+    assert!(reopened.damaged.is_empty());
+    let written = reopened.writer.written()?;
+    let bytes_of = |name: &str| -> anyhow::Result<Vec<u8>> {
+        let entry = written.entry(name).expect("a tensor");
+        let mut bytes = vec![0; entry.bytes as usize];
+        written.read(entry, 0, &mut bytes)?;
+        let beyond = written.read(entry, entry.bytes, &mut [0]);
+        assert!(beyond.is_err(), "{name}");
+        Ok(bytes)
+    };
+    assert_eq!(bytes_of(first)?, pruned(first, two[0].1));
+    assert_eq!(bytes_of(second)?, data_of(second), "the source's");
+    let again = reopened.writer.write(first, &data_of(first));
+    assert!(says(again).contains("written twice"));
+    reopened.writer.write(second, &pruned(second, *dtype))?;
+    let found = reopened.writer.finish(&[], VerifyLevel::Full, &Silent)?;
+    assert_eq!(found, expected);
+
+    // Published, and nobody recorded it: the same once more, and nothing loads meanwhile.
+    let mut finished = finished;
+    finished.insert(second.clone(), finished[first].clone());
+    finished.insert("gone".into(), "x".into());
+    let other = CheckpointWriter::reopen(&checkpoint, out.path(), &finished, &Silent)?;
+    assert!(other.is_none(), "it may be another run's");
+    assert!(Checkpoint::open(out.path()).is_ok() && !nothing_loads(out.path()));
+    finished.remove(second);
+    finished.remove("gone");
+    let mut writer = reopen(&finished)?.writer;
+    assert!(nothing_loads(out.path()));
+    writer.write(second, &pruned(second, *dtype))?;
+    assert_eq!(writer.finish(&[], VerifyLevel::Full, &Silent)?, expected);
+    Ok(())
+}
+
+fn nothing_loads(target: &Path) -> bool {
+    !target.join("config.json").exists() && Checkpoint::open(target).is_err()
+}
+
+#[test]
+fn files_that_are_missing_or_others_are_nothing_to_go_on_with() -> anyhow::Result<()> {
+    let (source, out) = (folder(), folder());
+    write_single(source.path(), Some("pt"));
+    let checkpoint = Arc::new(Checkpoint::open(source.path())?);
+    let is_there = || -> anyhow::Result<bool> {
+        let none = std::collections::BTreeMap::new();
+        Ok(CheckpointWriter::reopen(&checkpoint, out.path(), &none, &Silent)?.is_some())
+    };
+    assert!(!is_there()?);
+    drop(start(source.path(), out.path())?);
+    assert!(is_there()?);
+    let partial = out.path().join("model.safetensors.partial");
+    let whole = fs::read(&partial)?;
+    fs::write(&partial, &whole[..whole.len() - 1])?;
+    assert!(!is_there()?);
+    let mut other = whole;
+    other[20] ^= 1;
+    fs::write(&partial, other)?;
+    assert!(!is_there()?);
     Ok(())
 }

@@ -12,7 +12,6 @@ use clap::{Args, ValueEnum};
 use crate::bytes::ByteSize;
 use crate::checkpoint::VerifyLevel;
 use crate::data::DatasetSpec;
-use crate::eval::Side;
 use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Selection};
 use crate::placement::device_map::Prefixes;
@@ -20,7 +19,7 @@ use crate::placement::inventory::Gpu;
 use crate::placement::{Budget, DeviceMap, Inventory, Policy, Resting};
 use crate::pruning::{METHODS, Pattern};
 use crate::run::Knobs;
-use crate::runtime::Simulation;
+use crate::runtime::{Side, Simulation};
 
 /// What is read.
 #[derive(Debug, Clone, Args)]
@@ -484,9 +483,16 @@ pub(super) struct OutputArgs {
     #[arg(long)]
     pub(super) save_masks: bool,
 
-    /// Replace a finished run and its model files
+    /// Replace a finished run and its model files, or an unfinished one of other settings
     #[arg(long)]
     pub(super) force: bool,
+
+    /// Only go on with an unfinished run; fail where there is none
+    ///
+    /// The same command goes on by itself with what an interrupted run left in --save: finished layers are checked, the samples
+    /// pass through them once more, and the outcome is that of a run that was never interrupted.
+    #[arg(long)]
+    pub(super) resume: bool,
 
     /// Tell memory at the original's checkpoints and after each layer, and write SAVE/memory_log.csv
     ///

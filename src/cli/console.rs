@@ -2,12 +2,14 @@
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use anyhow::Result;
 use serde_json::json;
 
 use super::args::{MessageArgs, ProgressArg};
+use super::folder_lock::FolderLock;
 use super::memory_log::MemoryLog;
 use super::progress::{Bars, JSON_INTERVAL, PLAIN_INTERVAL, Progress};
 use crate::report;
@@ -40,7 +42,20 @@ pub struct Console {
     level: Level,
     form: Form,
     prints_json: bool,
+    /// The run was asked to stop where nothing is half-done.
+    is_stopping: AtomicBool,
     state: Mutex<State>,
+}
+
+/// What a run that ends before its time leaves behind.
+#[derive(Debug, Clone)]
+pub(super) struct Unfinished {
+    /// In words.
+    pub(super) text: String,
+    /// Whether another process can go on with it.
+    pub(super) is_resumable: bool,
+    /// Whether anything was written yet.
+    pub(super) has_begun: bool,
 }
 
 #[derive(Default)]
@@ -51,8 +66,12 @@ struct State {
     memory_log: Option<MemoryLog>,
     /// Standard output stands within a line of streamed text.
     is_within_line: bool,
-    /// What an interruption leaves behind, in words.
-    unfinished: Option<String>,
+    /// What an interruption leaves behind.
+    unfinished: Option<Unfinished>,
+    /// What asked the run to stop.
+    signal: Option<&'static str>,
+    /// Folders this process keeps others out of.
+    locks: Vec<Weak<FolderLock>>,
     /// A folder that an interruption removes.
     temporary: Option<PathBuf>,
 }
@@ -81,6 +100,7 @@ impl Console {
             level,
             form,
             prints_json: args.json,
+            is_stopping: AtomicBool::new(false),
             state: Mutex::default(),
         }
     }
@@ -91,6 +111,7 @@ impl Console {
             level: Level::Silent,
             form: Form::Plain,
             prints_json: false,
+            is_stopping: AtomicBool::new(false),
             state: Mutex::default(),
         }
     }
@@ -153,8 +174,9 @@ impl Console {
         self.clear();
         self.state().end_line();
         let unfinished = self.state().unfinished.take();
-        if let Some(unfinished) = unfinished.filter(|_| self.level >= Level::Normal) {
-            self.state().print(self.form, "note", &unfinished);
+        let is_told = |unfinished: &Unfinished| unfinished.has_begun && self.level >= Level::Normal;
+        if let Some(unfinished) = unfinished.filter(is_told) {
+            self.state().print(self.form, "note", &unfinished.text);
         }
         match self.form {
             Form::Json => print_line(&json!({"event": "error", "text": text}).to_string()),
@@ -183,9 +205,36 @@ impl Console {
         self.state().memory_log.as_ref().map(MemoryLog::summary)
     }
 
-    /// What to say when the run is interrupted from now on.
-    pub fn set_unfinished(&self, text: Option<String>) {
-        self.state().unfinished = text;
+    /// What to say when the run ends before its time from now on.
+    pub(super) fn set_unfinished(&self, unfinished: Option<Unfinished>) {
+        self.state().unfinished = unfinished;
+    }
+
+    /// What a run that ends now leaves behind.
+    pub(super) fn unfinished(&self) -> Option<Unfinished> {
+        self.state().unfinished.clone()
+    }
+
+    /// Lets all folders go: the process ends.
+    pub(super) fn release_locks(&self) {
+        self.state().release_locks();
+    }
+
+    /// Asks the run to stop where nothing is half-done, because of this signal.
+    pub(super) fn stop(&self, signal: &'static str) {
+        self.state().signal = Some(signal);
+        self.is_stopping.store(true, Ordering::Relaxed);
+    }
+
+    /// The last words of a run that has stopped because it was asked to.
+    pub(super) fn stopped(&self) {
+        let signal = self.state().signal.unwrap_or("stopped");
+        self.interrupted(signal);
+    }
+
+    /// A folder to let go when the process ends before its time.
+    pub(super) fn add_lock(&self, lock: &Arc<FolderLock>) {
+        self.state().locks.push(Arc::downgrade(lock));
     }
 
     /// A folder to remove when the run is interrupted from now on.
@@ -233,8 +282,9 @@ impl Console {
         };
         state.print(self.form, event, &text(&place));
         if let Some(unfinished) = state.unfinished.take() {
-            state.print(self.form, "note", &unfinished);
+            state.print(self.form, "note", &unfinished.text);
         }
+        state.release_locks();
         if let Some(folder) = state.temporary.take() {
             // What cannot be removed stays in the system's folder for such things.
             let _ = std::fs::remove_dir_all(folder);
@@ -248,11 +298,20 @@ impl Console {
 }
 
 /// One line on standard error. Whoever read it may be gone (`2> >(head -1)`): that must not end a run of hours.
-fn print_line(text: &str) {
+pub(super) fn print_line(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
 impl State {
+    /// The inner folder first, as it was taken last.
+    fn release_locks(&mut self) {
+        for lock in std::mem::take(&mut self.locks).into_iter().rev() {
+            if let Some(lock) = lock.upgrade() {
+                lock.release();
+            }
+        }
+    }
+
     /// What is told next begins at the left of a terminal that shows both streams.
     fn end_line(&mut self) {
         if std::mem::take(&mut self.is_within_line) && std::io::stdout().is_terminal() {
@@ -271,7 +330,11 @@ impl State {
     /// Keeps count, and draws bars or writes a line where one is due.
     fn follow(&mut self, form: Form, is_shown: bool, event: &Event) {
         match event {
-            Event::SweepStarted { layers, passes } => self.progress.start_sweep(*layers, *passes),
+            Event::SweepStarted {
+                layers,
+                finished,
+                passes,
+            } => self.progress.start_sweep(*layers, *finished, *passes),
             Event::SweepDone => {
                 self.progress.end_sweep();
                 if let Some(mut bars) = self.bars.take() {
@@ -371,6 +434,10 @@ fn matrix_line(matrix: &MatrixReport) -> String {
 }
 
 impl Events for Console {
+    fn is_stopping(&self) -> bool {
+        self.is_stopping.load(Ordering::Relaxed)
+    }
+
     fn emit(&self, event: Event) {
         let mut state = self.state();
         state.follow(self.form, self.level >= Level::Normal, &event);

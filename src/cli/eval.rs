@@ -14,11 +14,10 @@ use super::run_folder::RunFolder;
 use super::session::Session;
 use crate::checkpoint::WeightSource;
 use crate::data::{Role, TextCache};
-use crate::eval::Side;
 use crate::pipeline::Job;
 use crate::report;
 use crate::run::{Event, Events, Manifest};
-use crate::runtime::{Passenger, Sweep, memory};
+use crate::runtime::{Passenger, Side, Sweep, memory};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -68,13 +67,15 @@ pub fn command(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
 /// Fails for everything [`Session::open`] refuses, and when the evaluation text is missing or too short.
 pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Result<Manifest> {
     let session = Session::open(&args.model, &args.device, args.seqlen, console)?;
-    let folder = RunFolder::check(
+    let mut folder = RunFolder::at(
         &session.folder,
         args.save.as_deref(),
         None,
         false,
         args.force,
     )?;
+    folder.lock(console)?;
+    folder.look()?;
     session.plan(
         &Job {
             windows: 1,
@@ -122,6 +123,7 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     let source: Arc<dyn WeightSource> = session.checkpoint.clone();
     let sweep = Sweep {
         source,
+        finished: None,
         config: Arc::clone(&session.config),
         seqlen: session.seqlen,
         knobs: plan.knobs.clone(),
@@ -132,7 +134,8 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     };
     console.emit(Event::SweepStarted {
         layers: session.config.num_hidden_layers,
-        passes: session.passes(0, windows.windows, 1),
+        finished: 0,
+        passes: session.passes(0, windows.windows, 1, 0),
     });
     let swept = sweep.run(None, &mut [&mut perplexity as &mut dyn Passenger])?;
     console.emit(Event::SweepDone);

@@ -43,14 +43,19 @@ impl Default for MemoryLog {
 }
 
 impl MemoryLog {
-    /// Opens the file and writes what there is.
+    /// Opens the file, which goes on where an earlier process left one, and writes what there is.
     ///
     /// # Errors
     /// Fails when it cannot be created.
     pub(super) fn write_to(&mut self, path: &Path) -> Result<()> {
-        let file = File::create(path).with_context(|| format!("creating `{}`", path.display()))?;
+        let creating = || format!("creating `{}`", path.display());
+        let file = File::options().create(true).append(true).open(path);
+        let file = file.with_context(creating)?;
+        let is_new = file.metadata().with_context(creating)?.len() == 0;
         self.file = Some((path.to_path_buf(), file));
-        self.append(text::CSV_HEADER);
+        if is_new {
+            self.append(text::CSV_HEADER);
+        }
         for sample in &self.samples.clone() {
             self.append(&text::csv_row(
                 sample,

@@ -6,6 +6,7 @@ pub mod args;
 pub mod console;
 pub mod demo;
 pub mod eval;
+mod folder_lock;
 pub mod generate;
 pub mod inspect;
 mod interrupt;
@@ -34,6 +35,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::failure::Failure;
 use crate::linalg::kernel;
 use crate::linalg::product::Kernel;
+use crate::run::Stopped;
 use crate::runtime::memory;
 use args::MessageArgs;
 use console::Console;
@@ -61,7 +63,8 @@ Examples:
   prune eval --model out/7b/model --eval-dataset wikitext2:wiki/
 
 Exit codes:
-  0 done, 1 failed, 2 wrong usage, 4 --max-perplexity missed, 130 interrupted
+  0 done, 1 failed, 2 wrong usage, 4 --max-perplexity missed
+  3 interrupted: the same command goes on; 130 and others: interrupted, nothing to go on from
 
 Environment:
   SLURM_CPUS_PER_TASK            threads, unless --threads says so
@@ -169,6 +172,10 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     interrupt::watch(&console);
     match dispatch(cli, arguments, &console) {
         Ok(outcome) => outcome.exit_code(),
+        Err(error) if error.is::<Stopped>() => {
+            console.stopped();
+            ExitCode::from(interrupt::RESUMABLE)
+        }
         Err(error) => {
             let is_usage = error
                 .downcast_ref::<Failure>()

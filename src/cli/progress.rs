@@ -37,11 +37,11 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// The sweep begins.
-    pub(super) fn start_sweep(&mut self, layers: usize, passes: u64) {
+    /// The sweep begins, with all layers but those that are finished.
+    pub(super) fn start_sweep(&mut self, layers: usize, finished: usize, passes: u64) {
         self.sweep = Some(Sweep {
             began: Instant::now(),
-            layers,
+            layers: layers - finished.min(layers),
             layers_done: 0,
             passes,
             passes_done: 0,
@@ -283,7 +283,7 @@ mod tests {
     #[test]
     fn the_run_counts_the_passes_of_all_phases() {
         let mut progress = Progress::default();
-        progress.start_sweep(2, 40);
+        progress.start_sweep(2, 0, 40);
         progress.start_phase("layer 1/2: calibrate".to_string(), "samples", 10);
         progress.set_done(10);
         progress.start_phase("layer 1/2: propagate".to_string(), "samples", 10);
@@ -309,7 +309,7 @@ mod tests {
     #[test]
     fn without_passes_the_run_counts_layers() {
         let mut progress = Progress::default();
-        progress.start_sweep(4, 0);
+        progress.start_sweep(4, 0, 0);
         progress.layer_done();
         assert_eq!(progress.run().map(|(fraction, _)| fraction), Some(0.25));
     }

@@ -3,6 +3,7 @@
 mod job;
 mod record;
 mod texts;
+mod unfinished;
 
 use std::sync::Arc;
 
@@ -13,18 +14,21 @@ use super::args::{
     CalibrationArgs, DeviceArgs, EvalSides, EvaluationArgs, MessageArgs, ModelArgs, OutputArgs,
     SparsityArgs,
 };
-use super::console::Console;
+use super::console::{Console, Unfinished};
 use super::memory_log::{self, MemoryLog};
 use super::outcome::{Outcome, gate};
-use super::profile;
+use super::{profile, shell};
 use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, WeightSink, WeightSource};
-use crate::eval::{Perplexity, Side};
-use crate::pipeline::{CalibrationStream, Pruner, SaveMasks, SelectionTime, Watcher};
+use crate::eval::Perplexity;
+use crate::pipeline::{
+    CalibrationStream, Pruner, Record, SaveMasks, SelectionTime, StateFile, Watcher, resume,
+};
 use crate::report;
-use crate::run::manifest::OutputReport;
+use crate::run::manifest::{OutputReport, Perplexities};
 use crate::run::{Event, Events, Manifest};
-use crate::runtime::{Editor, Passenger, Sweep};
-use job::Job;
+use crate::runtime::{Editor, Passenger, Side, Sweep};
+use job::{Job, Settled};
+use unfinished::Outputs;
 
 /// Flags of `prune` itself.
 #[derive(Debug, Clone, Args)]
@@ -82,7 +86,14 @@ pub fn execute(
     if args.output.log_memory {
         console.log_memory(MemoryLog::default());
     }
-    let job = Job::settle(args, console)?;
+    console.set_unfinished(not_begun(&args.output, &arguments));
+    let job = match Job::settle(args, console)? {
+        Settled::Job(job) => job,
+        Settled::Finished(manifest) => {
+            console.set_unfinished(None);
+            return Ok(*manifest);
+        }
+    };
     job.announce(console);
     let Job {
         session,
@@ -91,18 +102,34 @@ pub fn execute(
         targets,
         rest,
         ..
-    } = &job;
+    } = &*job;
 
     let peak = args
         .output
         .profile
         .then(|| profile::peak(session.products, session.threads));
-    folder.prepare()?;
+    console.set_unfinished(folder.unfinished(&arguments));
+    let outputs = unfinished::outputs(&job, arguments.clone(), console)?;
     if let Some(run) = &folder.run {
         console.write_memory_log(&run.join(memory_log::FILE))?;
     }
-    console.set_unfinished(folder.unfinished(job.masks.as_deref()));
-    let (mut writer, mut masks) = outputs(&job, console)?;
+    let finished = unfinished::finished(&outputs)?;
+    let Outputs {
+        mut writer,
+        mut masks,
+        state: left,
+    } = outputs;
+    let layers_before = left.layers.clone();
+    let warnings = || console.warnings();
+    let mut state = folder
+        .state()
+        .map(|folder| {
+            let started = session.started_unix_seconds();
+            StateFile::begin(folder, left, &session.clock, &warnings, started)
+        })
+        .transpose()?;
+    let measured = state.as_ref().and_then(StateFile::perplexity).cloned();
+    let first = layers_before.len();
     let mut watchers: Vec<&mut dyn Watcher> = Vec::new();
     if let Some(watcher) = watcher {
         watchers.push(watcher);
@@ -114,12 +141,13 @@ pub fn execute(
     let calibration = texts
         .calibration
         .as_ref()
+        .filter(|_| first < session.config.num_hidden_layers)
         .map(|samples| session.embedded(rest, &devices, "calibration", &samples.tokens, console))
         .transpose()?
         .map(|hidden| CalibrationStream::new(hidden, (*session.config).clone()));
     let mut passengers: Vec<Perplexity<'_>> = Vec::new();
     for side in args.eval.sides() {
-        if let Some(windows) = &texts.windows {
+        if let Some(windows) = texts.windows.as_ref().filter(|_| measured.is_none()) {
             passengers.push(session.perplexity(*side, rest, &devices, windows, console)?);
         }
     }
@@ -133,12 +161,14 @@ pub fn execute(
         events: console,
         num_hidden_layers: session.config.num_hidden_layers,
         selection: SelectionTime::default(),
-        layers: Vec::new(),
-        expected: Vec::new(),
+        record: state.as_mut().map(|state| state as &mut dyn Record),
+        expected: resume::expected_of(&layers_before, targets.pattern),
+        layers: layers_before,
     };
     let source: Arc<dyn WeightSource> = session.checkpoint.clone();
     let sweep = Sweep {
         source,
+        finished,
         config: Arc::clone(&session.config),
         seqlen: session.seqlen,
         knobs: job.plan.knobs.clone(),
@@ -154,16 +184,27 @@ pub fn execute(
     session.clock.mark("03_before_pruning", console);
     console.emit(Event::SweepStarted {
         layers: session.config.num_hidden_layers,
-        passes: session.passes(texts.samples(), texts.windows(), texts.sides),
+        finished: first,
+        passes: session.passes(texts.samples(), texts.windows(), riders.len(), first),
     });
     let swept = sweep.run(Some(&mut pruner as &mut dyn Editor), &mut riders);
     console.emit(Event::SweepDone);
     let swept = swept?;
     let (layers, expected, selection) = (pruner.layers, pruner.expected, pruner.selection);
     let watch = swept.watch.clone();
+    let mut perplexity = Perplexities::default();
+    for (side, passenger) in args.eval.sides().iter().zip(&passengers) {
+        match side {
+            Side::Dense => perplexity.dense = passenger.report(),
+            Side::Pruned => perplexity.pruned = passenger.report(),
+        }
+    }
+    let perplexity = measured.unwrap_or(perplexity);
+    if let Some(state) = &mut state {
+        state.measured(perplexity.clone(), &layers)?;
+    }
 
     let output = finish(&job, writer, masks, &expected, console)?;
-    console.set_unfinished(None);
     session.clock.mark("09_end", console);
     let mut manifest = session.manifest("prune", arguments, rest, &job.plan, swept)?;
     manifest.profile = Some(profile::report(peak, &watch, Some(&selection), &manifest));
@@ -184,12 +225,7 @@ pub fn execute(
         .as_ref()
         .map(|windows| serde_json::to_value(&windows.protocol))
         .transpose()?;
-    for (side, passenger) in args.eval.sides().iter().zip(&passengers) {
-        match side {
-            Side::Dense => manifest.perplexity.dense = passenger.report(),
-            Side::Pruned => manifest.perplexity.pruned = passenger.report(),
-        }
-    }
+    manifest.perplexity = perplexity;
     manifest.output = output;
     manifest.masks = job.masks.as_ref().map(|path| path.display().to_string());
     manifest.gate = gate(&args.evaluation, manifest.perplexity.pruned);
@@ -198,27 +234,29 @@ pub fn execute(
         console.warn(exceeded);
     }
     manifest.warnings = console.warnings();
+    if let Some(state) = &state {
+        state.complete(&mut manifest);
+    }
     folder.record(&manifest)?;
+    if let Some(state) = &state {
+        state.remove()?;
+    }
+    console.set_unfinished(None);
     Ok(manifest)
 }
 
-/// Allocates the files of the model and of the masks, where they are wanted.
-fn outputs(
-    job: &Job<'_>,
-    console: &Console,
-) -> Result<(Option<CheckpointWriter>, Option<SaveMasks>)> {
-    let session = &job.session;
-    let writer = job.folder.model.as_ref().map(|model| {
-        session.clock.measure("allocate", || {
-            CheckpointWriter::create(&session.checkpoint, model, console)
-        })
-    });
-    let masks = job.masks.as_ref().map(|path| {
-        session.clock.measure("allocate", || {
-            SaveMasks::create(path, job.method, &job.targets, &session.config, console)
-        })
-    });
-    Ok((writer.transpose()?, masks.transpose()?))
+/// What a signal leaves while nothing was written yet: a run that will write a model may as well be begun again.
+fn not_begun(output: &OutputArgs, arguments: &[String]) -> Option<Unfinished> {
+    let writes_model =
+        !output.no_save_model && (output.save.is_some() || output.save_model.is_some());
+    writes_model.then(|| Unfinished {
+        text: format!(
+            "nothing was changed; this begins, or goes on with what was there:\n  {}",
+            shell::quoted(arguments)
+        ),
+        is_resumable: true,
+        has_begun: false,
+    })
 }
 
 /// Reads everything back and gives the files their names.

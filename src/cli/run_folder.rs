@@ -1,37 +1,52 @@
 //! The run folder: what may be written where, and what is refused.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
+use super::console::{Console, Unfinished};
+use super::folder_lock::{self, FolderLock};
+use super::{interrupt, memory_log, shell};
+use crate::bytes::ByteSize;
 use crate::checkpoint::{
     MASKS_FILE, PARTIAL_SUFFIX, is_model_file, refuse_source_folder, write_atomic,
 };
+use crate::disk;
 use crate::failure::Failure;
+use crate::pipeline::StateFile;
 use crate::pruning::METHODS;
 use crate::report;
-use crate::run::Manifest;
+use crate::run::{Manifest, RunState, state};
 
 /// Where a run leaves its results.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct RunFolder {
     /// `--save`: manifest and log.
     pub(super) run: Option<PathBuf>,
     /// The model's folder; `None` when no model is written.
     pub(super) model: Option<PathBuf>,
     is_forced: bool,
+    /// While this process works there.
+    locks: Vec<Arc<FolderLock>>,
+}
+
+impl Drop for RunFolder {
+    fn drop(&mut self) {
+        // The inner folder first: what was made for its lock alone goes with it.
+        while self.locks.pop().is_some() {}
+    }
 }
 
 /// The record of a finished run in its folder.
 pub(super) const MANIFEST: &str = "run.json";
 
 impl RunFolder {
-    /// Checks that nothing of value would be overwritten. Writes nothing.
+    /// Checks where results would go. Writes nothing.
     ///
     /// # Errors
-    /// Fails when the run folder holds a finished run or the model folder holds files, unless forced; and, forced or not, when
-    /// either is a file or lies in the `source` folder, whose files would otherwise be replaced.
-    pub(super) fn check(
+    /// Fails when either folder is a file or lies in the `source` folder, whose files would otherwise be replaced.
+    pub(super) fn at(
         source: &Path,
         save: Option<&Path>,
         save_model: Option<&Path>,
@@ -57,47 +72,146 @@ impl RunFolder {
             }
             refuse_source_folder(source, folder)?;
         }
-        if let Some(run) = save
-            && run.join(MANIFEST).exists()
-            && !is_forced
-        {
-            return Err(
-                Failure::new(format!("`{}` holds a finished run", run.display()))
-                    .hint("choose another --save folder, or replace it with --force")
-                    .into(),
-            );
-        }
-        if let Some(model) = &model {
-            let files = files_in(model)?;
-            if let Some(other) = files
-                .iter()
-                .find(|name| !name.ends_with(PARTIAL_SUFFIX))
-                .filter(|_| !is_forced)
-            {
-                return Err(Failure::new(format!("the model folder `{}` is not empty: it holds `{other}`", model.display()))
-                    .hint("choose another --save or --save-model folder, or replace its model files with --force")
-                    .into());
-            }
-        }
         Ok(Self {
             run: save.map(Path::to_path_buf),
             model,
             is_forced,
+            locks: Vec::new(),
         })
     }
 
-    /// Makes room: with `--force`, the old run's files go, `config.json` first, so that what is left never looks finished.
-    /// Files that are no part of a checkpoint stay.
+    /// Where the state of an unfinished run is; `None` where nobody could go on: without a model, finished layers are nowhere.
+    pub(super) fn state(&self) -> Option<&Path> {
+        let model = self.model.as_deref()?;
+        Some(self.run.as_deref().unwrap_or(model))
+    }
+
+    /// Keeps other processes out until this is dropped.
+    ///
+    /// # Errors
+    /// Fails when another process works there, and when a folder cannot be written.
+    pub(super) fn lock(&mut self, console: &Console) -> Result<()> {
+        // The model's folder too: another run may name it with --save-model.
+        let model = self.model.clone();
+        let model = model.filter(|model| self.run.as_ref() != Some(model));
+        for folder in self.run.clone().into_iter().chain(model) {
+            let place = folder.display().to_string();
+            let lock = FolderLock::take(&folder, console, move |other| {
+                interrupt::end_for_another(&place, &other)
+            })?;
+            console.add_lock(&lock);
+            self.locks.push(lock);
+        }
+        Ok(())
+    }
+
+    /// Checks that nothing of value would be overwritten, and gives back what an unfinished run left. One that has its record, too,
+    /// was cut off at its very last step ([`RunFolder::record_of_the_last_step`]).
+    ///
+    /// # Errors
+    /// Fails when the run folder holds a finished run or the model folder holds files that no unfinished run explains, unless
+    /// forced; and when the state of an unfinished run cannot be read, or cannot be gone on from without a model.
+    pub(super) fn look(&self) -> Result<Option<RunState>> {
+        let is_finished = self
+            .run
+            .as_ref()
+            .is_some_and(|run| run.join(MANIFEST).exists());
+        if is_finished && self.is_forced {
+            return Ok(None);
+        }
+        let Some(folder) = self.state() else {
+            self.refuse_unfinished()?;
+            return match is_finished {
+                true => Err(self.is_finished()),
+                false => Ok(None),
+            };
+        };
+        match StateFile::read(folder) {
+            Ok(None) if is_finished => Err(self.is_finished()),
+            Ok(None) => self.refuse_files(true).map(|()| None),
+            Err(_) if self.is_forced => Ok(None),
+            state => state,
+        }
+    }
+
+    fn is_finished(&self) -> anyhow::Error {
+        let run = self.run.as_deref().unwrap_or(Path::new("."));
+        Failure::new(format!("`{}` holds a finished run", run.display()))
+            .hint("choose another --save folder, or replace it with --force")
+            .into()
+    }
+
+    /// Refuses a model folder with files in it, unless forced: finished ones, and those of a run whose state is elsewhere where
+    /// `partials` count, too.
+    ///
+    /// # Errors
+    /// Fails where there is one, or the folder cannot be listed.
+    pub(super) fn refuse_files(&self, partials: bool) -> Result<()> {
+        let Some(model) = self.model.as_ref().filter(|_| !self.is_forced) else {
+            return Ok(());
+        };
+        let is_ours = |name: &str| {
+            name.starts_with(folder_lock::FILE)
+                || is_temporary(name)
+                || [state::FILE, memory_log::FILE].contains(&name)
+                || (!partials && name.ends_with(PARTIAL_SUFFIX))
+        };
+        let files = files_in(model)?;
+        match files.iter().find(|name| !is_ours(name)) {
+            Some(other) => Err(Failure::new(format!(
+                "the model folder `{}` is not empty: it holds `{other}`",
+                model.display()
+            ))
+            .hint("choose another --save or --save-model folder, or replace its model files with --force")
+            .into()),
+            None => Ok(()),
+        }
+    }
+
+    /// The record of a run that was cut off when only its state was left to remove; removes the state.
+    ///
+    /// # Errors
+    /// Fails when the record cannot be read.
+    pub(super) fn record_of_the_last_step(&self) -> Result<Option<Manifest>> {
+        let (Some(run), Some(folder)) = (&self.run, self.state()) else {
+            return Ok(None);
+        };
+        let path = run.join(MANIFEST);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let reading = || format!("reading `{}`", path.display());
+        let text = std::fs::read(&path).with_context(reading)?;
+        let manifest = serde_json::from_slice(&text).with_context(reading)?;
+        remove(StateFile::path(folder))?;
+        Ok(Some(manifest))
+    }
+
+    /// Refuses the folder of an unfinished run, for commands that do not go on with one.
+    ///
+    /// # Errors
+    /// Fails where there is one.
+    pub(super) fn refuse_unfinished(&self) -> Result<()> {
+        match &self.run {
+            Some(run) if StateFile::path(run).exists() => Err(Failure::new(format!(
+                "`{}` holds an unfinished run",
+                run.display()
+            ))
+            .hint("choose another --save folder, or finish that run first")
+            .into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes room for a new run: with `--force`, the old run's files go, `config.json` first, so that what is left never looks
+    /// finished. Files that are no part of a checkpoint stay.
     ///
     /// # Errors
     /// Fails when a folder cannot be made or a file not be removed.
     pub(super) fn prepare(&self) -> Result<()> {
-        let remove = |path: PathBuf| match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(error).with_context(|| format!("removing `{}`", path.display()))
-            }
-            _ => Ok(()),
-        };
+        if let Some(folder) = self.state() {
+            remove(StateFile::path(folder))?;
+        }
         if let (Some(model), true) = (&self.model, self.is_forced) {
             remove(model.join("config.json"))?;
             for name in files_in(model)?.iter().filter(|name| is_model_file(name)) {
@@ -108,30 +222,66 @@ impl RunFolder {
             std::fs::create_dir_all(run)
                 .with_context(|| format!("creating the run folder `{}`", run.display()))?;
             remove(run.join(MANIFEST))?;
-            remove(run.join(super::memory_log::FILE))?;
+            remove(run.join(memory_log::FILE))?;
             remove(run.join(MASKS_FILE))?;
             remove(run.join(format!("{MASKS_FILE}{PARTIAL_SUFFIX}")))?;
             for method in METHODS {
                 remove(run.join(report::log::file_name(method.name())))?;
             }
         }
+        self.tidy()
+    }
+
+    /// Bytes of the model files that make room for a new run's.
+    pub(super) fn replaced_bytes(&self) -> ByteSize {
+        let Some(model) = &self.model else {
+            return ByteSize::ZERO;
+        };
+        let names = files_in(model).unwrap_or_default();
+        let goes = |name: &&String| {
+            is_model_file(name) && (self.is_forced || name.ends_with(PARTIAL_SUFFIX))
+        };
+        let bytes = |name: &String| {
+            let metadata = std::fs::metadata(model.join(name));
+            ByteSize(metadata.map_or(0, |metadata| metadata.len()))
+        };
+        names.iter().filter(goes).map(bytes).sum()
+    }
+
+    /// Removes what a process that was killed left of small files it was about to write.
+    ///
+    /// # Errors
+    /// Fails when one cannot be removed.
+    pub(super) fn tidy(&self) -> Result<()> {
+        for folder in [&self.run, &self.model].into_iter().flatten() {
+            for name in files_in(folder)?.iter().filter(|name| is_temporary(name)) {
+                remove(folder.join(name))?;
+            }
+        }
         Ok(())
     }
 
-    /// What a run that ends before its time leaves behind, in words.
-    pub(super) fn unfinished(&self, masks: Option<&Path>) -> Option<String> {
-        let masks = masks.and_then(Path::parent);
-        let mut folders: Vec<&Path> = self.model.as_deref().into_iter().chain(masks).collect();
-        folders.dedup();
-        let folders: Vec<String> = folders
-            .iter()
-            .map(|folder| format!("`{}`", folder.display()))
-            .collect();
-        (!folders.is_empty()).then(|| {
-            format!(
-                "unfinished files stay in {} (*.partial); the same command replaces them",
-                folders.join(" and ")
-            )
+    /// What a run that ends before its time leaves behind, in words, and how to go on.
+    pub(super) fn unfinished(&self, arguments: &[String]) -> Option<Unfinished> {
+        if let Some(folder) = self.state() {
+            return Some(Unfinished {
+                text: format!(
+                    "what is finished is kept in `{}`; this goes on from there:\n  {}",
+                    folder.display(),
+                    shell::quoted(arguments)
+                ),
+                is_resumable: true,
+                has_begun: true,
+            });
+        }
+        let run = self.run.as_ref()?;
+        Some(Unfinished {
+            text: format!(
+                "without a model nobody can go on: the run in `{}` begins anew",
+                run.display()
+            ),
+            is_resumable: false,
+            has_begun: true,
         })
     }
 
@@ -179,6 +329,19 @@ impl RunFolder {
     }
 }
 
+fn remove(path: PathBuf) -> Result<()> {
+    disk::remove(&path).with_context(|| format!("removing `{}`", path.display()))
+}
+
+/// `.run.json.1234.tmp`: a small file on its way to its name.
+fn is_temporary(name: &str) -> bool {
+    let inner = name
+        .strip_prefix('.')
+        .and_then(|name| name.strip_suffix(".tmp"));
+    let number = inner.and_then(|inner| inner.rsplit_once('.'));
+    number.is_some_and(|(of, number)| !of.is_empty() && number.parse::<u32>().is_ok())
+}
+
 fn files_in(folder: &Path) -> Result<Vec<String>> {
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,
@@ -191,4 +354,24 @@ fn files_in(folder: &Path) -> Result<Vec<String>> {
     let mut names = names.with_context(|| format!("listing `{}`", folder.display()))?;
     names.sort();
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_our_temporary_files_are_tidied_away() {
+        assert!(is_temporary(".run.json.1234.tmp"));
+        for other in [
+            "run.json",
+            ".run.json.tmp",
+            ".tmp",
+            "..1.tmp",
+            ".a.x.tmp",
+            "a.1.tmp",
+        ] {
+            assert!(!is_temporary(other), "{other}");
+        }
+    }
 }

@@ -8,14 +8,14 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use candle_core::DType;
 
-use super::args::{ComputeDtype, DeviceArgs, EvaluationArgs, HiddenStatesArg, ModelArgs};
+use super::args::{ComputeDtype, DeviceArgs, EvaluationArgs, HiddenStatesArg, ModelArgs, gpus};
 use super::located::{self, HubModel};
 use super::planned;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, WeightSource};
 use crate::data::footprint::{self, TokenizerSize};
 use crate::data::{self, DatasetSpec, Evaluation, Role, TextCache, Tokenizer};
-use crate::eval::{Perplexity, Side};
+use crate::eval::Perplexity;
 use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype, kernel};
@@ -24,7 +24,7 @@ use crate::model::{DecoderLayer, Embedding, Head, LlamaConfig, Projection};
 use crate::pipeline::{Job, embed};
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, Perplexities, SCHEMA};
 use crate::run::{Event, Events, Knobs, Plan};
-use crate::runtime::{Clock, Devices, HiddenStates, Rest, Simulation, Swept};
+use crate::runtime::{Clock, Devices, HiddenStates, Rest, Side, Simulation, Swept};
 
 /// Tokens per sample unless said otherwise: what the literature after the original compares at.
 const DEFAULT_SEQLEN: usize = 2048;
@@ -51,6 +51,7 @@ pub struct Session {
     /// The dtype GPUs compute in.
     gpu_dtype: StoredDtype,
     simulation: Option<Simulation>,
+    gpu_names: Vec<String>,
     /// Where time goes.
     pub clock: Clock,
     started: (Instant, u64),
@@ -95,6 +96,10 @@ impl Session {
             products: Products::F32,
             gpu_dtype: StoredDtype::F32,
             simulation: device.simulate.clone(),
+            gpu_names: match (&device.simulate, device.names_the_cpu()) {
+                (None, false) => gpus().into_iter().map(|gpu| gpu.name).collect(),
+                _ => Vec::new(),
+            },
             clock,
             started,
         };
@@ -370,12 +375,32 @@ impl Session {
         ))
     }
 
-    /// The passes of a sweep: one sample through one layer, or through the head.
-    pub fn passes(&self, calibration_samples: usize, windows: usize, sides: usize) -> u64 {
+    /// The passes of a sweep: one sample through one layer, or through the head. `finished` layers are passed by all once.
+    pub fn passes(
+        &self,
+        calibration_samples: usize,
+        windows: usize,
+        sides: usize,
+        finished: usize,
+    ) -> u64 {
         let layers = self.config.num_hidden_layers;
+        let left = layers - finished.min(layers);
         // Calibration samples go through each layer twice, once dense and once pruned, and no further than the last one.
-        (calibration_samples * (2 * layers).saturating_sub(1) + windows * sides * (layers + 1))
-            as u64
+        let calibration = match left {
+            0 => 0,
+            left => calibration_samples * (finished + 2 * left - 1),
+        };
+        (calibration + windows * sides * (layers + 1)) as u64
+    }
+
+    /// The GPUs of this machine that may be used, by name; none where they are simulated.
+    pub fn gpu_names(&self) -> Vec<String> {
+        self.gpu_names.clone()
+    }
+
+    /// When the run began, in seconds since 1970 (UTC).
+    pub fn started_unix_seconds(&self) -> u64 {
+        self.started.1
     }
 
     /// The manifest of a run that ends now, with everything the session knows; results are filled in by the command.
@@ -410,6 +435,7 @@ impl Session {
             arguments,
             started_unix_seconds: self.started.1,
             seconds,
+            sessions: Vec::new(),
             model: ModelReport {
                 path: self.folder.display().to_string(),
                 id: self.hub_model.as_ref().map(|model| model.id.clone()),
@@ -446,7 +472,7 @@ impl Session {
     }
 
     /// The path arithmetic took: that of the devices that compute layers.
-    fn arithmetic(&self, plan: &Plan) -> Arithmetic {
+    pub fn arithmetic(&self, plan: &Plan) -> Arithmetic {
         let gpus: Vec<&str> = plan
             .devices
             .iter()

@@ -5,4 +5,4 @@ pub mod inspect;
 pub mod perplexity;
 
 pub use inspect::inspect;
-pub use perplexity::{Perplexity, Side};
+pub use perplexity::Perplexity;

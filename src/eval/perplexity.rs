@@ -16,32 +16,13 @@ use crate::model::on_device::Seen;
 use crate::model::{DecoderLayer, Head};
 use crate::run::manifest::PerplexityReport;
 use crate::run::{Event, Events};
-use crate::runtime::{Clock, Compute, HiddenStates, Passenger};
+use crate::runtime::{Clock, Compute, HiddenStates, Passenger, Side};
 
-/// Which version of each layer the windows pass through.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// As read.
-    Dense,
-    /// As the editor left it.
-    Pruned,
-}
-
-impl Side {
-    /// `dense` or `pruned`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Dense => "dense",
-            Self::Pruned => "pruned",
-        }
-    }
-
-    /// The phase its time is booked under.
-    fn phase(self) -> &'static str {
-        match self {
-            Self::Dense => "evaluate dense",
-            Self::Pruned => "evaluate pruned",
-        }
+/// The phase the time of a side is booked under.
+fn phase(side: Side) -> &'static str {
+    match side {
+        Side::Dense => "evaluate dense",
+        Side::Pruned => "evaluate pruned",
     }
 }
 
@@ -93,14 +74,14 @@ impl<'a> Perplexity<'a> {
                 "layer {}/{}: {}",
                 layer.index() + 1,
                 self.num_hidden_layers,
-                self.side.phase()
+                phase(self.side)
             ),
             unit: "windows",
             steps: self.hidden.samples() as u64,
         });
         let (clock, events, hidden) = (self.clock, self.events, &mut self.hidden);
-        clock.measure(self.side.phase(), || {
-            compute.forward(self.side.phase(), layer, hidden, &|window| {
+        clock.measure(phase(self.side), || {
+            compute.forward(phase(self.side), layer, hidden, &|window| {
                 events.emit(Event::Progress {
                     done: window as u64 + 1,
                 });
@@ -110,20 +91,12 @@ impl<'a> Perplexity<'a> {
 }
 
 impl Passenger for Perplexity<'_> {
-    fn dense(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
-        if self.side == Side::Dense {
-            self.advance(layer, compute)
-        } else {
-            Ok(())
-        }
+    fn side(&self) -> Side {
+        self.side
     }
 
-    fn pruned(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
-        if self.side == Side::Pruned {
-            self.advance(layer, compute)
-        } else {
-            Ok(())
-        }
+    fn layer(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
+        self.advance(layer, compute)
     }
 
     fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
@@ -164,6 +137,7 @@ impl Passenger for Perplexity<'_> {
                     .chunks_exact(seqlen)
                     .zip(seen.chunks_exact_mut(seqlen));
                 for (window, (tokens, seen)) in windows.enumerate() {
+                    events.check()?;
                     chunk.logits(&hidden.get(window)?, context, |first, logits| {
                         let (seen, next) = (&mut seen[first..], &tokens[first + 1..]);
                         see(seen, logits, &rows, next);

@@ -5,17 +5,19 @@
 //! order of the reference. A matrix that rests on disk is held while it is scored and written, and goes back to rest with its
 //! mask, which from then on says what is zero.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
 
 use super::calibrate::{CalibrationStream, LayerStatistics};
 use super::output_error::DenseOutput;
+use super::resume;
 use super::targets::TargetPlan;
 use crate::checkpoint::{ExpectedMatrix, WeightSink};
 use crate::linalg::{StoredMatrix, Weight};
 use crate::model::{DecoderLayer, Projection};
-use crate::pruning::{Mask, Pattern, PruningMethod, Request, ScoreTime, Target};
+use crate::pruning::{Mask, PruningMethod, Request, ScoreTime, Target};
 use crate::run::manifest::{LayerReport, MatrixReport};
 use crate::run::{Event, Events};
 use crate::runtime::{Clock, Compute, Editor};
@@ -44,6 +46,27 @@ pub trait Watcher {
     /// # Errors
     /// Ends the sweep.
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()>;
+
+    /// Called after the last matrix of a layer, before the layer is recorded as finished.
+    ///
+    /// # Errors
+    /// Ends the sweep.
+    fn layer_done(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Records finished layers, so that another process can go on.
+pub trait Record {
+    /// Called when the tensors and masks of all these layers are on the disk; `tensors` has the SHA-256 of each, in hex.
+    ///
+    /// # Errors
+    /// Ends the sweep.
+    fn layer_done(
+        &mut self,
+        layers: &[LayerReport],
+        tensors: BTreeMap<String, String>,
+    ) -> Result<()>;
 }
 
 /// The editor of a pruning run.
@@ -56,6 +79,8 @@ pub struct Pruner<'a> {
     pub calibration: Option<CalibrationStream>,
     /// Where pruned matrices are written; `None` when nothing is saved.
     pub sink: Option<&'a mut dyn WeightSink>,
+    /// Where finished layers are recorded; `None` where nobody could go on from them.
+    pub record: Option<&'a mut dyn Record>,
     /// Who else looks at every matrix, in this order.
     pub watchers: Vec<&'a mut dyn Watcher>,
     /// Where time goes.
@@ -87,12 +112,6 @@ impl Editor for Pruner<'_> {
         let index = layer.index();
         let statistics = self.calibrate(&layer, compute)?;
         let matrices = self.mask(&mut layer, statistics.as_ref(), compute)?;
-        if index + 1 < self.num_hidden_layers {
-            self.propagate(&layer, compute)?;
-        } else {
-            // The samples have come to their end.
-            self.calibration = None;
-        }
         let zeros: u64 = matrices.iter().map(|matrix| matrix.zeros).sum();
         let weights: usize = matrices
             .iter()
@@ -105,6 +124,13 @@ impl Editor for Pruner<'_> {
             sparsity,
             matrices,
         });
+        // From here on the samples' way through this layer can be found again from what is on the disk.
+        self.record()?;
+        self.events.check()?;
+        self.pass(&layer, compute)?;
+        if let Some(report) = self.layers.last_mut() {
+            report.seconds = start.elapsed().as_secs_f64();
+        }
         self.events.emit(Event::LayerPruned {
             layer: index,
             sparsity,
@@ -112,9 +138,40 @@ impl Editor for Pruner<'_> {
         });
         Ok(layer)
     }
+
+    fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
+        if layer.index() + 1 < self.num_hidden_layers {
+            self.propagate(layer, compute)
+        } else {
+            // The samples have come to their end.
+            self.calibration = None;
+            Ok(())
+        }
+    }
+
+    fn has_samples(&self) -> bool {
+        self.calibration.is_some()
+    }
 }
 
 impl Pruner<'_> {
+    /// Waits for the disk, then says that the last layer is finished.
+    fn record(&mut self) -> Result<()> {
+        let Some(record) = self.record.as_deref_mut() else {
+            return Ok(());
+        };
+        self.clock.measure("write", || {
+            for watcher in &mut self.watchers {
+                watcher.layer_done()?;
+            }
+            let tensors = match self.sink.as_deref_mut() {
+                Some(sink) => sink.sync()?,
+                None => return Ok(()),
+            };
+            record.layer_done(&self.layers, tensors)
+        })
+    }
+
     fn phase(&self, index: usize, what: &str, samples: usize) {
         let phase = format!("layer {}/{}: {what}", index + 1, self.num_hidden_layers);
         self.events.emit(Event::PhaseStarted {
@@ -256,15 +313,6 @@ impl Pruner<'_> {
         }
         weight.zero_bits(mask.bits());
         let zeros = weight.count_zeros();
-        let group = match target.pattern {
-            Pattern::Unstructured => None,
-            Pattern::NOfM { n, m } => Some((n, m)),
-        };
-        self.expected.push(ExpectedMatrix {
-            name: projection.tensor_name(index),
-            zeros: Some(zeros),
-            group,
-        });
         let report = MatrixReport {
             name,
             shape,
@@ -274,6 +322,8 @@ impl Pruner<'_> {
             mask_sha256: Some(mask.sha256()),
             relative_output_error: None,
         };
+        self.expected
+            .push(resume::expected(&report, target.pattern));
         Ok((report, Some(mask)))
     }
 

@@ -30,24 +30,31 @@ impl SaveMasks {
         config: &LlamaConfig,
         events: &dyn Events,
     ) -> Result<Self> {
-        let mut matrices = BTreeMap::new();
-        for layer in 0..config.num_hidden_layers {
-            for projection in Projection::ALL {
-                if targets.of(layer, projection).is_some() {
-                    let (rows, columns) = projection.shape(config);
-                    matrices.insert(projection.full_name(layer), [rows, columns]);
-                }
-            }
-        }
-        let metadata = [
-            ("method", method.name().to_string()),
-            ("sparsity_ratio", targets.sparsity_ratio.to_string()),
-            ("sparsity_type", targets.pattern.to_string()),
-            ("use_variant", targets.use_variant.to_string()),
-        ];
-        let metadata = metadata.map(|(key, text)| (key.to_string(), text)).into();
+        let (matrices, metadata) = layout(method, targets, config);
         let writer = MaskWriter::create(path, &matrices, metadata, events)?;
         Ok(Self { writer })
+    }
+
+    /// Takes up the file an earlier process left at `path`, with the masks of `finished` (matrix → SHA-256 of its bits) in it; also
+    /// the names of those that are not what was written. `None` where there is no such file.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read.
+    pub fn reopen(
+        path: &Path,
+        method: &dyn PruningMethod,
+        targets: &TargetPlan,
+        config: &LlamaConfig,
+        finished: &BTreeMap<String, String>,
+    ) -> Result<Option<(Self, Vec<String>)>> {
+        let (matrices, metadata) = layout(method, targets, config);
+        let reopened = MaskWriter::reopen(path, &matrices, metadata, finished)?;
+        Ok(reopened.map(|(writer, damaged)| (Self { writer }, damaged)))
+    }
+
+    /// Forgets masks that were written, so that they are written again.
+    pub fn forget<'n>(&mut self, matrices: impl IntoIterator<Item = &'n str>) {
+        self.writer.forget(matrices);
     }
 
     /// Reads the masks back and gives the file its name.
@@ -59,9 +66,38 @@ impl SaveMasks {
     }
 }
 
+/// The matrices whose masks are saved, and what the file says of them.
+fn layout(
+    method: &dyn PruningMethod,
+    targets: &TargetPlan,
+    config: &LlamaConfig,
+) -> (BTreeMap<String, [usize; 2]>, BTreeMap<String, String>) {
+    let mut matrices = BTreeMap::new();
+    for layer in 0..config.num_hidden_layers {
+        for projection in Projection::ALL {
+            if targets.of(layer, projection).is_some() {
+                let (rows, columns) = projection.shape(config);
+                matrices.insert(projection.full_name(layer), [rows, columns]);
+            }
+        }
+    }
+    let metadata = [
+        ("method", method.name().to_string()),
+        ("sparsity_ratio", targets.sparsity_ratio.to_string()),
+        ("sparsity_type", targets.pattern.to_string()),
+        ("use_variant", targets.use_variant.to_string()),
+    ];
+    let metadata = metadata.map(|(key, text)| (key.to_string(), text)).into();
+    (matrices, metadata)
+}
+
 impl Watcher for SaveMasks {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
         let name = matrix.projection.full_name(matrix.layer);
         self.writer.write(&name, matrix.mask.bits())
+    }
+
+    fn layer_done(&mut self) -> Result<()> {
+        self.writer.sync()
     }
 }

@@ -15,6 +15,8 @@ pub enum Event {
     SweepStarted {
         /// Decoder layers.
         layers: usize,
+        /// Those an earlier session finished.
+        finished: usize,
         /// Passes of all phases until [`Event::SweepDone`]; 0 where no sample goes through the model.
         passes: u64,
     },
@@ -74,10 +76,41 @@ fn seconds<S: Serializer>(elapsed: &Duration, serializer: S) -> Result<S::Ok, S:
     serializer.serialize_f64(elapsed.as_secs_f64())
 }
 
+/// The run was asked to stop, and has stopped where nothing is half-done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stopped;
+
+impl std::fmt::Display for Stopped {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("the run was asked to stop")
+    }
+}
+
+impl std::error::Error for Stopped {}
+
 /// Receives events. Implementations must not block for long: the sweep calls them from its loop.
+///
+/// Whoever hears of the work is also who knows when it should end: long loops ask [`Events::check`] where they may stop.
 pub trait Events: Sync {
     /// Takes one event.
     fn emit(&self, event: Event);
+
+    /// Whether the run should stop at the next place where nothing is half-done.
+    fn is_stopping(&self) -> bool {
+        false
+    }
+
+    /// Called where nothing is half-done.
+    ///
+    /// # Errors
+    /// Fails when the run should stop.
+    fn check(&self) -> Result<(), Stopped> {
+        if self.is_stopping() {
+            Err(Stopped)
+        } else {
+            Ok(())
+        }
+    }
 
     /// Shorthand for [`Event::Note`].
     fn note(&self, text: String) {

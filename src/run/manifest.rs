@@ -6,6 +6,7 @@ use serde_json::Value;
 use super::fallback::{DeviceMemoryReport, FallReport};
 use super::plan::{DevicePlan, Plan};
 use super::profile::ProfileReport;
+use super::state::Session;
 use crate::bytes::ByteSize;
 
 /// The version of the schema; raised when a field changes its meaning or goes.
@@ -24,8 +25,11 @@ pub struct Manifest {
     pub arguments: Vec<String>,
     /// When the run began, in seconds since 1970 (UTC).
     pub started_unix_seconds: u64,
-    /// How long it took.
+    /// How long it took, all sessions together.
     pub seconds: f64,
+    /// The processes that worked on it, in order: more than one where it was interrupted. Empty for `eval` and in older records.
+    #[serde(default)]
+    pub sessions: Vec<Session>,
     /// What was pruned or measured.
     pub model: ModelReport,
     /// How the forward pass was computed.

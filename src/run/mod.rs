@@ -10,11 +10,13 @@ pub mod knobs;
 pub mod manifest;
 pub mod plan;
 pub mod profile;
+pub mod state;
 
-pub use events::{Event, Events, Silent};
+pub use events::{Event, Events, Silent, Stopped};
 pub use fallback::FallReport;
 pub use generation::GenerationReport;
 pub use inspection::Inspection;
 pub use knobs::{Knobs, WeightsHeld};
 pub use manifest::Manifest;
 pub use plan::Plan;
+pub use state::RunState;

@@ -90,6 +90,7 @@ impl<'a> Compute<'a> {
         let mut seats = ready(&mut self.seats, &self.devices, layer, config, events)?;
         if seats.is_empty() {
             return hidden.advance(|sample, state| {
+                events.check()?;
                 let next = layer.forward(state, context)?;
                 done(sample);
                 Ok(next)
@@ -100,6 +101,7 @@ impl<'a> Compute<'a> {
         let hidden = Mutex::new(hidden);
         share(
             &mut seats,
+            events,
             samples,
             // Each goes back to its place.
             false,
@@ -135,6 +137,7 @@ impl<'a> Compute<'a> {
         let mut seats = ready(&mut self.seats, &self.devices, layer, config, events)?;
         if seats.is_empty() {
             for sample in 0..hidden.samples() {
+                events.check()?;
                 let mut observer = new(sample);
                 layer.capture(&hidden.get(sample)?, context, &mut observer)?;
                 done(sample, observer);
@@ -145,6 +148,7 @@ impl<'a> Compute<'a> {
         let hidden = Mutex::new(hidden);
         share(
             &mut seats,
+            events,
             samples,
             true,
             &|seat, sample| {
@@ -193,6 +197,7 @@ impl<'a> Compute<'a> {
         let window = |sample: usize| &tokens[sample * seqlen..(sample + 1) * seqlen];
         share(
             &mut seats,
+            events,
             samples,
             true,
             &|seat, sample| {
@@ -286,6 +291,7 @@ impl<R> InOrder<'_, R> {
 /// results in the order of the samples where that counts; small ones only should have to wait for it.
 fn share<R: Send>(
     seats: &mut [&mut Seat],
+    events: &dyn Events,
     samples: usize,
     order_counts: bool,
     on_device: &(dyn Fn(&mut Seat, usize) -> Result<Option<R>> + Sync),
@@ -300,6 +306,7 @@ fn share<R: Send>(
     });
     if seats.is_empty() {
         for sample in 0..samples {
+            events.check()?;
             let result = on_cpu(sample)?;
             lock(&results).take(sample, result)?;
         }
@@ -315,6 +322,7 @@ fn share<R: Send>(
                 return Ok(());
             }
             let mut one = || -> Result<()> {
+                events.check()?;
                 let result = match on_device(seat, sample)? {
                     Some(result) => result,
                     None => (*lock(&on_cpu))(sample)?,

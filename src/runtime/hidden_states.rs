@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 
 use crate::bytes::ByteSize;
-use crate::checkpoint::positioned;
+use crate::disk::positioned;
 use crate::failure::Failure;
 use crate::linalg::tensor;
 

@@ -4,6 +4,7 @@
 //! What a GPU will compute is copied there by the same thread, while the GPU works on the layer before.
 //! Where weights are held matrix by matrix, a layer has only its norms and biases in memory.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -21,25 +22,29 @@ pub struct LayerLoader {
     knobs: Knobs,
     /// Takes every layer on, onto a device, as soon as it is read ahead.
     copy: Arc<CopyAhead>,
+    /// One past the last layer it may read ahead.
+    end: usize,
     ahead: Option<(usize, JoinHandle<Result<DecoderLayer>>)>,
 }
 
 impl LayerLoader {
-    /// Begins to read layer 0, where it may read ahead; `copy` sees every layer that is, in the thread that reads.
+    /// Begins to read the first of `layers`, where it may read ahead; `copy` sees every layer that is, in the thread that reads.
     pub fn new(
         source: Arc<dyn WeightSource>,
         config: Arc<LlamaConfig>,
         knobs: Knobs,
         copy: CopyAhead,
+        layers: Range<usize>,
     ) -> Self {
         let mut loader = Self {
             source,
             config,
             knobs,
             copy: Arc::new(copy),
+            end: layers.end,
             ahead: None,
         };
-        loader.read_ahead(0);
+        loader.read_ahead(layers.start);
         loader
     }
 
@@ -59,7 +64,7 @@ impl LayerLoader {
 
     /// Begins to read the layer `index`, where it may read ahead and there is one.
     pub fn read_ahead(&mut self, index: usize) {
-        if self.knobs.prefetch && index < self.config.num_hidden_layers {
+        if self.knobs.prefetch && index < self.end {
             let (source, config) = (Arc::clone(&self.source), Arc::clone(&self.config));
             let held = self.knobs.weights;
             let copy = Arc::clone(&self.copy);

@@ -30,4 +30,4 @@ pub use devices::{Devices, Simulation};
 pub use hidden_states::{HiddenStates, Rest};
 pub use layer_store::LayerStore;
 pub use loader::LayerLoader;
-pub use sweep::{Editor, Passenger, Sweep, Swept};
+pub use sweep::{Editor, Finished, Passenger, Side, Sweep, Swept};

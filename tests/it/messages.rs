@@ -299,8 +299,8 @@ fn an_interrupted_run_says_what_it_leaves_and_never_looks_finished() {
         .expect("kill is there");
     assert!(killed.success());
     let rest: Vec<String> = lines.map(Result::unwrap).collect();
-    assert_eq!(child.wait().unwrap().code(), Some(130), "{rest:?}");
-    let [.., interrupted, unfinished] = &rest[..] else {
+    assert_eq!(child.wait().unwrap().code(), Some(3), "{rest:?}");
+    let [.., interrupted, unfinished, command] = &rest[..] else {
         panic!("{rest:?}");
     };
     assert!(
@@ -308,8 +308,9 @@ fn an_interrupted_run_says_what_it_leaves_and_never_looks_finished() {
         "{rest:?}"
     );
     assert!(
-        unfinished.starts_with("unfinished files stay in `out/model`"),
+        unfinished.starts_with("what is finished is kept in `out`; this goes on from there:"),
         "{rest:?}"
     );
+    assert!(command.contains("--save out"), "{rest:?}");
     assert!(!place.path("out/run.json").exists() && !place.path("out/model/config.json").exists());
 }

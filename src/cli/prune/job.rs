@@ -1,20 +1,25 @@
 //! A run that is settled and has not begun: everything that can be wrong was looked at, and nothing was written.
 
-use std::path::PathBuf;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::PruneArgs;
 use super::texts::{Located, Texts};
+use super::{PruneArgs, unfinished};
+use crate::bytes::ByteSize;
+use crate::checkpoint::output_bytes;
 use crate::cli::args::EvalSides;
 use crate::cli::console::Console;
 use crate::cli::run_folder::RunFolder;
 use crate::cli::session::Session;
+use crate::disk::{self, Room};
 use crate::failure::Failure;
+use crate::model::Projection;
 use crate::pipeline::{self, TargetPlan};
 use crate::pruning::{self, Needs, Pattern, PruningMethod};
 use crate::report;
-use crate::run::{Events, Plan};
+use crate::run::{Events, Manifest, Plan, RunState};
 use crate::runtime::{Rest, memory};
 
 /// What is going to happen.
@@ -29,6 +34,18 @@ pub(super) struct Job<'a> {
     pub(super) texts: Texts,
     pub(super) plan: Plan,
     pub(super) rest: Rest,
+    /// Everything that decides the outcome, in words.
+    pub(super) settings: BTreeMap<String, String>,
+    /// What an earlier process left of this very run.
+    pub(super) unfinished: Option<RunState>,
+}
+
+/// What is to be done.
+pub(super) enum Settled<'a> {
+    /// This.
+    Job(Box<Job<'a>>),
+    /// Nothing: this is the record of what was done.
+    Finished(Box<Manifest>),
 }
 
 impl<'a> Job<'a> {
@@ -36,7 +53,7 @@ impl<'a> Job<'a> {
     ///
     /// # Errors
     /// Fails for everything that can be wrong with settings, checkpoint, texts and folders.
-    pub(super) fn settle(args: &'a PruneArgs, console: &Console) -> Result<Self> {
+    pub(super) fn settle(args: &'a PruneArgs, console: &Console) -> Result<Settled<'a>> {
         let method =
             pruning::method(&args.sparsity.prune_method).context("the method is in the table")?;
         if args.evaluation.max_perplexity.is_some() && args.eval == EvalSides::None {
@@ -47,7 +64,7 @@ impl<'a> Job<'a> {
             .into());
         }
         let session = Session::open(&args.model, &args.device, args.calibration.seqlen, console)?;
-        let folder = RunFolder::check(
+        let mut folder = RunFolder::at(
             &session.folder,
             args.output.save.as_deref(),
             args.output.save_model.as_deref(),
@@ -56,6 +73,22 @@ impl<'a> Job<'a> {
         )?;
         let masks = args.output.save_masks.then(|| folder.masks()).transpose()?;
         let targets = TargetPlan::resolve(&args.sparsity.selection()?, method, &session.config)?;
+        folder.lock(console)?;
+        let mut unfinished = folder.look()?;
+        if unfinished.is_none() && args.output.resume {
+            return Err(nothing_to_go_on_with(&folder).into());
+        }
+        let mut settings = BTreeMap::new();
+        if folder.state().is_some() {
+            settings = unfinished::settings(args, &session, &targets, &folder, masks.is_some())?;
+        }
+        if let Some(state) = unfinished.take() {
+            unfinished = unfinished::same_run(state, &settings, &folder, args)?;
+            if let Some(manifest) = folder.record_of_the_last_step()? {
+                console.note("this run is finished; only a file of its state was left".to_string());
+                return Ok(Settled::Finished(Box::new(manifest)));
+            }
+        }
         let calibrates = calibrates(method, &targets);
         // Before texts are tokenised the number of windows is not known; what one window does not fit into no number does.
         let expected = pipeline::Job {
@@ -88,7 +121,13 @@ impl<'a> Job<'a> {
         };
         let plan = session.plan(&job, &args.device)?;
         let rest = session.rest(&plan, &args.device, args.output.save.as_deref(), console);
-        Ok(Self {
+        if folder.state().is_some() {
+            unfinished::add_late_settings(&mut settings, &texts, &session, &plan);
+        }
+        if let Some(state) = unfinished.take() {
+            unfinished = unfinished::same_run(state, &settings, &folder, args)?;
+        }
+        let job = Self {
             args,
             method,
             session,
@@ -98,7 +137,75 @@ impl<'a> Job<'a> {
             texts,
             plan,
             rest,
-        })
+            settings,
+            unfinished,
+        };
+        job.check_disk()?;
+        Ok(Settled::Job(Box::new(job)))
+    }
+
+    /// Whether what will be written has room.
+    ///
+    /// # Errors
+    /// Fails where it has not, with the numbers.
+    fn check_disk(&self) -> Result<()> {
+        let mut needs: Vec<(&Path, ByteSize, &str)> = Vec::new();
+        // The files of a run that is gone on with have their sizes already.
+        if self.unfinished.is_none() {
+            if let Some(model) = &self.folder.model {
+                let bytes = output_bytes(&self.session.checkpoint);
+                let replaced = self.folder.replaced_bytes();
+                let more = ByteSize(bytes.0.saturating_sub(replaced.0));
+                needs.push((model, more, "the model"));
+            }
+            if let Some(masks) = &self.masks {
+                needs.push((masks, self.mask_bytes(), "the masks"));
+            }
+        }
+        if let Rest::Spill(folder) = &self.rest {
+            needs.push((folder, self.plan.hidden_states.bytes, "hidden states"));
+        }
+        let rooms: Vec<(Room, &Path, ByteSize, &str)> = needs
+            .into_iter()
+            .filter_map(|(folder, bytes, what)| Some((disk::room(folder)?, folder, bytes, what)))
+            .collect();
+        for (room, folder, _, _) in &rooms {
+            let here = || {
+                rooms
+                    .iter()
+                    .filter(|(other, ..)| other.device == room.device)
+            };
+            let needed: ByteSize = here().map(|(_, _, bytes, _)| *bytes).sum();
+            if needed <= room.free {
+                continue;
+            }
+            let parts: Vec<String> = here()
+                .map(|(_, _, bytes, what)| format!("{what} {bytes}"))
+                .collect();
+            return Err(Failure::new(format!(
+                "the disk of `{}` has not enough room: {needed} are needed, {} are free",
+                folder.display(),
+                room.free
+            ))
+            .detail(parts.join(", "))
+            .hint("free some space, or choose a folder on another disk with --save or --offload-folder")
+            .into());
+        }
+        Ok(())
+    }
+
+    fn mask_bytes(&self) -> ByteSize {
+        let config = &self.session.config;
+        let layers = 0..config.num_hidden_layers;
+        let matrices =
+            layers.flat_map(|layer| Projection::ALL.map(|projection| (layer, projection)));
+        let bytes = matrices
+            .filter(|(layer, projection)| self.targets.of(*layer, *projection).is_some())
+            .map(|(_, projection)| {
+                let (rows, columns) = projection.shape(config);
+                ByteSize((rows * columns).div_ceil(8) as u64)
+            });
+        bytes.sum()
     }
 
     /// Tells what was settled.
@@ -168,6 +275,18 @@ impl<'a> Job<'a> {
         if let Some(masks) = &self.masks {
             console.line(&format!("masks        {}", masks.display()));
         }
+    }
+}
+
+fn nothing_to_go_on_with(folder: &RunFolder) -> Failure {
+    match folder.state() {
+        Some(folder) => Failure::new(format!(
+            "--resume: there is no unfinished run in `{}`",
+            folder.display()
+        ))
+        .hint("leave --resume out to begin one"),
+        None => Failure::usage("--resume needs the folder of the model that is unfinished")
+            .hint("add --save DIR, and leave --no-save-model out"),
     }
 }
 

@@ -11,7 +11,7 @@ use candle_core::DType;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::demo::RandomCheckpoint;
-use prune::eval::{Perplexity, Side};
+use prune::eval::Perplexity;
 use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
 use prune::model::observe::Need;
@@ -21,6 +21,7 @@ use prune::model::{
 use prune::pruning::{self, Pattern, Request, Target};
 use prune::run::Silent;
 use prune::run::knobs::{Knobs, WeightsHeld};
+use prune::runtime::Side;
 use prune::runtime::{Clock, Compute, HiddenStates, Passenger, Rest};
 
 use super::{ALIVE, PEAK};

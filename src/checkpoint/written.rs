@@ -1,0 +1,75 @@
+//! [`Written`]: the model half-way through a run, tensors that were written from the output, all others from the source.
+//!
+//! A run that goes on takes the samples through the layers that are finished as they are on the disk.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::header::TensorEntry;
+use super::source::{Checkpoint, WeightSource};
+use crate::disk::positioned::read_exact_at;
+use crate::failure::Failure;
+
+/// A source of weights over unfinished files; see the module's first lines.
+#[derive(Debug)]
+pub struct Written {
+    source: Arc<Checkpoint>,
+    /// The output's files, in the order of the source's.
+    files: Vec<(PathBuf, File)>,
+    /// Tensors that were written → where their bytes begin in the output.
+    written: HashMap<String, u64>,
+}
+
+impl Written {
+    pub(super) fn new(
+        source: Arc<Checkpoint>,
+        files: Vec<(PathBuf, File)>,
+        written: HashMap<String, u64>,
+    ) -> Self {
+        Self {
+            source,
+            files,
+            written,
+        }
+    }
+}
+
+impl WeightSource for Written {
+    fn entry(&self, name: &str) -> Option<&TensorEntry> {
+        self.source.entry(name)
+    }
+
+    fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
+        let (Some(offset), Some((path, file))) =
+            (self.written.get(&entry.name), self.files.get(entry.shard))
+        else {
+            return self.source.read(entry, start, buffer);
+        };
+        let end = start.checked_add(buffer.len() as u64);
+        anyhow::ensure!(
+            end.is_some_and(|end| end <= entry.bytes),
+            "{} bytes from {start} leave the {} bytes of `{}`",
+            buffer.len(),
+            entry.bytes,
+            entry.name
+        );
+        read_exact_at(file, buffer, offset + start).map_err(|error| {
+            Failure::new(format!("cannot read `{}`", path.display()))
+                .detail(format!("tensor `{}`: {error}", entry.name))
+                .into()
+        })
+    }
+
+    fn place(&self) -> String {
+        self.source.place()
+    }
+
+    fn file_of(&self, entry: &TensorEntry) -> String {
+        match (self.written.get(&entry.name), self.files.get(entry.shard)) {
+            (Some(_), Some((path, _))) => path.display().to_string(),
+            _ => self.source.file_of(entry),
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! The state of a run on the disk: written after every layer, and what of it still stands when a later process goes on.
+//!
+//! A layer is recorded only when its bytes and masks were synced. A later process holds every recorded tensor against its hash; the
+//! first layer with one that is not what was written, and all layers after it, are done again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use super::prune::Record;
+use crate::bytes::{ByteSize, read_whole};
+use crate::checkpoint::{ExpectedMatrix, write_atomic};
+use crate::disk;
+use crate::failure::Failure;
+use crate::pruning::Pattern;
+use crate::run::manifest::{LayerReport, Manifest, MatrixReport, Perplexities};
+use crate::run::state::{FILE, SCHEMA, Session, merge_phases};
+use crate::run::{Events, RunState};
+use crate::runtime::Clock;
+
+/// The largest state that is read: a model of 1000 layers has a few MiB.
+const LARGEST: ByteSize = ByteSize(256 << 20);
+
+/// `unfinished.json` while this process works on it.
+pub struct StateFile<'a> {
+    path: PathBuf,
+    /// What earlier sessions left, and what this one finished.
+    state: RunState,
+    clock: &'a Clock,
+    warnings: &'a (dyn Fn() -> Vec<String> + Sync),
+}
+
+impl<'a> StateFile<'a> {
+    /// Where the state of the run in `folder` is.
+    pub fn path(folder: &Path) -> PathBuf {
+        folder.join(FILE)
+    }
+
+    /// The state in `folder`, where there is one.
+    ///
+    /// # Errors
+    /// Fails for a file that is none, or another version's.
+    pub fn read(folder: &Path) -> Result<Option<RunState>> {
+        let path = Self::path(folder);
+        let cannot = |why: String| {
+            Failure::new(format!("cannot go on from `{}`", path.display()))
+                .detail(why)
+                .hint(format!(
+                    "start over with --force, or remove `{}`",
+                    folder.display()
+                ))
+        };
+        let text = match read_whole(&path, LARGEST) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            read => read.map_err(|error| cannot(error.to_string()))?,
+        };
+        let state: RunState =
+            serde_json::from_slice(&text).map_err(|error| cannot(error.to_string()))?;
+        let in_order = state.layers.iter().enumerate();
+        if state.schema != SCHEMA || !in_order.clone().all(|(at, layer)| layer.layer == at) {
+            return Err(cannot("it is of another version, or damaged".to_string()).into());
+        }
+        Ok(Some(state))
+    }
+
+    /// Says that there is a run in `folder`, of which nothing is finished yet.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written.
+    pub fn announce(folder: &Path, state: &RunState) -> Result<()> {
+        write(&Self::path(folder), state)
+    }
+
+    /// Begins a session: of a new run, or of one whose finished layers are in `state`.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written.
+    pub fn begin(
+        folder: &Path,
+        mut state: RunState,
+        clock: &'a Clock,
+        warnings: &'a (dyn Fn() -> Vec<String> + Sync),
+        started_unix_seconds: u64,
+    ) -> Result<Self> {
+        state.sessions.push(Session {
+            started_unix_seconds,
+            seconds: clock.seconds(),
+            first_layer: state.layers.len(),
+        });
+        let file = Self {
+            path: Self::path(folder),
+            state,
+            clock,
+            warnings,
+        };
+        file.write()?;
+        Ok(file)
+    }
+
+    /// What was measured, where all of it was.
+    pub fn perplexity(&self) -> Option<&Perplexities> {
+        self.state.perplexity.as_ref()
+    }
+
+    /// Records what was measured: from now on only the output is left to finish.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written; the state before is still there.
+    pub fn measured(&mut self, perplexity: Perplexities, layers: &[LayerReport]) -> Result<()> {
+        self.state.perplexity = Some(perplexity);
+        self.state.layers = layers.to_vec();
+        self.write()
+    }
+
+    fn earlier(&self) -> &[Session] {
+        let sessions = &self.state.sessions;
+        &sessions[..sessions.len().saturating_sub(1)]
+    }
+
+    /// The state with this session as it is now.
+    fn now(&self) -> RunState {
+        let mut state = self.state.clone();
+        if let Some(session) = state.sessions.last_mut() {
+            session.seconds = self.clock.seconds();
+        }
+        state.warnings = merged_warnings(&self.state.warnings, (self.warnings)());
+        state.phases = merge_phases(&self.state.phases, &self.clock.report());
+        // Seconds of work: those of earlier sessions come first.
+        let before: f64 = self.earlier().iter().map(|session| session.seconds).sum();
+        let samples = self.clock.samples().into_iter().map(|mut sample| {
+            sample.seconds += before;
+            sample
+        });
+        state.memory.extend(samples);
+        state
+    }
+
+    fn write(&self) -> Result<()> {
+        write(&self.path, &self.now())
+    }
+
+    /// Puts what earlier sessions did into the record of the whole run.
+    pub fn complete(&self, manifest: &mut Manifest) {
+        let now = self.now();
+        manifest.arguments = now.arguments;
+        manifest.started_unix_seconds = now.started_unix_seconds;
+        manifest.seconds = now.sessions.iter().map(|session| session.seconds).sum();
+        manifest.sessions = now.sessions;
+        let peaks = now.phases.iter().filter_map(|phase| phase.peak_anonymous);
+        manifest.peak_anonymous = peaks.max();
+        manifest.phases = now.phases;
+        manifest.memory = now.memory;
+        manifest.warnings = now.warnings;
+    }
+
+    /// The run is finished: nothing is left to go on from. Where a power cut brings the file back, the record beside it says so.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be removed.
+    pub fn remove(&self) -> Result<()> {
+        disk::remove(&self.path).with_context(|| format!("removing `{}`", self.path.display()))
+    }
+}
+
+impl Record for StateFile<'_> {
+    fn layer_done(
+        &mut self,
+        layers: &[LayerReport],
+        tensors: BTreeMap<String, String>,
+    ) -> Result<()> {
+        self.state.layers = layers.to_vec();
+        self.state.tensors = tensors;
+        self.write()
+    }
+}
+
+fn write(path: &Path, state: &RunState) -> Result<()> {
+    let mut json = serde_json::to_vec_pretty(state).context("writing the run's state as JSON")?;
+    json.push(b'\n');
+    write_atomic(path, &json)
+}
+
+/// Both, each once.
+fn merged_warnings(before: &[String], now: Vec<String>) -> Vec<String> {
+    let known: BTreeSet<&String> = before.iter().collect();
+    let new = now.into_iter().filter(|text| !known.contains(text));
+    before
+        .iter()
+        .cloned()
+        .chain(new.collect::<Vec<_>>())
+        .collect()
+}
+
+/// The masks of these layers, by matrix: SHA-256 of their bits, in hex.
+pub fn masks_of(layers: &[LayerReport]) -> BTreeMap<String, String> {
+    pruned(layers)
+        .filter_map(|matrix| Some((matrix.name.clone(), matrix.mask_sha256.clone()?)))
+        .collect()
+}
+
+/// The tensor of a matrix.
+pub fn tensor_of(matrix: &str) -> String {
+    format!("{matrix}.weight")
+}
+
+/// The matrix of a tensor.
+pub fn matrix_of(tensor: &str) -> &str {
+    tensor.strip_suffix(".weight").unwrap_or(tensor)
+}
+
+/// What the writer must find of these layers.
+pub fn expected_of(layers: &[LayerReport], pattern: Pattern) -> Vec<ExpectedMatrix> {
+    pruned(layers)
+        .map(|matrix| expected(matrix, pattern))
+        .collect()
+}
+
+/// What the writer must find of a pruned matrix.
+pub(super) fn expected(matrix: &MatrixReport, pattern: Pattern) -> ExpectedMatrix {
+    ExpectedMatrix {
+        name: tensor_of(&matrix.name),
+        zeros: Some(matrix.zeros),
+        group: match pattern {
+            Pattern::Unstructured => None,
+            Pattern::NOfM { n, m } => Some((n, m)),
+        },
+    }
+}
+
+fn pruned(layers: &[LayerReport]) -> impl Iterator<Item = &MatrixReport> {
+    let matrices = layers.iter().flat_map(|layer| &layer.matrices);
+    matrices.filter(|matrix| matrix.pruned.is_some())
+}
+
+impl RunState {
+    /// Keeps the layers before the first with a tensor that is not recorded or among `damaged` (names of matrices). Returns the
+    /// matrices of the layers that go.
+    pub fn keep_whole_layers(&mut self, damaged: &BTreeSet<String>) -> Vec<String> {
+        let is_whole = |layer: &LayerReport| {
+            pruned(std::slice::from_ref(layer)).all(|matrix| {
+                !damaged.contains(&matrix.name)
+                    && self.tensors.contains_key(&tensor_of(&matrix.name))
+            })
+        };
+        let whole = self
+            .layers
+            .iter()
+            .take_while(|layer| is_whole(layer))
+            .count();
+        let gone = self.layers.split_off(whole);
+        if gone.is_empty() {
+            return Vec::new();
+        }
+        // What was measured was measured of the whole.
+        self.perplexity = None;
+        let names: Vec<String> = pruned(&gone).map(|matrix| matrix.name.clone()).collect();
+        for name in &names {
+            self.tensors.remove(&tensor_of(name));
+        }
+        names
+    }
+}
+
+/// Says what is gone on with.
+pub fn announce(state: &RunState, layers: usize, events: &dyn Events) {
+    let finished = state.layers.len();
+    events.note(match (finished, &state.perplexity) {
+        (_, Some(_)) => {
+            "going on with an unfinished run: all layers are pruned and measured".to_string()
+        }
+        (finished, None) => {
+            format!("going on with an unfinished run: {finished} of {layers} layers are finished")
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layer(index: usize) -> LayerReport {
+        let matrix = |name: &str, pruned| MatrixReport {
+            name: format!("model.layers.{index}.{name}"),
+            shape: [2, 2],
+            zeros_before: 0,
+            zeros: 2,
+            pruned,
+            mask_sha256: pruned.map(|_| format!("mask {index}")),
+            relative_output_error: None,
+        };
+        LayerReport {
+            layer: index,
+            seconds: 1.0,
+            sparsity: 0.5,
+            matrices: vec![matrix("q", Some(2)), matrix("k", None)],
+        }
+    }
+
+    fn state(layers: usize) -> RunState {
+        let layers: Vec<LayerReport> = (0..layers).map(layer).collect();
+        RunState {
+            schema: SCHEMA,
+            arguments: Vec::new(),
+            started_unix_seconds: 1,
+            settings: BTreeMap::new(),
+            tensors: pruned(&layers)
+                .map(|matrix| (tensor_of(&matrix.name), "hash".to_string()))
+                .collect(),
+            layers,
+            perplexity: Some(Perplexities::default()),
+            warnings: Vec::new(),
+            sessions: Vec::new(),
+            phases: Vec::new(),
+            memory: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_damaged_layer_and_all_after_it_are_done_again() {
+        let mut whole = state(3);
+        assert!(whole.keep_whole_layers(&BTreeSet::new()).is_empty());
+        assert_eq!((whole.layers.len(), whole.perplexity.is_some()), (3, true));
+
+        let mut broken = state(3);
+        let damaged = ["model.layers.1.q".to_string()].into();
+        let gone = broken.keep_whole_layers(&damaged);
+        assert_eq!(gone, ["model.layers.1.q", "model.layers.2.q"]);
+        assert_eq!((broken.layers.len(), broken.perplexity), (1, None));
+        assert_eq!(broken.tensors.len(), 1);
+
+        let mut missing = state(2);
+        missing.tensors.remove("model.layers.0.q.weight");
+        missing.keep_whole_layers(&BTreeSet::new());
+        assert_eq!(missing.layers.len(), 0);
+    }
+
+    #[test]
+    fn masks_and_expectations_are_of_pruned_matrices() {
+        let layers = [layer(0)];
+        assert_eq!(
+            masks_of(&layers),
+            [("model.layers.0.q".to_string(), "mask 0".to_string())].into()
+        );
+        let expected = expected_of(&layers, Pattern::NOfM { n: 2, m: 4 });
+        assert_eq!(expected.len(), 1);
+        assert_eq!(expected[0].name, "model.layers.0.q.weight");
+        assert_eq!(
+            (expected[0].zeros, expected[0].group),
+            (Some(2), Some((2, 4)))
+        );
+    }
+
+    #[test]
+    fn a_warning_is_told_once() {
+        let before = ["a".to_string()];
+        let merged = merged_warnings(&before, vec!["a".to_string(), "b".to_string()]);
+        assert_eq!(merged, ["a", "b"]);
+    }
+
+    #[test]
+    fn a_state_that_is_none_is_refused_with_a_way_out() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        assert!(StateFile::read(folder.path())?.is_none());
+        let mut odd = state(2);
+        odd.layers.swap(0, 1);
+        for text in [
+            "{".to_string(),
+            "{}".to_string(),
+            serde_json::to_string(&odd)?,
+        ] {
+            std::fs::write(StateFile::path(folder.path()), text)?;
+            let error = StateFile::read(folder.path()).unwrap_err().to_string();
+            assert!(
+                error.contains("unfinished.json") && error.contains("--force"),
+                "{error}"
+            );
+        }
+        Ok(())
+    }
+}
