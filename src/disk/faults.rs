@@ -8,7 +8,7 @@
 //! | `fail` | the operation fails with an input/output error; of a write, the first half is done |
 //! | `full` | the first write from there on, and every later one, finds the disk full |
 //! | `forget` | everything that was not synced is undone, then the process ends: a power cut |
-//!
+//! | `wait` | two seconds pass: whoever sends signals finds the run at this place |
 //! | `room` | no operation: every file system says that it has `n` bytes free |
 //!
 //! Forgetting undoes backwards: bytes written since their file was synced, and names made, changed or removed since their folder was.
@@ -18,11 +18,15 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use super::positioned;
 
 /// The variable of the environment.
 const VARIABLE: &str = "PRUNE_FAULT";
+
+/// How long an operation waits that was told to.
+const WAIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum What {
@@ -30,6 +34,7 @@ enum What {
     Fail,
     Full,
     Forget,
+    Wait,
     Room,
 }
 
@@ -90,6 +95,7 @@ fn parse(text: &str) -> Option<Fault> {
         "fail" => What::Fail,
         "full" => What::Full,
         "forget" => What::Forget,
+        "wait" => What::Wait,
         "room" => What::Room,
         _ => return None,
     };
@@ -142,6 +148,11 @@ fn step(
             end()
         }
         What::Forget => undo(&mut progress.undo),
+        What::Wait if is_here => {
+            drop(progress);
+            std::thread::sleep(WAIT);
+            Ok(())
+        }
         _ => Ok(()),
     }
 }

@@ -357,7 +357,7 @@ fn killed_at_any_time_a_run_goes_on_to_the_same_end() {
     fs::remove_dir_all(place.path("out")).expect("removed");
     let mut kills = 0;
     for tenth in 1..10 {
-        let mut child = spawned(&place, &SLOW);
+        let mut child = spawned(&mut place.command(&SLOW));
         std::thread::sleep(whole * tenth / 10);
         // It may have finished already.
         let _ = child.kill();
@@ -373,8 +373,7 @@ fn killed_at_any_time_a_run_goes_on_to_the_same_end() {
     assert!(kills >= 3, "{kills}");
 }
 
-fn spawned(place: &Place, arguments: &[&str]) -> Child {
-    let mut command = place.command(arguments);
+fn spawned(command: &mut std::process::Command) -> Child {
     command
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
@@ -391,15 +390,19 @@ fn signal(child: &Child, signal: &str) {
     assert!(kill.expect("kill(1)").success());
 }
 
-/// Waits until a path is there.
-fn wait_for(path: &Path) {
-    for _ in 0..3000 {
-        if path.exists() {
-            return;
-        }
+/// Starts a run that waits at a file operation within its layers, and comes back when it is there.
+#[cfg(unix)]
+fn waiting(place: &Place, arguments: &[&str]) -> Child {
+    let at = interrupted(place, arguments);
+    fs::remove_dir_all(place.path("out")).expect("removed");
+    let mut command = place.command(arguments);
+    let child = spawned(command.env("PRUNE_FAULT", format!("wait:{at}")));
+    let came = (0..30_000).any(|_| {
         std::thread::sleep(Duration::from_millis(2));
-    }
-    panic!("`{}` does not come", path.display());
+        finished_layers(place) == 2
+    });
+    assert!(came, "two layers do not come");
+    child
 }
 
 #[test]
@@ -415,8 +418,7 @@ fn a_signal_stops_a_run_with_exit_code_3_and_the_command_that_goes_on() {
             .copied()
             .filter(|flag| *flag != "--quiet")
             .collect();
-        let child = spawned(&place, &flags);
-        wait_for(&place.path("out/unfinished.json"));
+        let child = waiting(&place, &flags);
         signal(&child, name);
         let output = child.wait_with_output().expect("a child");
         let stderr = String::from_utf8(output.stderr).expect("UTF-8");
@@ -472,8 +474,7 @@ fn a_second_signal_ends_it_at_once_and_nothing_is_lost() {
     assert_eq!(place.run(&SLOW).code, 0);
     let expected = outcome(&place.path("out"));
     fs::remove_dir_all(place.path("out")).expect("removed");
-    let child = spawned(&place, &SLOW);
-    wait_for(&place.path("out/unfinished.json"));
+    let child = waiting(&place, &SLOW);
     signal(&child, "TERM");
     signal(&child, "INT");
     let output = child.wait_with_output().expect("a child");
@@ -482,23 +483,26 @@ fn a_second_signal_ends_it_at_once_and_nothing_is_lost() {
     assert_same(&outcome(&place.path("out")), &expected, "after two signals");
 }
 
-/// A run that is interrupted after its first layers.
-fn interrupted(place: &Place, flags: &[&str]) {
-    for at in (40..).step_by(8) {
+/// How many layers the state in `out` calls finished.
+fn finished_layers(place: &Place) -> usize {
+    let state = fs::read_to_string(place.path("out/unfinished.json")).unwrap_or_default();
+    let state: Value = serde_json::from_str(&state).unwrap_or_default();
+    state["layers"].as_array().map_or(0, Vec::len)
+}
+
+/// Leaves a run that was killed after its first two layers; answers at which operation.
+fn interrupted(place: &Place, arguments: &[&str]) -> u64 {
+    for at in (40..2000).step_by(8) {
         let _ = fs::remove_dir_all(place.path("out"));
-        assert!(
-            with_fault(place, flags, &format!("kill:{at}")).is_none(),
-            "{at}"
-        );
-        let state = fs::read_to_string(place.path("out/unfinished.json")).unwrap_or_default();
-        let state: Value = serde_json::from_str(&state).unwrap_or_default();
-        if state["layers"]
-            .as_array()
-            .is_some_and(|layers| layers.len() == 2)
-        {
-            return;
+        let mut command = place.command(arguments);
+        let status = command.env("PRUNE_FAULT", format!("kill:{at}")).output();
+        let code = status.expect("the binary").status.code();
+        assert!(code.is_none(), "{at}: {code:?}");
+        if finished_layers(place) == 2 {
+            return at;
         }
     }
+    panic!("no run ends after two layers")
 }
 
 #[test]
@@ -607,7 +611,7 @@ fn a_model_folder_of_another_run_is_left_alone() {
 #[test]
 fn without_a_model_an_unfinished_run_is_not_replaced() {
     let place = place();
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     let ran = place.run(&command(&[
         "--model",
         "m",
@@ -629,7 +633,7 @@ fn without_a_model_an_unfinished_run_is_not_replaced() {
 #[test]
 fn other_settings_are_refused_with_the_difference() {
     let place = place();
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     let other = |from: &str, to: &'static str| -> Vec<&'static str> {
         let flags = command(&WANDA);
         let changed = flags
@@ -696,7 +700,7 @@ fn other_settings_are_refused_with_the_difference() {
 fn another_arithmetic_is_refused_with_the_flag_that_is_common() {
     let place = place();
     let in_f32: Vec<&str> = WANDA.iter().copied().chain(["--dtype", "f32"]).collect();
-    interrupted(&place, &in_f32);
+    interrupted(&place, &command(&in_f32));
     let ran = place.run(&command(&WANDA));
     if !ran.stderr.contains("arithmetic: ") {
         eprintln!("skipped: this CPU has no bf16 products, all is f32 here");
@@ -717,7 +721,7 @@ fn another_arithmetic_is_refused_with_the_flag_that_is_common() {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
 
     fs::remove_dir_all(place.path("out")).expect("removed");
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     let ran = place.run(&command(&in_f32));
     assert!(ran.stderr.contains("--force --dtype f32"), "{}", ran.stderr);
 }
@@ -725,7 +729,7 @@ fn another_arithmetic_is_refused_with_the_flag_that_is_common() {
 #[test]
 fn force_starts_over_only_with_other_settings() {
     let place = place();
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     let forced: Vec<&str> = WANDA.iter().copied().chain(["--force"]).collect();
     let ran = place.run(&command(&forced));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
@@ -736,7 +740,7 @@ fn force_starts_over_only_with_other_settings() {
     );
 
     fs::remove_dir_all(place.path("out")).expect("removed");
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     let ran = place.run(&[&MAGNITUDE[..], &["--force"]].concat());
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(!ran.stderr.contains("going on"), "{}", ran.stderr);
@@ -760,7 +764,7 @@ fn resume_needs_something_to_go_on_with() {
         ran.stderr
     );
     assert!(!place.path("out").exists(), "nothing was made");
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     let ran = place.run(&command(&resume));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
 
@@ -787,7 +791,7 @@ fn resume_needs_something_to_go_on_with() {
 fn a_finished_layer_that_was_changed_is_done_again() {
     let place = place();
     let expected = undisturbed(&place, &WANDA);
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     // A byte in the middle of every unfinished file of the model.
     for name in place.names("out/model") {
         let path = place.path("out/model").join(&name);
@@ -819,7 +823,7 @@ fn a_finished_layer_that_was_changed_is_done_again() {
 fn without_its_files_an_unfinished_run_starts_over() {
     let place = place();
     let expected = undisturbed(&place, &MAGNITUDE);
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     fs::remove_dir_all(place.path("out")).expect("removed");
     assert!(with_fault(&place, &MAGNITUDE, "kill:60").is_none());
     fs::remove_dir_all(place.path("out/model")).expect("removed");
@@ -833,8 +837,7 @@ fn without_its_files_an_unfinished_run_starts_over() {
 #[test]
 fn two_runs_do_not_share_a_folder() {
     let place = slow();
-    let mut child = spawned(&place, &SLOW);
-    wait_for(&place.path("out/unfinished.json"));
+    let mut child = waiting(&place, &SLOW);
     let ran = place.run(&SLOW);
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     assert!(
@@ -854,7 +857,7 @@ fn two_runs_do_not_share_a_folder() {
 #[test]
 fn the_lock_of_a_killed_run_is_said_to_be_stale() {
     let place = place();
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     assert!(place.path("out/prune.lock").exists());
     let ran = place.run(&command(&WANDA));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
@@ -868,7 +871,7 @@ fn the_lock_of_a_killed_run_is_said_to_be_stale() {
 #[test]
 fn evaluating_into_an_unfinished_run_is_refused() {
     let place = place();
-    interrupted(&place, &WANDA);
+    interrupted(&place, &command(&WANDA));
     let ran = place.run(&[
         "eval",
         "--model",
