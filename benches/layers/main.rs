@@ -49,10 +49,10 @@ struct OfPeak;
 /// GFLOP/s; 0 where elements are printed as they are.
 static PEAK: AtomicU64 = AtomicU64::new(0);
 
-/// Measures the peak of a kernel, against which what follows is printed.
+/// Measures the peak of a kernel, against which what follows is printed; an f32 product by parts takes several of its products.
 fn against(kernel: Kernel) {
     let threads = rayon::current_num_threads();
-    let peak = peak::of(kernel, threads);
+    let peak = peak::of(kernel, threads) / kernel.terms() as f64;
     eprintln!("peak of {kernel:?} on {threads} threads: {peak:.0} GFLOP/s");
     PEAK.store(peak as u64, Ordering::Relaxed);
 }
@@ -121,25 +121,26 @@ impl ValueFormatter for OfPeak {
     }
 }
 
-/// f32, and bf16 where the CPU has it, with how a panel multiplies so.
-fn arithmetics() -> Vec<(Kernel, Products)> {
-    let bf16 = Kernel::best_bf16().map(|kernel| (kernel, Products::Bf16(kernel)));
-    std::iter::once((Kernel::Fused, Products::F32))
-        .chain(bf16)
+/// f32, f32 by parts and bf16 where the CPU has them.
+fn arithmetics() -> Vec<Products> {
+    let split = Kernel::has_split().then_some(Products::Split);
+    let bf16 = Kernel::best_bf16().map(Products::Bf16);
+    [Some(Products::F32), split, bf16]
+        .into_iter()
+        .flatten()
         .collect()
 }
 
 /// tokens x in · (out x in)ᵀ: our linear for each stored dtype and arithmetic, and the gemm crate alone on f32.
 fn products(criterion: &mut Criterion<OfPeak>) {
-    for (kernel, products) in arithmetics() {
-        against(kernel);
-        products_of(criterion, kernel, products);
+    for products in arithmetics() {
+        products_of(criterion, products);
     }
     against_nothing();
 }
 
-fn products_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Products) {
-    let mut group = criterion.benchmark_group(format!("products {kernel:?}"));
+fn products_of(criterion: &mut Criterion<OfPeak>, products: Products) {
+    let mut group = criterion.benchmark_group(format!("products {products:?}"));
     group
         .sample_size(10)
         .measurement_time(Duration::from_secs(5));
@@ -153,7 +154,8 @@ fn products_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Prod
         group.throughput(Throughput::Elements(2 * (tokens * inner * out) as u64)); // FLOP
         let (x, weight) = (noise(tokens * inner), noise(out * inner));
         let mut y = vec![0.0; tokens * out];
-        if kernel == Kernel::Fused {
+        if products == Products::F32 {
+            against(Kernel::Fused);
             group.bench_function(
                 BenchmarkId::new("gemm crate alone, f32", &shape),
                 |bencher| {
@@ -164,10 +166,13 @@ fn products_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Prod
             );
         }
         let dtypes: &[StoredDtype] = match products {
-            Products::F32 => &[StoredDtype::F32, StoredDtype::Bf16, StoredDtype::F16],
+            Products::F32 | Products::Split => {
+                &[StoredDtype::F32, StoredDtype::Bf16, StoredDtype::F16]
+            }
             Products::Bf16(_) => &[StoredDtype::Bf16],
         };
         for &dtype in dtypes {
+            against(products.kernel(dtype));
             let weight = StoredMatrix::from_f32(dtype, out, inner, &weight);
             let linear = Linear::new(weight, None).reused();
             let mut panel = Panel::new();
@@ -201,7 +206,8 @@ fn products_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Prod
 }
 
 fn blocked_attention(criterion: &mut Criterion<OfPeak>) {
-    for (kernel, _) in arithmetics() {
+    for products in arithmetics() {
+        let kernel = products.of_activations();
         against(kernel);
         attention_of(criterion, kernel);
     }
@@ -274,7 +280,8 @@ fn seven_b() -> RandomCheckpoint {
 
 /// One layer of Llama-2-7B's shape with bf16 weights, 2048 tokens.
 fn decoder_layer(criterion: &mut Criterion<OfPeak>) {
-    for (kernel, products) in arithmetics() {
+    for products in arithmetics() {
+        let kernel = products.kernel(StoredDtype::Bf16);
         against(kernel);
         layer_of(criterion, kernel, products);
     }

@@ -46,7 +46,9 @@ pub struct ModelArgs {
     ///
     /// Never changes the dtype of the output, which is the source's. On a CPU with bf16 products (AMD from Zen 4, Intel from
     /// Sapphire Rapids on) `auto` multiplies bf16 weights by activations rounded to bf16, accumulating in f32, which is several
-    /// times as fast as f32; masks differ in some near-ties. Everything else is f32 on the CPU, and so are bf16 checkpoints with `f32`.
+    /// times as fast as f32; masks differ in some near-ties. Everything else is f32: on a CPU with AMX tiles (Intel from Sapphire
+    /// Rapids on) by sums of bf16 products, about as exact as f32's own and faster, and with `f32` by one chain of multiply-adds,
+    /// which gives the same bits on every CPU.
     #[arg(long, value_name = "DTYPE", default_value = "auto")]
     pub dtype: ComputeDtype,
 }
@@ -54,10 +56,13 @@ pub struct ModelArgs {
 /// The dtypes the forward pass can be computed in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ComputeDtype {
-    /// bf16 for bf16 checkpoints where the CPU has it, f32 for all others
+    /// bf16 for bf16 checkpoints where the CPU has it; for all others bf16x3 where it has tiles, else f32
     Auto,
-    /// Single precision
+    /// Single precision, the same bits on every CPU
     F32,
+    /// Single precision as sums of products of bf16 parts, three of an activation, on AMX tiles
+    #[value(name = "bf16x3")]
+    Bf16x3,
     /// bf16 products with f32 accumulation, for bf16 checkpoints
     Bf16,
 }

@@ -142,7 +142,13 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     session.clock.mark("09_end", console);
     let watch = swept.watch.clone();
     let mut manifest = session.manifest("eval", arguments, &rest, &plan, swept)?;
-    manifest.profile = Some(profile::report(peak, &watch, None, &manifest));
+    manifest.profile = Some(profile::report(
+        peak,
+        (session.products, session.dtype()),
+        &watch,
+        None,
+        &manifest,
+    ));
     manifest.perplexity.dense = perplexity.report();
     manifest.gate = gate(&args.evaluation, manifest.perplexity.dense);
     manifest.evaluation = Some(serde_json::to_value(&windows.protocol)?);

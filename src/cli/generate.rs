@@ -7,9 +7,9 @@ use std::io::Read;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::Args;
+use clap::{Args, ValueEnum};
 
-use super::args::{DeviceArg, DeviceArgs, DeviceMapArg, MessageArgs, ModelArgs};
+use super::args::{ComputeDtype, DeviceArg, DeviceArgs, DeviceMapArg, MessageArgs, ModelArgs};
 use super::console::Console;
 use crate::failure::Failure;
 use crate::generation::Sampling;
@@ -31,6 +31,7 @@ Examples:
 /// Flags of `prune generate`.
 #[derive(Debug, Clone, Args)]
 #[command(
+    mut_arg("dtype", |flag| flag.hide(true)),
     mut_arg("hidden_states", |flag| flag.hide(true)),
     mut_arg("offload_folder", |flag| flag.hide(true)),
     mut_arg("json", |flag| flag.help("Print one JSON object at the end, in place of the text as it comes"))
@@ -147,6 +148,16 @@ pub fn execute(args: &GenerateArgs, console: &Console, streams: bool) -> Result<
         return Err(Failure::usage("prune generate computes on the CPU")
             .hint("leave --device and --device-map out")
             .into());
+    }
+    let dtype = args.model.dtype;
+    if !matches!(dtype, ComputeDtype::Auto | ComputeDtype::F32) {
+        let name = dtype.to_possible_value();
+        let name = name.as_ref().map_or("", |value| value.get_name());
+        return Err(
+            Failure::usage(format!("--dtype {name}: prune generate computes in f32"))
+                .hint("leave --dtype out")
+                .into(),
+        );
     }
     let sampling = args.sampling.check()?;
     let prompt = args.prompt.text()?;

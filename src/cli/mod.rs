@@ -125,6 +125,18 @@ impl Cli {
     }
 }
 
+/// What multiplies on this machine.
+fn products_here() -> String {
+    let split = Kernel::has_split().then_some(Kernel::Split(1));
+    let kernels = [Some(Kernel::Fused), split, Kernel::best_bf16()];
+    let names: Vec<&str> = kernels
+        .iter()
+        .flatten()
+        .map(|kernel| kernel.name())
+        .collect();
+    names.join("; ")
+}
+
 /// The whole command line as clap knows it, with what this build and this machine can do behind `--version`.
 pub fn command() -> clap::Command {
     let version = env!("CARGO_PKG_VERSION");
@@ -136,10 +148,7 @@ pub fn command() -> clap::Command {
         } else {
             "cpu (built without CUDA)"
         },
-        Kernel::best_bf16().map_or_else(
-            || Kernel::Fused.name().to_string(),
-            |bf16| format!("{}; {}", Kernel::Fused.name(), bf16.name())
-        ),
+        products_here(),
         if features.is_empty() {
             "no vector features"
         } else {

@@ -268,6 +268,7 @@ impl PlanArgs {
     fn products(&self, stored: StoredDtype) -> Result<Products> {
         match (self.dtype, stored, &self.inventory) {
             (ComputeDtype::Auto, _, Some(_)) => Ok(Products::F32),
+            (ComputeDtype::Bf16x3, _, Some(_)) => Ok(Products::Split),
             (ComputeDtype::Bf16, StoredDtype::Bf16, Some(_)) => {
                 Ok(Products::Bf16(Kernel::best_bf16().unwrap_or(Kernel::Amx)))
             }

@@ -1,31 +1,31 @@
 //! Where the time of a run went: the parts of its arithmetic, of choosing weights, of reading and writing, put together.
 
-use crate::linalg::Products;
 use crate::linalg::peak;
 use crate::linalg::product::Kernel;
 use crate::linalg::profile::{Part, Watch};
+use crate::linalg::{Products, StoredDtype};
 use crate::pipeline::SelectionTime;
 use crate::run::Manifest;
 use crate::run::profile::{PartReport, PeakReport, ProfileReport};
 
 /// Measures what the CPU can do with so many threads. Takes about a second.
 pub(super) fn peak(products: Products, threads: usize) -> PeakReport {
+    let kernel = products.of_activations();
     PeakReport {
         f32: peak::of(Kernel::Fused, threads),
-        bf16: match products {
-            Products::F32 => None,
-            Products::Bf16(kernel) => Some(peak::of(kernel, threads)),
-        },
+        bf16: (kernel != Kernel::Fused).then(|| peak::of(kernel, threads)),
     }
 }
 
 /// Puts the parts together.
 ///
 /// # Arguments
+/// * `products`: how they were made, and with weights of which dtype
 /// * `selection`: of a run that prunes
 /// * `run`: with its phases and threads
 pub(super) fn report(
     peak: Option<PeakReport>,
+    (products, dtype): (Products, StoredDtype),
     watch: &Watch,
     selection: Option<&SelectionTime>,
     run: &Manifest,
@@ -36,7 +36,13 @@ pub(super) fn report(
         of.map_or(0.0, |phase| phase.seconds)
     };
     let spent = |part: Part| watch.spent(part).time.as_secs_f64();
-    let peak_of_products = peak.map(|peak| peak.bf16.unwrap_or(peak.f32));
+    // An f32 product that is a sum of bf16 products can be no faster than these.
+    let peak_of = |kernel: Kernel| {
+        peak.map(|peak| match peak.bf16 {
+            Some(bf16) if kernel != Kernel::Fused => bf16 / kernel.terms() as f64,
+            _ => peak.f32,
+        })
+    };
     let mut parts = Vec::new();
     let mut plain = |part: &str, seconds: f64| {
         parts.push(PartReport {
@@ -77,7 +83,10 @@ pub(super) fn report(
             seconds,
             gflops,
             share_of_peak: gflops
-                .zip(peak_of_products)
+                .zip(peak_of(match part {
+                    Part::Attention => products.of_activations(),
+                    _ => products.kernel(dtype),
+                }))
                 .map(|(gflops, peak)| gflops / peak),
         };
         // In the order work passes them: behind read and pack, the head at the end.
@@ -124,7 +133,13 @@ mod tests {
             f32: 10.0,
             bf16: None,
         };
-        let report = report(Some(peak), &watch, Some(&selection), &run);
+        let report = report(
+            Some(peak),
+            (Products::F32, StoredDtype::F16),
+            &watch,
+            Some(&selection),
+            &run,
+        );
         let names: Vec<&str> = report.parts.iter().map(|part| part.part.as_str()).collect();
         assert_eq!(names, ["read", "mlp", "select", "other"]);
         let sum: f64 = report.parts.iter().map(|part| part.seconds).sum();

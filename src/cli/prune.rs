@@ -207,7 +207,13 @@ pub fn execute(
     let output = finish(&job, writer, masks, &expected, console)?;
     session.clock.mark("09_end", console);
     let mut manifest = session.manifest("prune", arguments, rest, &job.plan, swept)?;
-    manifest.profile = Some(profile::report(peak, &watch, Some(&selection), &manifest));
+    manifest.profile = Some(profile::report(
+        peak,
+        (session.products, session.dtype()),
+        &watch,
+        Some(&selection),
+        &manifest,
+    ));
     manifest.sparsity = Some(record::sparsity(&layers));
     manifest.layers = layers;
     manifest.pruning = Some(record::settings(

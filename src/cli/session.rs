@@ -107,7 +107,7 @@ impl Session {
         session.gpu_dtype = match model.dtype {
             // What is simulated is the host's own arithmetic.
             _ if session.simulation.is_some() => StoredDtype::F32,
-            ComputeDtype::F32 => StoredDtype::F32,
+            ComputeDtype::F32 | ComputeDtype::Bf16x3 => StoredDtype::F32,
             ComputeDtype::Auto
                 if session.dtype() == StoredDtype::Bf16 && !device.gpus_have_bf16() =>
             {
@@ -483,6 +483,7 @@ impl Session {
         let (dtype, kernel) = match self.products {
             _ if on_gpus => (self.gpu_dtype.name(), "cuBLAS".to_string()),
             Products::F32 => ("f32", Kernel::Fused.name().to_string()),
+            Products::Split => ("f32", Kernel::split(self.dtype()).name().to_string()),
             Products::Bf16(kernel) => ("bf16", kernel.name().to_string()),
         };
         Arithmetic {
@@ -502,14 +503,20 @@ impl Session {
     }
 }
 
-/// How products on the CPU are computed in this arithmetic with weights of this dtype: bf16 weights by bf16 products where the
-/// CPU has them faster than f32's, unless f32 is asked for; all others in f32.
+/// How products on the CPU are computed in this arithmetic with weights of this dtype, unless one is asked for: bf16 weights by bf16
+/// products where the CPU has them faster than f32's; all others in f32, by parts where the CPU has tiles.
 pub fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Products> {
     let bf16 = || Kernel::best_bf16().map(Products::Bf16);
     match (dtype, stored) {
         (ComputeDtype::F32, _) => Ok(Products::F32),
         (ComputeDtype::Auto, StoredDtype::Bf16) => Ok(bf16().unwrap_or_default()),
+        (ComputeDtype::Auto, _) if Kernel::has_split() => Ok(Products::Split),
         (ComputeDtype::Auto, _) => Ok(Products::F32),
+        (ComputeDtype::Bf16x3, _) if Kernel::has_split() => Ok(Products::Split),
+        (ComputeDtype::Bf16x3, _) => Err(Failure::new("--dtype bf16x3: this CPU has no AMX tiles")
+            .detail("Intel's have them from Sapphire Rapids on, and Linux grants them from 5.16 on")
+            .hint("use --dtype f32, or leave --dtype out")
+            .into()),
         (ComputeDtype::Bf16, StoredDtype::Bf16) => bf16().ok_or_else(|| {
             Failure::new("--dtype bf16: this CPU has no bf16 products that are faster than f32's")
                 .detail("they need AMX tiles (Intel from Sapphire Rapids on, Linux from 5.16 on) or AVX-512 of AMD from Zen 4 on")

@@ -626,10 +626,12 @@ mod tests {
                     );
                 }
             };
-            for kernel in Kernel::all() {
+            // Keys and values are f32, which fewer parts do not hold.
+            let is_whole = |kernel: &Kernel| !matches!(kernel, Kernel::Split(..3));
+            for kernel in Kernel::all().into_iter().filter(is_whole) {
                 let mut out = vec![f32::NAN; q.len()];
                 causal(kernel, heads, 0, &q, &k, &v, &mut out);
-                if kernel == Kernel::Fused {
+                if !kernel.is_bf16() {
                     is_close(&out, &exact, "the whole sequence");
                 }
                 // From rounded inputs, what is left is the rounding of probabilities, 2⁻⁹ of each, and values are up to 2.

@@ -25,7 +25,7 @@ const PANEL_ELEMENTS: usize = 1 << 22;
 pub struct Linear {
     weight: Weight,
     bias: Option<Vec<f32>>,
-    /// The weight as bf16 products read it, from the first of them on, where the panel says to keep it.
+    /// The weight as products read it, from the first of them on, where the panel says to keep it.
     packed: OnceLock<Arc<PackedWeight>>,
     is_reused: bool,
 }
@@ -119,7 +119,7 @@ impl Linear {
     fn factor(&self, kernel: Kernel, rows: &Range<usize>, panel: &mut Panel) -> Option<Factor<'_>> {
         let inner = self.in_features();
         let weight = self.weight.held()?;
-        let is_kept = kernel.is_bf16()
+        let is_kept = kernel.keeps()
             && panel.keeps_packed
             && self.is_reused
             && PackedWeight::begins_at(kernel, rows.start);

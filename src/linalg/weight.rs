@@ -46,13 +46,15 @@ impl fmt::Debug for MatrixAtRest {
     }
 }
 
-/// How products with bf16 weights are computed.
+/// How products are computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Products {
-    /// In f32, weights widened. Products with weights of other dtypes always are.
+    /// In f32, weights widened.
     #[default]
     F32,
-    /// By a bf16 kernel, sums in f32: activations are rounded to bf16.
+    /// In f32, as sums of bf16 products ([`Kernel::Split`]).
+    Split,
+    /// By a bf16 kernel, sums in f32: activations are rounded to bf16. Products with weights of other dtypes are made in f32.
     Bf16(Kernel),
 }
 
@@ -61,7 +63,8 @@ impl Products {
     pub fn kernel(self, dtype: StoredDtype) -> Kernel {
         match (self, dtype) {
             (Self::Bf16(kernel), StoredDtype::Bf16) => kernel,
-            _ => Kernel::Fused,
+            (Self::Split, dtype) => Kernel::split(dtype),
+            (Self::F32 | Self::Bf16(_), _) => Kernel::Fused,
         }
     }
 
@@ -69,6 +72,7 @@ impl Products {
     pub fn of_activations(self) -> Kernel {
         match self {
             Self::F32 => Kernel::Fused,
+            Self::Split => Kernel::split(StoredDtype::F32),
             Self::Bf16(kernel) => kernel,
         }
     }
@@ -79,7 +83,7 @@ impl Products {
 pub struct Panel {
     /// What multiplies.
     pub products: Products,
-    /// Whether a weight that is reused stays packed from its first bf16 product on: as many bytes again as it has.
+    /// Whether a weight that is reused stays packed from its first product on, where the kernel can: as many bytes again as it has, or twice as many.
     pub keeps_packed: bool,
     /// Where time goes.
     pub watch: Watch,

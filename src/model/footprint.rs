@@ -6,7 +6,7 @@
 //! | function | holds |
 //! | --- | --- |
 //! | [`layer_weights`] | one decoder layer while it is in use or waits: weights, or masks; norms and biases |
-//! | [`layer_packed`] | its weights once more, where bf16 products keep them packed |
+//! | [`layer_packed`] | its weights once more, where products keep them packed |
 //! | [`context`] | from the first layer to the end of the run: rotary tables; what products pack comes on top |
 //! | [`products`] | what products pack, from the first on |
 //! | [`forward`], [`capture`] | a sample on its way through a layer |
@@ -54,8 +54,8 @@ pub fn layer_weights(config: &LlamaConfig, dtype: StoredDtype, knobs: &Knobs) ->
     bytes
 }
 
-/// One decoder layer's weights packed for bf16 products, beside [`layer_weights`]: 2 · (2·H·Q + 2·H·K + 3·H·I), rows rounded up to 32
-/// and columns to 32.
+/// One decoder layer's weights packed, beside [`layer_weights`]: 2·p · (2·H·Q + 2·H·K + 3·H·I), rows rounded up to 32 and columns to
+/// 32; p parts of an element, 1 in bf16, and as many as hold its bits where f32 is split (bf16 1, f16 2, f32 3).
 pub fn layer_packed(config: &LlamaConfig, kernel: Kernel) -> ByteSize {
     let bytes = Projection::ALL.map(|projection| {
         let (rows, columns) = projection.shape(config);
@@ -99,7 +99,7 @@ const TOGETHER: [&[Projection]; 4] = [
 
 /// Whether a layer's weights stay packed while it is in use.
 pub fn keeps_packed(kernel: Kernel, knobs: &Knobs) -> bool {
-    kernel.is_bf16() && knobs.keep_packed && knobs.weights == WeightsHeld::Layer
+    kernel.keeps() && knobs.keep_packed && knobs.weights == WeightsHeld::Layer
 }
 
 /// What products pack and keep for the next one, from the first on: X, and per thread a slab of W where it is not kept packed.

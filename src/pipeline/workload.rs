@@ -62,6 +62,8 @@ pub struct Job<'a> {
 
 /// How many times as many operations a second bf16 products do as f32's: a round figure, between AVX-512's twice and AMX's six times.
 const BF16_TIMES_F32: f64 = 4.0;
+/// The same of f32 products that are sums of those of parts.
+const SPLIT_TIMES_F32: f64 = 2.0;
 
 /// Whose hidden states there are: those of calibration go after the last layer, those of windows after the head.
 #[derive(Debug, Clone, Copy)]
@@ -206,7 +208,7 @@ impl Job<'_> {
         ]
     }
 
-    /// Whether a layer's weights stay packed for bf16 products while it is in use.
+    /// Whether a layer's weights stay packed while it is in use.
     fn keeps_packed(&self, knobs: &Knobs) -> bool {
         footprint::keeps_packed(self.kernel(), knobs)
     }
@@ -249,10 +251,13 @@ impl Job<'_> {
 
     fn on_cpu(&self, knobs: &Knobs, resting: Resting) -> Way {
         let mut way = self.on_host(knobs, resting, F32);
-        if self.kernel().is_bf16() {
-            way.work.layer_flop /= BF16_TIMES_F32;
-            way.work.once_flop /= BF16_TIMES_F32;
-        }
+        let times_f32 = match self.kernel() {
+            Kernel::Fused => 1.0,
+            Kernel::Split(_) => SPLIT_TIMES_F32,
+            Kernel::Amx | Kernel::Avx512 => BF16_TIMES_F32,
+        };
+        way.work.layer_flop /= times_f32;
+        way.work.once_flop /= times_f32;
         way
     }
 
@@ -471,9 +476,9 @@ impl Job<'_> {
     }
 }
 
-pub(super) fn part(what: &str, bytes: ByteSize) -> Part {
+pub(super) fn part(what: &'static str, bytes: ByteSize) -> Part {
     Part {
-        what: what.to_string(),
+        what: what.into(),
         bytes,
     }
 }

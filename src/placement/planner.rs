@@ -481,7 +481,7 @@ impl<'a> Machine<'a> {
                 .map(|need| {
                     need.parts
                         .iter()
-                        .map(|part| (part.what.clone(), part.bytes))
+                        .map(|part| (part.what.to_string(), part.bytes))
                         .collect()
                 })
                 .unwrap_or_default();

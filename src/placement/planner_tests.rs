@@ -11,7 +11,7 @@ use crate::run::plan::Part;
 
 fn need(phase: &'static str, parts: Vec<u64>) -> Need {
     let part = |bytes| Part {
-        what: "part".to_string(),
+        what: "part".into(),
         bytes: ByteSize(bytes),
     };
     Need {

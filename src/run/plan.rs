@@ -1,5 +1,7 @@
 //! A plan, as it is printed before a run, stands in `run.json` and is printed by `prune plan --json`. Schema: docs/run-json.md.
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Serialize};
 
 use super::knobs::Knobs;
@@ -76,7 +78,7 @@ pub struct PhasePlan {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// What it is.
-    pub what: String,
+    pub what: Cow<'static, str>,
     /// What it takes.
     pub bytes: ByteSize,
 }

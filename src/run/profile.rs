@@ -16,7 +16,7 @@ pub struct ProfileReport {
 pub struct PeakReport {
     /// In f32.
     pub f32: f64,
-    /// Of products of bf16 by the kernel in use; absent where products are computed in f32.
+    /// Of products of bf16 by the kernel in use; absent where there are none. An f32 product that is a sum of them takes three to six.
     pub bf16: Option<f64>,
 }
 
@@ -29,6 +29,6 @@ pub struct PartReport {
     pub seconds: f64,
     /// Operations of its products per second, in units of 10⁹; absent for parts that are not products.
     pub gflops: Option<f64>,
-    /// That over the peak of its arithmetic; absent without a peak.
+    /// That over the peak of its arithmetic, of which an f32 product by parts takes several products of bf16; absent without a peak.
     pub share_of_peak: Option<f64>,
 }

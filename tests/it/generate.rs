@@ -522,6 +522,12 @@ fn mistakes_are_told_with_the_way_out() {
         "",
     );
     refuses(
+        &["--prompt", "x", "--dtype", "bf16"],
+        2,
+        "error: --dtype bf16: prune generate computes in f32",
+        "hint: leave --dtype out",
+    );
+    refuses(
         &["--prompt", "x", "--temperature", "-1"],
         2,
         "error: --temperature is -1; it is 0, for the likeliest token, or more",

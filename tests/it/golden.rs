@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, StoredMatrix};
 use prune::model::Projection;
 use prune::pipeline::{PrunedMatrix, Watcher};
@@ -49,6 +50,7 @@ fn show(text: &str) {
 struct Ask {
     seed: u64,
     eval: &'static str,
+    dtype: &'static str,
 }
 
 fn arguments(golden: &Golden, shared: &Path, cache: &Path, ask: Ask) -> Result<Vec<String>> {
@@ -73,6 +75,7 @@ fn arguments(golden: &Golden, shared: &Path, cache: &Path, ask: Ask) -> Result<V
         ("--nsamples", settings.nsamples.to_string()),
         ("--seqlen", settings.seqlen.to_string()),
         ("--seed", ask.seed.to_string()),
+        ("--dtype", ask.dtype.to_owned()),
         ("--eval", ask.eval.to_owned()),
         ("--text-cache", cache.display().to_string()),
     ];
@@ -115,21 +118,30 @@ fn targets(shared: &Path, folder: &str) -> Result<Vec<Golden>> {
     Ok(targets)
 }
 
-/// Repeats the runs of a folder that `is_chosen` names, prints their table, and fails with everything that was wrong.
-fn repeat_folder(folder: &str, is_chosen: impl Fn(&str) -> bool) -> Result<()> {
+/// Repeats the runs of a folder that `is_chosen` names in this arithmetic, prints their table, and fails with everything that was
+/// wrong.
+fn repeat_folder(
+    folder: &str,
+    dtype: &'static str,
+    is_chosen: impl Fn(&str) -> bool,
+) -> Result<()> {
     let Some(shared) = support::shared() else {
         return Ok(());
     };
     let cache = tempfile::tempdir()?;
     let targets = targets(&shared, folder)?;
-    let (mut table, mut failures, mut notes) =
-        (format!("\n{folder}\n\n{HEADER}\n"), Vec::new(), Vec::new());
+    let (mut table, mut failures, mut notes) = (
+        format!("\n{folder}, --dtype {dtype}\n\n{HEADER}\n"),
+        Vec::new(),
+        Vec::new(),
+    );
     let mut times = Vec::new();
     for golden in targets.iter().filter(|golden| is_chosen(&golden.name)) {
         let is_dense_too = DENSE_TOO.contains(&golden.name.as_str());
         let ask = Ask {
             seed: golden.settings.seed,
             eval: if is_dense_too { "both" } else { "pruned" },
+            dtype,
         };
         let start = Instant::now();
         let (comparison, row, dense) = repeat(golden, &shared, cache.path(), ask)?;
@@ -171,23 +183,34 @@ fn repeat_folder(folder: &str, is_chosen: impl Fn(&str) -> bool) -> Result<()> {
 
 #[test]
 fn stories260k_prunes_and_predicts_as_the_reference() {
-    repeat_folder("stories260k", |_| true).unwrap();
+    repeat_folder("stories260k", "f32", |_| true).unwrap();
 }
 
 #[test]
 fn stories260k_on_stories_prunes_and_predicts_as_the_reference() {
-    repeat_folder("stories260k-on-stories", |_| true).unwrap();
+    for dtype in ["f32", "auto"] {
+        repeat_folder("stories260k-on-stories", dtype, |_| true).unwrap();
+    }
 }
 
 #[test]
 fn wikitext_llama_8m_prunes_and_predicts_as_the_reference() {
-    repeat_folder("wikitext-llama-8m", |name| !name.starts_with("fulltest-")).unwrap();
+    repeat_folder("wikitext-llama-8m", "auto", |name| {
+        !name.starts_with("fulltest-")
+    })
+    .unwrap();
+    if Kernel::has_split() {
+        repeat_folder("wikitext-llama-8m", "f32", |name| DENSE_TOO.contains(&name)).unwrap();
+    }
 }
 
 #[test]
 #[ignore = "two evaluations of 115 s of processor time each; masks and arithmetic are those of the test above"]
 fn wikitext_llama_8m_predicts_the_full_test_text_as_the_reference() {
-    repeat_folder("wikitext-llama-8m", |name| name.starts_with("fulltest-")).unwrap();
+    repeat_folder("wikitext-llama-8m", "auto", |name| {
+        name.starts_with("fulltest-")
+    })
+    .unwrap();
 }
 
 #[test]
@@ -243,6 +266,7 @@ fn the_comparison_notices_another_seed() {
     let ask = Ask {
         seed: 1,
         eval: "none",
+        dtype: "f32",
     };
     let (comparison, ..) = repeat(&golden, &shared, cache.path(), ask).unwrap();
     let said = comparison.failures.join("\n");

@@ -5,7 +5,7 @@
     reason = "tests say aloud what they skip and what they measured"
 )]
 
-mod bf16;
+mod arithmetic;
 mod cli;
 mod cli_page;
 mod demo;

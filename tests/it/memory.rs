@@ -19,6 +19,7 @@ use prune::bytes::ByteSize;
 use prune::data::footprint::{self, TokenizerSize};
 use prune::data::{self, DatasetSpec, Role, TextCache, Tokenizer};
 use prune::demo::RandomCheckpoint;
+use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
 use prune::model::LlamaConfig;
 use prune::pipeline::Job;
@@ -233,6 +234,15 @@ fn flat_in_depth(dtype: StoredDtype, hidden_states: &str) -> (Place, Taken) {
     (place, eight)
 }
 
+/// How a run without `--dtype` multiplies here.
+fn automatic(dtype: StoredDtype) -> Products {
+    match (dtype, Kernel::best_bf16()) {
+        (StoredDtype::Bf16, Some(kernel)) => Products::Bf16(kernel),
+        (StoredDtype::F16 | StoredDtype::F32, _) if Kernel::has_split() => Products::Split,
+        _ => Products::F32,
+    }
+}
+
 /// The peak that is planned for the run of [`flat_in_depth`], tokenising left out: a text of a few kilobytes.
 fn planned(place: &Place, dtype: StoredDtype, resting: Resting) -> u64 {
     let config = LlamaConfig::load(&place.path("m")).expect("just written");
@@ -247,7 +257,7 @@ fn planned(place: &Place, dtype: StoredDtype, resting: Resting) -> u64 {
         prunes: true,
         saves: true,
         threads: THREADS,
-        products: Products::F32,
+        products: automatic(dtype),
         tokenise: ByteSize::ZERO,
         knobs: None,
     };

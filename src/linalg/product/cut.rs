@@ -32,11 +32,8 @@ pub fn packed_bytes(kernel: Kernel, products: &[Product], threads: usize) -> usi
         let cut = Cut::of(shape, tokens, &[columns], threads, is_kept);
         let slab = inner.min(shape.slab);
         let (high, wide) = (cut.highest(), cut.widest());
-        let x = shape.slab_lines(
-            shape.padded_rows(tokens),
-            if is_fused { slab } else { inner },
-        );
-        let w = shape.slab_lines(shape.padded_columns(wide), slab);
+        let x = shape.packed_rows(tokens, if is_fused { slab } else { inner });
+        let w = shape.packed_columns(wide, slab);
         let w = if is_kept { 0 } else { w };
         let tasks = (cut.row_parts * cut.column_parts[0]).min(threads);
         let sums = if is_fused { 0 } else { high * wide };

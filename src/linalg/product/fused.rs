@@ -36,7 +36,8 @@ pub(super) fn shape() -> Shape {
         unit: columns,
         depth: DEPTH,
         slab: SLAB,
-        bytes: size_of::<f32>(),
+        row_bytes: size_of::<f32>(),
+        column_bytes: size_of::<f32>(),
     }
 }
 

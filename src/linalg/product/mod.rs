@@ -5,19 +5,25 @@
 //! | kernel | factors | instruction | CPUs |
 //! | --- | --- | --- | --- |
 //! | `Fused` | f32, weights widened while they are packed | fused multiply-add, as wide as the CPU has it | any |
-//! | `Amx` | bf16 | `tdpbf16ps` on 16 × 16 tiles | Intel from Sapphire Rapids on (Linux, which grants the tiles to the process) |
+//! | `Split` | f32, as sums of bf16 parts | `tdpbf16ps` on 16 × 16 tiles | Intel from Sapphire Rapids on (and Linux, which grants tiles) |
+//! | `Amx` | bf16 | the same | the same |
 //! | `Avx512` | bf16 | `vdpbf16ps` | AMD from Zen 4 on, Intel from Cooper Lake on |
 //!
-//! Every output is one chain of sums along `inner`, from its first element to its last (the bf16 instructions add two products at a
-//! time): neither the number of threads, nor that of tokens, nor how a product is cut up changes a bit, and `Fused` gives the
-//! same bits on every CPU that multiplies and adds in one step.
+//! `Split` takes a number x apart: x₀ is the bf16 next to it, x₁ the one next to x − x₀, x₂ the one next to what is left, and
+//! x = x₀ + x₁ + x₂ in all 24 bits of its significand. So x·w = Σ xᵢ·wⱼ, each of which f32 holds exactly; those with i + j > 2
+//! are left out, 2⁻²³ of the product at most. A weight that is stored in bf16 is its own first part, one in f16 has two: 3, 5 or 6
+//! products of bf16 make one of f32 (Henry, Tang and Heinecke 2019, arXiv:1904.06376, who have the bounds).
+//!
+//! Every output is one chain of sums along `inner`, from its first element to its last (the bf16 instructions add two products at
+//! a time, `Split` the parts of 32 products in turn): neither the number of threads, nor that of tokens, nor how a product is cut
+//! up changes a bit, and `Fused` gives the same bits on every CPU that multiplies and adds in one step.
 //!
 //! A product is cut three times: into rectangles of C, one per task; along `inner` into slabs, so that what a core works on
 //! stays in its second-level cache; and into the blocks of C that fit the registers. Factors are packed in the order blocks
 //! read them, slab by slab ([`Kernel::pack_rows`], [`Kernel::pack_columns`]): rows of a matrix whose length is a power of two
-//! would otherwise fall on the same few lines of the cache. `Fused` packs all factors slab by slab while it multiplies. bf16
-//! packs X as a whole, sums in scratch (its products are so fast that C would not come and go from memory in time), and
-//! takes weights packed once for many products ([`PackedWeight`]).
+//! would otherwise fall on the same few lines of the cache. `Fused` packs all factors slab by slab while it multiplies. The others
+//! pack X as a whole, sum in scratch (their products are so fast that C would not come and go from memory in time), and
+//! take weights packed once for many products ([`PackedWeight`]).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -37,6 +43,7 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 
 use super::rectangles::{self, Rectangle};
+use super::stored::StoredDtype;
 use cut::Cut;
 use packed::{Shape, resize};
 
@@ -48,6 +55,8 @@ pub use packed::{Factor, Factors, Line, PackedWeight, Strided, Values};
 pub enum Kernel {
     /// f32, multiplied and added in one step.
     Fused,
+    /// f32 as sums of bf16: three for an element of X, so many for one of W ([`Kernel::split`]); tiles as [`Kernel::Amx`].
+    Split(u8),
     /// bf16, tiles of Intel's Advanced Matrix Extensions.
     Amx,
     /// bf16, AVX-512 with `vdpbf16ps`.
@@ -59,6 +68,7 @@ impl Kernel {
     pub fn name(self) -> &'static str {
         match self {
             Self::Fused => "f32 products, multiplied and added in one step",
+            Self::Split(_) => "f32 products, as sums of bf16 products by AMX tiles",
             Self::Amx => "bf16 products by AMX tiles",
             Self::Avx512 => "bf16 products by AVX-512",
         }
@@ -66,7 +76,37 @@ impl Kernel {
 
     /// Whether factors are rounded to bf16.
     pub fn is_bf16(self) -> bool {
+        matches!(self, Self::Amx | Self::Avx512)
+    }
+
+    /// The bf16 products of parts that a product is a sum of; 1 for a kernel that does not split.
+    pub fn terms(self) -> usize {
+        match self {
+            Self::Fused | Self::Amx | Self::Avx512 => 1,
+            Self::Split(1) => 3,
+            Self::Split(2) => 5,
+            Self::Split(_) => 6,
+        }
+    }
+
+    /// Whether it multiplies weights that were packed before ([`PackedWeight`]).
+    pub fn keeps(self) -> bool {
         self != Self::Fused
+    }
+
+    /// The kernel that splits weights of a dtype into as many parts as hold every bit of them; where there are tiles.
+    pub fn split(dtype: StoredDtype) -> Self {
+        Self::Split(match dtype {
+            StoredDtype::Bf16 => 1,
+            StoredDtype::F16 => 2,
+            StoredDtype::F32 => 3,
+        })
+    }
+
+    /// Whether [`Kernel::Split`] can be had here.
+    pub fn has_split() -> bool {
+        static HAS: OnceLock<bool> = OnceLock::new();
+        *HAS.get_or_init(|| Self::all().contains(&Self::Split(1)))
     }
 
     /// The bf16 kernel that is faster here than f32 products; asked once. `None` where there is none: Intel's CPUs have
@@ -75,7 +115,7 @@ impl Kernel {
         static BEST: OnceLock<Option<Kernel>> = OnceLock::new();
         *BEST.get_or_init(|| {
             let is_worth_it = |kernel: &Self| match kernel {
-                Self::Fused => false,
+                Self::Fused | Self::Split(_) => false,
                 Self::Amx => true,
                 #[cfg(target_arch = "x86_64")]
                 Self::Avx512 => avx512::is_fast(),
@@ -92,7 +132,7 @@ impl Kernel {
         #[cfg(target_arch = "x86_64")]
         {
             if amx::is_granted() {
-                kernels.push(Self::Amx);
+                kernels.extend([Self::Amx, Self::Split(1), Self::Split(2), Self::Split(3)]);
             }
             if avx512::is_there() {
                 kernels.push(Self::Avx512);
@@ -107,17 +147,18 @@ impl Kernel {
         match self {
             Self::Fused => fused::spin(),
             #[cfg(target_arch = "x86_64")]
-            Self::Amx => amx::spin(),
+            Self::Amx | Self::Split(_) => amx::spin(),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => avx512::spin(),
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Amx | Self::Avx512 => 0,
+            Self::Split(_) | Self::Amx | Self::Avx512 => 0,
         }
     }
 
     fn shape(self) -> Shape {
         match self {
             Self::Fused => fused::shape(),
+            Self::Split(parts) => tiles::split(parts.into()),
             Self::Amx => Shape {
                 columns: 2 * tiles::TILE,
                 unit: 2 * tiles::TILE,
@@ -131,14 +172,12 @@ impl Kernel {
     ///
     /// Lines of a slab of any rows follow those of the rows before, where these are whole blocks.
     pub fn row_lines(self, rows: usize, inner: usize) -> usize {
-        let shape = self.shape();
-        shape.slab_lines(shape.padded_rows(rows), inner)
+        self.shape().packed_rows(rows, inner)
     }
 
     /// Lines that columns of W take when they are packed, of at most a slab of `inner`.
     pub fn column_lines(self, columns: usize, inner: usize) -> usize {
-        let shape = self.shape();
-        shape.slab_lines(shape.padded_columns(columns), inner)
+        self.shape().packed_columns(columns, inner)
     }
 
     /// Elements of `inner` that are multiplied at once.
@@ -154,7 +193,8 @@ impl Kernel {
     pub fn pack_rows(self, rows: Strided<'_>, count: usize, inner: usize, packed: &mut [Line]) {
         match self {
             Self::Fused => fused::pack_rows(rows, count, inner, packed),
-            Self::Amx | Self::Avx512 => tiles::pack_rows(rows, count, inner, packed),
+            Self::Split(_) => tiles::pack_rows::<{ tiles::ROW_PARTS }>(rows, count, inner, packed),
+            Self::Amx | Self::Avx512 => tiles::pack_rows::<1>(rows, count, inner, packed),
         }
     }
 
@@ -171,8 +211,12 @@ impl Kernel {
     ) {
         match self {
             Self::Fused => fused::pack_columns(columns, count, inner, packed),
-            Self::Amx => tiles::pack_columns(columns, count, inner, 2, packed),
-            Self::Avx512 => tiles::pack_columns(columns, count, inner, 1, packed),
+            Self::Avx512 => tiles::pack_columns::<1>(columns, count, inner, 1, packed),
+            Self::Amx | Self::Split(1) => {
+                tiles::pack_columns::<1>(columns, count, inner, 2, packed);
+            }
+            Self::Split(2) => tiles::pack_columns::<2>(columns, count, inner, 2, packed),
+            Self::Split(_) => tiles::pack_columns::<3>(columns, count, inner, 2, packed),
         }
     }
 
@@ -194,11 +238,15 @@ impl Kernel {
         match self {
             Self::Fused => fused::multiply(factors, &mut fused::Slice { out, stride }, adds),
             #[cfg(target_arch = "x86_64")]
-            Self::Amx => amx::multiply(factors, out, stride, adds),
+            Self::Amx => amx::multiply(amx::Sums::Whole, factors, out, stride, adds),
+            #[cfg(target_arch = "x86_64")]
+            Self::Split(parts) => {
+                amx::multiply(amx::Sums::Split(parts), factors, out, stride, adds);
+            }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => avx512::multiply(factors, out, stride, adds),
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Amx | Self::Avx512 => {
+            Self::Split(_) | Self::Amx | Self::Avx512 => {
                 unreachable!("no such kernel is listed for this CPU, so none is asked for")
             }
         }
@@ -319,17 +367,15 @@ pub fn products(
         idle,
         packing,
     } = packed;
-    let padded = shape.padded_rows(tokens);
     match kernel {
         Kernel::Fused => {
             for slab in shape.slabs(inner) {
-                let lines = resize(lines, shape.slab_lines(padded, slab.len()));
+                let lines = resize(lines, shape.packed_rows(tokens, slab.len()));
                 *packing += pack_slab(kernel, x, tokens, slab.clone(), lines);
                 tasks.par_iter_mut().with_max_len(1).for_each(|task| {
                     lend(idle, |scratch| {
-                        let steps = slab.len().next_multiple_of(shape.depth);
                         let (rows, columns) = (task.out.rows(), task.out.columns());
-                        let x = &lines[shape.lines(rows.start * steps)..];
+                        let x = &lines[shape.packed_rows(rows.start, slab.len())..];
                         let w = pack_part(kernel, task, inner, slab.clone(), &mut scratch.w);
                         let factors = Factors {
                             x,
@@ -343,11 +389,11 @@ pub fn products(
                 });
             }
         }
-        Kernel::Amx | Kernel::Avx512 => {
-            let lines = resize(lines, shape.slab_lines(padded, inner));
+        Kernel::Split(_) | Kernel::Amx | Kernel::Avx512 => {
+            let lines = resize(lines, shape.packed_rows(tokens, inner));
             let mut rest = &mut *lines;
             for slab in shape.slabs(inner) {
-                let (packed, behind) = rest.split_at_mut(shape.slab_lines(padded, slab.len()));
+                let (packed, behind) = rest.split_at_mut(shape.packed_rows(tokens, slab.len()));
                 rest = behind;
                 *packing += pack_slab(kernel, x, tokens, slab, packed);
             }
@@ -359,15 +405,13 @@ pub fn products(
                     let (rows, columns) = (task.out.rows().len(), task.out.columns().len());
                     let sums = super::weight::grow(sums, rows * columns);
                     for slab in shape.slabs(inner) {
-                        let steps = slab.len().next_multiple_of(shape.depth);
-                        let x = &lines[shape.slab_begins(slab.start, padded)..]
-                            [shape.lines(first_row * steps)..];
+                        let x = &lines[shape.packed_rows(tokens, slab.start)..]
+                            [shape.packed_rows(first_row, slab.len())..];
                         let w = match task.weight {
                             Factor::Stored(_) => pack_part(kernel, task, inner, slab.clone(), w),
                             Factor::Packed(weight, first) => {
-                                let padded = shape.padded_columns(weight.columns);
-                                &weight.lines[shape.slab_begins(slab.start, padded)..]
-                                    [shape.lines((first + first_column) * steps)..]
+                                &weight.lines[shape.packed_columns(weight.columns, slab.start)..]
+                                    [shape.packed_columns(first + first_column, slab.len())..]
                             }
                         };
                         let factors = Factors {
@@ -399,7 +443,7 @@ fn pack_slab(
     let began = Instant::now();
     let shape = kernel.shape();
     lines
-        .par_chunks_mut(shape.slab_lines(shape.rows, slab.len()))
+        .par_chunks_mut(shape.packed_rows(shape.rows, slab.len()))
         .enumerate()
         .for_each(|(block, lines)| {
             let first = block * shape.rows;
@@ -418,7 +462,7 @@ fn pack_part<'l>(
     lines: &'l mut Vec<Line>,
 ) -> &'l [Line] {
     let Factor::Stored(weight) = task.weight else {
-        unreachable!("no weight is kept packed for f32, and bf16 asks for stored ones only");
+        unreachable!("`Fused` keeps no weight packed, and the others ask for stored ones only");
     };
     let columns = task.out.columns();
     let lines = resize(lines, kernel.column_lines(columns.len(), slab.len()));

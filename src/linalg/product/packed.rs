@@ -25,13 +25,21 @@ pub(super) struct Shape {
     pub(super) depth: usize,
     /// Elements of `inner` in a slab.
     pub(super) slab: usize,
-    /// Bytes of a packed element.
-    pub(super) bytes: usize,
+    /// Bytes of a packed element of X.
+    pub(super) row_bytes: usize,
+    /// Bytes of a packed element of W.
+    pub(super) column_bytes: usize,
 }
 
 impl Shape {
-    pub(super) fn lines(&self, elements: usize) -> usize {
-        elements * self.bytes / size_of::<Line>()
+    /// Lines of so many elements of X, whole blocks of them.
+    pub(super) fn row_lines(&self, elements: usize) -> usize {
+        elements * self.row_bytes / size_of::<Line>()
+    }
+
+    /// Lines of so many elements of W, whole units of them.
+    pub(super) fn column_lines(&self, elements: usize) -> usize {
+        elements * self.column_bytes / size_of::<Line>()
     }
 
     pub(super) fn padded_rows(&self, rows: usize) -> usize {
@@ -50,14 +58,19 @@ impl Shape {
             .map(move |first| first..inner.min(first + slab))
     }
 
-    /// Where the slab that begins at `first` begins in a factor of so many padded rows or columns.
-    pub(super) fn slab_begins(&self, first: usize, padded: usize) -> usize {
-        self.lines(first * padded)
+    /// `inner` with what is packed beyond it.
+    pub(super) fn steps(&self, inner: usize) -> usize {
+        inner.next_multiple_of(self.depth)
     }
 
-    /// Lines of a packed slab of so many padded rows or columns.
-    pub(super) fn slab_lines(&self, padded: usize, inner: usize) -> usize {
-        self.lines(padded * inner.next_multiple_of(self.depth))
+    /// Lines of some rows of X, rounded up to whole blocks.
+    pub(super) fn packed_rows(&self, rows: usize, inner: usize) -> usize {
+        self.row_lines(self.padded_rows(rows) * self.steps(inner))
+    }
+
+    /// Lines of some rows of W, rounded up to whole units.
+    pub(super) fn packed_columns(&self, columns: usize, inner: usize) -> usize {
+        self.column_lines(self.padded_columns(columns) * self.steps(inner))
     }
 }
 
@@ -164,7 +177,7 @@ impl<'a> Strided<'a> {
     }
 }
 
-/// A weight packed for a bf16 kernel, for as many products as there will be.
+/// A weight packed for as many products as there will be.
 #[derive(Debug)]
 pub struct PackedWeight {
     pub(super) lines: Vec<Line>,
@@ -177,24 +190,23 @@ impl PackedWeight {
     /// Packs a weight `[columns, inner]`, row-major.
     ///
     /// # Panics
-    /// When there are not as many elements, or rows of none, and for the f32 kernel.
+    /// When there are not as many elements, or rows of none, and for a kernel that keeps none.
     pub fn of(kernel: Kernel, weight: Values<'_>, columns: usize, inner: usize) -> Self {
         assert!(
             inner > 0 && weight.len() == columns * inner,
             "a weight must have the elements of its shape"
         );
-        assert!(kernel.is_bf16(), "f32 products pack while they multiply");
+        assert!(kernel.keeps(), "{kernel:?} packs while it multiplies");
         let shape = kernel.shape();
-        let padded = shape.padded_columns(columns);
         let mut lines = Vec::new();
-        resize(&mut lines, shape.slab_lines(padded, inner));
+        resize(&mut lines, shape.packed_columns(columns, inner));
         let weight = Strided::rows(weight, inner);
         let mut rest = &mut lines[..];
         for slab in shape.slabs(inner) {
-            let (packed, behind) = rest.split_at_mut(shape.slab_lines(padded, slab.len()));
+            let (packed, behind) = rest.split_at_mut(shape.packed_columns(columns, slab.len()));
             rest = behind;
             packed
-                .par_chunks_mut(shape.slab_lines(shape.unit, slab.len()))
+                .par_chunks_mut(shape.packed_columns(shape.unit, slab.len()))
                 .enumerate()
                 .for_each(|(unit, packed)| {
                     let first = unit * shape.unit;
@@ -213,7 +225,7 @@ impl PackedWeight {
     /// What a weight of this shape takes.
     pub fn bytes(kernel: Kernel, columns: usize, inner: usize) -> usize {
         let shape = kernel.shape();
-        shape.slab_lines(shape.padded_columns(columns), inner) * size_of::<Line>()
+        shape.packed_columns(columns, inner) * size_of::<Line>()
     }
 
     /// Whether products with some of the columns can begin with this one.

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::tiles::rounded;
+use super::tiles::{rounded, take_part};
 use super::*;
 
 /// Reproducible numbers in (-1, 1).
@@ -206,7 +206,7 @@ fn products_made_together_have_the_bits_of_each_alone() {
 }
 
 #[test]
-fn subnormal_numbers_are_kept_by_f32_and_may_be_zero_in_bf16() {
+fn subnormal_numbers_are_kept_by_fused_and_may_be_zero_in_bf16() {
     let (inner, tiny) = (40, 1e-40);
     let (x, weight) = (vec![tiny; inner], vec![bf16::ONE; inner]);
     for kernel in Kernel::all() {
@@ -215,7 +215,7 @@ fn subnormal_numbers_are_kept_by_f32_and_may_be_zero_in_bf16() {
         let kept = inner as f32 * tiny;
         let is_kept = (out[0] - kept).abs() < 0.01 * kept;
         assert!(
-            is_kept || kernel.is_bf16() && out[0] == 0.0,
+            is_kept || kernel != Kernel::Fused && out[0] == 0.0,
             "{kernel:?}: {}",
             out[0]
         );
@@ -265,12 +265,117 @@ fn what_is_not_finite_stays_visible_and_stays_where_it_is() {
             out[columns..2 * columns].iter().all(|value| value.is_nan()),
             "{kernel:?}"
         );
+        // What is infinite meets the parts that a weight has not, which are 0.
+        let has_more_parts = matches!(kernel, Kernel::Split(2..));
         assert!(
             out[2 * columns..]
                 .iter()
-                .all(|value| *value == f32::INFINITY),
+                .all(|value| *value == f32::INFINITY || has_more_parts && value.is_nan()),
             "{kernel:?}"
         );
+    }
+}
+
+/// How far a kernel is from the exact product of weights in a dtype: the root of the mean square, and the most, relative to Σ|x·w|.
+fn error_of(
+    kernel: Kernel,
+    weight: Values<'_>,
+    wide: &[f32],
+    x: &[f32],
+    inner: usize,
+) -> (f64, f64) {
+    let columns = wide.len() / inner;
+    let mut out = vec![f32::NAN; x.len() / inner * columns];
+    let factor = Factor::Stored(weight);
+    let target = (&mut out[..], columns);
+    let mut packed = Packed::default();
+    product(kernel, x, factor, (columns, inner), target, &mut packed);
+    let (mut squares, mut most) = (0.0, 0.0f64);
+    for (x, out) in x.chunks_exact(inner).zip(out.chunks_exact(columns)) {
+        for (w, found) in wide.chunks_exact(inner).zip(out) {
+            let products = x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w));
+            let (sum, size) = products.fold((0.0, 0.0), |(sum, size), product| {
+                (sum + product, size + product.abs())
+            });
+            let error = (f64::from(*found) - sum) / size;
+            squares += error * error;
+            most = most.max(error.abs());
+        }
+    }
+    ((squares / out.len() as f64).sqrt(), most)
+}
+
+#[test]
+fn products_by_parts_are_as_exact_as_those_of_f32() {
+    let (tokens, inner, columns) = (40, 4096, 50);
+    // Every bit of the significand is used, and sizes differ as those of activations do.
+    let x: Vec<f32> = numbers(tokens * inner, 21)
+        .iter()
+        .enumerate()
+        .map(|(at, value)| value * 10.0f32.powi((at * 31 % 7) as i32 - 3))
+        .collect();
+    let values = numbers(columns * inner, 22);
+    let halves: Vec<f16> = values
+        .iter()
+        .map(|&value| f16::from_f32(value * 0.03))
+        .collect();
+    let brains = stored(&values);
+    let widened: Vec<f32> = halves.iter().map(|value| value.to_f32()).collect();
+    let widest: Vec<f32> = brains.iter().map(|value| value.to_f32()).collect();
+    for (dtype, weight, wide) in [
+        (StoredDtype::Bf16, Values::Bf16(&brains), &widest),
+        (StoredDtype::F16, Values::F16(&halves), &widened),
+        (StoredDtype::F32, Values::F32(&values), &values),
+    ]
+    .into_iter()
+    .filter(|_| Kernel::has_split())
+    {
+        let by_parts = error_of(Kernel::split(dtype), weight, wide, &x, inner);
+        let fused = error_of(Kernel::Fused, weight, wide, &x, inner);
+        assert!(by_parts.0 <= fused.0, "{dtype:?}: {by_parts:?} {fused:?}");
+        assert!(
+            by_parts.1 <= 1.5 * fused.1,
+            "{dtype:?}: {by_parts:?} {fused:?}"
+        );
+        // One part fewer would not do.
+        if let Kernel::Split(parts @ 2..) = Kernel::split(dtype) {
+            let fewer = error_of(Kernel::Split(parts - 1), weight, wide, &x, inner);
+            assert!(
+                fewer.0 > 3.0 * by_parts.0,
+                "{dtype:?}: {fewer:?} {by_parts:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_parts_of_a_number_are_the_number() {
+    let odd = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0 - f32::EPSILON,
+        std::f32::consts::PI,
+        f32::MAX,
+        f32::MIN,
+        3.4e38,
+        1e-30,
+        -7.7e-33,
+    ];
+    for value in odd.into_iter().chain(numbers(1000, 23)) {
+        let mut rest = value;
+        let parts: [u16; 3] = std::array::from_fn(|_| take_part::<3>(&mut rest));
+        let sum: f64 = parts
+            .iter()
+            .map(|&part| bf16::from_bits(part).to_f64())
+            .sum();
+        assert_eq!((sum, rest), (f64::from(value), 0.0), "{value:e}");
+    }
+    for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+        let mut rest = value;
+        let first = bf16::from_bits(take_part::<3>(&mut rest)).to_f32();
+        assert!(first == value || first.is_nan() && value.is_nan());
+        assert_eq!((take_part::<3>(&mut rest), rest), (0, 0.0));
     }
 }
 
@@ -366,7 +471,7 @@ fn a_weight_packed_once_gives_the_bits_of_one_packed_each_time() {
         numbers(tokens * inner, 9),
         stored(&numbers(columns * inner, 10)),
     );
-    for kernel in Kernel::all().into_iter().filter(|kernel| kernel.is_bf16()) {
+    for kernel in Kernel::all().into_iter().filter(|kernel| kernel.keeps()) {
         let kept = PackedWeight::of(kernel, Values::Bf16(&weight), columns, inner);
         assert_eq!(
             kept.lines.len() * size_of::<Line>(),

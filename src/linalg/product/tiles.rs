@@ -1,5 +1,5 @@
-//! The packed form of both bf16 kernels: tiles of 16 rows or columns and 32 of `inner`, 1 KiB each, those of one row of tiles and
-//! one slab behind one another.
+//! The packed form of the kernels that multiply bf16: tiles of 16 rows or columns and 32 of `inner`, 1 KiB each, those of one row of
+//! tiles and one slab behind one another; where numbers are split, the tiles of all parts at each step.
 //!
 //! In a tile of X a row's 32 values are 64 bytes; in a tile of W the values 2p and 2p + 1 of all 16 columns are 64 bytes, which is
 //! what both instructions multiply. f32 is rounded to the nearest bf16, ties to even. What is missing to whole tiles is zero.
@@ -23,16 +23,37 @@ pub(super) const SHAPE: Shape = Shape {
     unit: TILE,
     depth: DEPTH,
     slab: 1024,
-    bytes: size_of::<bf16>(),
+    row_bytes: size_of::<bf16>(),
+    column_bytes: size_of::<bf16>(),
 };
 
+/// Parts of an element of X that is split: with 8 bits of significand each, all 24 of an f32.
+pub(super) const ROW_PARTS: usize = 3;
+
+/// Blocks of two tiles by two, X in [`ROW_PARTS`], W in so many; a slab of a block of X is 96 KiB.
+pub(super) const fn split(parts: usize) -> Shape {
+    Shape {
+        columns: 2 * TILE,
+        unit: 2 * TILE,
+        slab: 512,
+        row_bytes: ROW_PARTS * size_of::<bf16>(),
+        column_bytes: parts * size_of::<bf16>(),
+        ..SHAPE
+    }
+}
+
 /// Packs rows of X.
-pub(super) fn pack_rows(rows: Strided<'_>, count: usize, inner: usize, packed: &mut [Line]) {
+pub(super) fn pack_rows<const PARTS: usize>(
+    rows: Strided<'_>,
+    count: usize,
+    inner: usize,
+    packed: &mut [Line],
+) {
     assert!(!rows.is_transposed, "X comes row by row");
     let Values::F32(values) = rows.values else {
         unreachable!("activations are f32");
     };
-    Arch::new().dispatch(PackRows {
+    Arch::new().dispatch(PackRows::<PARTS> {
         values,
         stride: rows.stride,
         count,
@@ -42,7 +63,7 @@ pub(super) fn pack_rows(rows: Strided<'_>, count: usize, inner: usize, packed: &
 }
 
 /// The loops of [`pack_rows`], compiled for the registers the CPU has.
-struct PackRows<'a> {
+struct PackRows<'a, const PARTS: usize> {
     values: &'a [f32],
     stride: usize,
     count: usize,
@@ -50,13 +71,15 @@ struct PackRows<'a> {
     packed: &'a mut [Line],
 }
 
-impl WithSimd for PackRows<'_> {
+impl<const PARTS: usize> WithSimd for PackRows<'_, PARTS> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
         let tiles = self.count.div_ceil(SHAPE.rows) * SHAPE.rows / TILE;
-        let lines = self.packed.chunks_exact_mut(tile_lines(self.inner));
+        let lines = self
+            .packed
+            .chunks_exact_mut(tile_lines::<PARTS>(self.inner));
         for (tile, lines) in lines.enumerate().take(tiles) {
             for in_tile in 0..TILE {
                 let row = tile * TILE + in_tile;
@@ -65,20 +88,16 @@ impl WithSimd for PackRows<'_> {
                 } else {
                     &[]
                 };
-                let (whole, rest) = values.as_chunks::<DEPTH>();
-                let mut lines = lines[in_tile..].iter_mut().step_by(TILE_LINES);
-                for (values, line) in whole.iter().zip(lines.by_ref()) {
-                    for (packed, value) in line.0.iter_mut().zip(values) {
-                        *packed = rounded(*value);
-                    }
+                let (whole, mut rest) = values.as_chunks::<DEPTH>();
+                let mut steps = lines.chunks_exact_mut(PARTS * TILE_LINES);
+                for (values, lines) in whole.iter().zip(steps.by_ref()) {
+                    split_line::<PARTS>(values, in_tile, lines);
                 }
                 // The end of a row, or a row that only fills the tile.
-                let mut rest = rest;
-                for line in lines {
-                    line.0 = [0; DEPTH];
-                    for (packed, value) in line.0.iter_mut().zip(rest) {
-                        *packed = rounded(*value);
-                    }
+                for lines in steps {
+                    let mut values = [0.0; DEPTH];
+                    values[..rest.len()].copy_from_slice(rest);
+                    split_line::<PARTS>(&values, in_tile, lines);
                     rest = &[];
                 }
             }
@@ -86,15 +105,49 @@ impl WithSimd for PackRows<'_> {
     }
 }
 
+/// A row's part of a step: one line in each of the tiles of its parts.
+#[inline(always)]
+fn split_line<const PARTS: usize>(values: &[f32; DEPTH], in_tile: usize, lines: &mut [Line]) {
+    let mut rest = *values;
+    for part in 0..PARTS {
+        let line = &mut lines[part * TILE_LINES + in_tile];
+        for (packed, value) in line.0.iter_mut().zip(&mut rest) {
+            *packed = take_part::<PARTS>(value);
+        }
+    }
+}
+
+/// The bits of the bf16 next to a number, which becomes what is left of it. Alone it is [`rounded`]; a number that is split does not
+/// become infinite by rounding, and nothing is left of one that is not finite.
+#[inline(always)]
+pub(super) fn take_part<const PARTS: usize>(value: &mut f32) -> u16 {
+    const EXPONENT: u32 = 0x7f80_0000;
+    let nearest = rounded(*value);
+    if PARTS == 1 {
+        return nearest;
+    }
+    let bits = value.to_bits();
+    let is_finite = bits & EXPONENT != EXPONENT;
+    let overflows = is_finite && (u32::from(nearest) << 16) & EXPONENT == EXPONENT;
+    let taken = if overflows {
+        (bits >> 16) as u16
+    } else {
+        nearest
+    };
+    let left = *value - f32::from_bits(u32::from(taken) << 16);
+    *value = if is_finite { left } else { 0.0 };
+    taken
+}
+
 /// Packs columns of a product, `tiles` column tiles at least.
-pub(super) fn pack_columns(
+pub(super) fn pack_columns<const PARTS: usize>(
     columns: Strided<'_>,
     count: usize,
     inner: usize,
     tiles: usize,
     packed: &mut [Line],
 ) {
-    Arch::new().dispatch(PackColumns {
+    Arch::new().dispatch(PackColumns::<PARTS> {
         columns,
         count,
         inner,
@@ -104,7 +157,7 @@ pub(super) fn pack_columns(
 }
 
 /// The loops of [`pack_columns`], compiled for the registers the CPU has.
-struct PackColumns<'a> {
+struct PackColumns<'a, const PARTS: usize> {
     columns: Strided<'a>,
     count: usize,
     inner: usize,
@@ -112,7 +165,7 @@ struct PackColumns<'a> {
     packed: &'a mut [Line],
 }
 
-impl WithSimd for PackColumns<'_> {
+impl<const PARTS: usize> WithSimd for PackColumns<'_, PARTS> {
     type Output = ();
 
     #[inline(always)]
@@ -124,7 +177,9 @@ impl WithSimd for PackColumns<'_> {
             tiles,
             packed,
         } = self;
-        let lines = packed.chunks_exact_mut(tile_lines(inner)).take(tiles);
+        let lines = packed
+            .chunks_exact_mut(tile_lines::<PARTS>(inner))
+            .take(tiles);
         for (tile, lines) in lines.enumerate() {
             let first = tile * TILE;
             let present = count.saturating_sub(first).min(TILE);
@@ -133,71 +188,88 @@ impl WithSimd for PackColumns<'_> {
                 lines.fill(Line::default());
                 continue;
             }
-            for (step, lines) in lines.chunks_exact_mut(TILE_LINES).enumerate() {
+            for (step, lines) in lines.chunks_exact_mut(PARTS * TILE_LINES).enumerate() {
                 let k = step * DEPTH;
                 let some = DEPTH.min(inner - k);
                 let lines: &mut [[u32; TILE]] = bytemuck::cast_slice_mut(lines);
                 if columns.is_transposed {
-                    pack_transposed(columns.at(first, k), present, some, lines);
+                    pack_transposed::<PARTS>(columns.at(first, k), present, some, lines);
                 } else {
-                    pack_straight(columns.at(first, k), present, some, lines);
+                    pack_straight::<PARTS>(columns.at(first, k), present, some, lines);
                 }
             }
         }
     }
 }
 
-/// A tile of columns that lie row by row.
+/// A step of columns that lie row by row: the tiles of its parts.
 #[inline(always)]
-fn pack_straight(columns: Strided<'_>, present: usize, some: usize, lines: &mut [[u32; TILE]]) {
+fn pack_straight<const PARTS: usize>(
+    columns: Strided<'_>,
+    present: usize,
+    some: usize,
+    lines: &mut [[u32; TILE]],
+) {
     if present < TILE {
         lines.iter_mut().for_each(|line| line.fill(0));
     }
-    let mut bits = [0u16; DEPTH];
+    let mut bits = [[0u16; DEPTH]; PARTS];
     for column in 0..present {
-        bits_of(columns.values, column * columns.stride, &mut bits[..some]);
-        for (line, pair) in lines.iter_mut().zip(bits.as_chunks::<2>().0) {
-            line[column] = u32::from(pair[0]) | u32::from(pair[1]) << 16;
+        bits_of(columns.values, column * columns.stride, some, &mut bits);
+        for (lines, bits) in lines.chunks_exact_mut(TILE_LINES).zip(&bits) {
+            for (line, pair) in lines.iter_mut().zip(bits.as_chunks::<2>().0) {
+                line[column] = u32::from(pair[0]) | u32::from(pair[1]) << 16;
+            }
         }
     }
 }
 
-/// A tile of columns that lie side by side.
+/// A step of columns that lie side by side: the tiles of its parts.
 #[inline(always)]
-fn pack_transposed(columns: Strided<'_>, present: usize, some: usize, lines: &mut [[u32; TILE]]) {
-    for (pair, line) in lines.iter_mut().enumerate() {
-        let mut bits = [[0u16; TILE]; 2];
+fn pack_transposed<const PARTS: usize>(
+    columns: Strided<'_>,
+    present: usize,
+    some: usize,
+    lines: &mut [[u32; TILE]],
+) {
+    for pair in 0..TILE_LINES {
+        let mut bits = [[[0u16; TILE]; PARTS]; 2];
         for (k, bits) in (2 * pair..some).zip(&mut bits) {
-            bits_of(columns.values, k * columns.stride, &mut bits[..present]);
+            bits_of(columns.values, k * columns.stride, present, bits);
         }
-        for ((packed, even), odd) in line.iter_mut().zip(bits[0]).zip(bits[1]) {
-            *packed = u32::from(even) | u32::from(odd) << 16;
+        for part in 0..PARTS {
+            let line = &mut lines[part * TILE_LINES + pair];
+            for ((packed, even), odd) in line.iter_mut().zip(bits[0][part]).zip(bits[1][part]) {
+                *packed = u32::from(even) | u32::from(odd) << 16;
+            }
         }
     }
 }
 
-/// The bits of some elements as bf16.
+/// The bits of the parts of `some` elements; those after them stay what they were.
 #[inline(always)]
-fn bits_of(values: Values<'_>, first: usize, bits: &mut [u16]) {
-    let range = first..first + bits.len();
-    match values {
-        Values::Bf16(values) => bits.copy_from_slice(bytemuck::cast_slice(&values[range])),
-        Values::F32(values) => {
-            for (bits, value) in bits.iter_mut().zip(&values[range]) {
-                *bits = rounded(*value);
-            }
-        }
-        Values::F16(values) => {
-            for (bits, value) in bits.iter_mut().zip(&values[range]) {
-                *bits = rounded(value.to_f32());
-            }
+fn bits_of<const PARTS: usize, const WIDTH: usize>(
+    values: Values<'_>,
+    first: usize,
+    some: usize,
+    bits: &mut [[u16; WIDTH]; PARTS],
+) {
+    if let (Values::Bf16(values), [bits]) = (values, &mut bits[..]) {
+        bits[..some].copy_from_slice(bytemuck::cast_slice(&values[first..first + some]));
+        return;
+    }
+    let mut wide = [0.0f32; WIDTH];
+    values.widen(first, &mut wide[..some]);
+    for bits in bits {
+        for (bits, value) in bits[..some].iter_mut().zip(&mut wide) {
+            *bits = take_part::<PARTS>(value);
         }
     }
 }
 
 /// Lines of a row of tiles in a slab.
-pub(super) fn tile_lines(inner: usize) -> usize {
-    inner.div_ceil(DEPTH) * TILE_LINES
+pub(super) fn tile_lines<const PARTS: usize>(inner: usize) -> usize {
+    inner.div_ceil(DEPTH) * PARTS * TILE_LINES
 }
 
 /// The bits of the nearest bf16, ties to even; NaN stays NaN, what is too large becomes infinite.

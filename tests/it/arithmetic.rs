@@ -1,0 +1,210 @@
+//! `--dtype`: products in bf16, and in f32 by parts, where the CPU has them, refused with a reason elsewhere.
+
+use prune::demo::RandomCheckpoint;
+use prune::linalg::{StoredDtype, product::Kernel};
+use prune::run::Manifest;
+
+use crate::cli::Place;
+
+fn checkpoint(dtype: StoredDtype) -> Place {
+    Place::with(&RandomCheckpoint {
+        hidden_size: 192,
+        intermediate_size: 520,
+        num_attention_heads: 6,
+        num_key_value_heads: 2,
+        dtype,
+        ..RandomCheckpoint::default()
+    })
+}
+
+fn masks(run: &Manifest) -> Vec<Option<&str>> {
+    let matrices = run.layers.iter().flat_map(|layer| &layer.matrices);
+    matrices
+        .map(|matrix| matrix.mask_sha256.as_deref())
+        .collect()
+}
+
+fn perplexities(run: &Manifest) -> [f64; 2] {
+    [run.perplexity.dense, run.perplexity.pruned]
+        .map(|report| report.expect("both were measured").perplexity)
+}
+
+/// A run with both perplexities.
+fn run(place: &Place, save: &str, more: &[&str]) -> Manifest {
+    let flags = [
+        "--model",
+        "m",
+        "--sparsity-ratio",
+        "0.5",
+        "--eval",
+        "both",
+        "--save",
+        save,
+    ];
+    place.prune(&[&flags, more].concat());
+    place.manifest(save)
+}
+
+/// Asks for arithmetic that this CPU does not have.
+fn is_refused(place: &Place, dtype: &str, reason: &str) {
+    let flags = [
+        "--model",
+        "m",
+        "--sparsity-ratio",
+        "0.5",
+        "--eval",
+        "none",
+        "--dtype",
+        dtype,
+    ];
+    let ran = place.run(&flags);
+    assert_eq!(ran.code, 1);
+    assert!(
+        ran.stderr.contains(reason) && ran.stderr.contains("--dtype f32"),
+        "{}",
+        ran.stderr
+    );
+    eprintln!("skipped: {reason} to compare");
+}
+
+/// Neither threads nor the way work is cut up change what comes out.
+fn depends_on_nothing_else(place: &Place, dtype: &str, as_it_is: &Manifest) {
+    for more in [
+        &["--threads", "1"][..],
+        &["--hidden-states", "disk"],
+        &[
+            "--knobs",
+            r#"{"weights": "matrix", "prefetch": false, "mlp_tokens": 16}"#,
+        ],
+        &["--knobs", r#"{"keep_packed": false}"#],
+        &["--knobs", r#"{"attention_heads": 1}"#],
+    ] {
+        let other = run(
+            place,
+            "other",
+            &[&["--dtype", dtype, "--force"], more].concat(),
+        );
+        assert_eq!(masks(as_it_is), masks(&other), "{more:?}");
+        assert_eq!(perplexities(as_it_is), perplexities(&other), "{more:?}");
+    }
+}
+
+#[test]
+fn bf16_results_are_near_those_of_f32_and_depend_on_nothing_else() {
+    let place = checkpoint(StoredDtype::Bf16);
+    if Kernel::best_bf16().is_none() {
+        return is_refused(&place, "bf16", "no bf16 products");
+    }
+    let (wide, narrow) = (
+        run(&place, "f32", &["--dtype", "f32"]),
+        run(&place, "bf16", &["--dtype", "bf16"]),
+    );
+    assert_eq!(
+        (
+            wide.arithmetic.dtype.as_str(),
+            narrow.arithmetic.dtype.as_str()
+        ),
+        ("f32", "bf16")
+    );
+    assert!(
+        narrow.arithmetic.kernel.contains("bf16"),
+        "{}",
+        narrow.arithmetic.kernel
+    );
+    for (wide, narrow) in perplexities(&wide).into_iter().zip(perplexities(&narrow)) {
+        assert!((wide / narrow - 1.0).abs() < 0.01, "{wide} {narrow}");
+        assert_ne!(wide, narrow, "the other products were used");
+    }
+    let by_default = run(&place, "default", &[]);
+    assert_eq!(by_default.arithmetic.dtype, "bf16", "what auto takes");
+    assert_eq!(masks(&narrow), masks(&by_default));
+    depends_on_nothing_else(&place, "bf16", &narrow);
+}
+
+#[test]
+fn f32_by_parts_is_f32_and_depends_on_nothing_else() {
+    for dtype in [StoredDtype::Bf16, StoredDtype::F16, StoredDtype::F32] {
+        let place = checkpoint(dtype);
+        if !Kernel::has_split() {
+            return is_refused(&place, "bf16x3", "no AMX tiles");
+        }
+        let fused = run(&place, "f32", &["--dtype", "f32"]);
+        let parts = run(&place, "parts", &["--dtype", "bf16x3"]);
+        assert_eq!(parts.arithmetic.dtype, "f32");
+        assert_ne!(parts.arithmetic.kernel, fused.arithmetic.kernel);
+        for (fused, parts) in perplexities(&fused).into_iter().zip(perplexities(&parts)) {
+            assert!(
+                (fused / parts - 1.0).abs() < 1e-6,
+                "{dtype:?}: {fused} {parts}"
+            );
+            assert_ne!(fused, parts, "the other products were used");
+        }
+        let equal = masks(&fused)
+            .iter()
+            .zip(masks(&parts))
+            .filter(|(a, b)| *a == b)
+            .count();
+        // A near-tie may fall the other way; these are 14 matrices.
+        assert!(
+            equal + 2 >= masks(&fused).len(),
+            "{dtype:?}: {equal} masks are equal"
+        );
+        if dtype != StoredDtype::Bf16 {
+            let by_default = run(&place, "default", &[]);
+            assert_eq!(
+                by_default.arithmetic.kernel, parts.arithmetic.kernel,
+                "what auto takes"
+            );
+            assert_eq!(masks(&parts), masks(&by_default));
+        }
+        if dtype == StoredDtype::F16 {
+            depends_on_nothing_else(&place, "bf16x3", &parts);
+        }
+    }
+}
+
+#[test]
+fn other_checkpoints_are_refused() {
+    let place = Place::new();
+    let ran = place.run(&[
+        "--model",
+        "m",
+        "--sparsity-ratio",
+        "0.5",
+        "--dtype",
+        "bf16",
+        "--eval",
+        "none",
+    ]);
+    assert_eq!(ran.code, 2, "{}", ran.stderr);
+    assert!(
+        ran.stderr
+            .contains("--dtype bf16 is for bf16 checkpoints, and this one is f32"),
+        "{}",
+        ran.stderr
+    );
+}
+
+/// A machine in a file does not say what its CPU multiplies: bf16 is planned where it is asked for.
+#[test]
+fn a_plan_is_made_for_the_arithmetic_it_is_asked_for() {
+    let place = Place::new();
+    let machine = r#"{"cpu": {"memory": "64GiB", "threads": 4}}"#;
+    std::fs::write(place.path("machine.json"), machine).expect("a file can be written");
+    let planned = |more: &[&str]| {
+        let base = [
+            "plan",
+            "--shape",
+            "llama-3.2-1b",
+            "--inventory",
+            "machine.json",
+            "--json",
+        ];
+        let ran = place.run(&[&base, more].concat());
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        ran.stdout
+    };
+    let (f32, bf16) = (planned(&["--dtype", "f32"]), planned(&["--dtype", "bf16"]));
+    assert_eq!(planned(&[]), f32);
+    assert!(bf16.contains("this layer, packed") && !f32.contains("this layer, packed"));
+}
