@@ -197,6 +197,8 @@ fn prune_once(args: &DemoArgs, root: &Path, run: &DemoRun, sides: &str) -> Resul
         folder("--text-cache=", TEXT_CACHE),
         "--dataset=demo".into(),
         "--eval-dataset=demo".into(),
+        // The same table on every CPU.
+        "--dtype=f32".into(),
         format!("--eval={sides}").into(),
         format!("--seed={}", args.seed).into(),
     ];
