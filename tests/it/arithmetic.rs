@@ -133,6 +133,7 @@ fn f32_by_parts_is_f32_and_depends_on_nothing_else() {
         assert_eq!(parts.arithmetic.dtype, "f32");
         assert_ne!(parts.arithmetic.kernel, fused.arithmetic.kernel);
         for (fused, parts) in perplexities(&fused).into_iter().zip(perplexities(&parts)) {
+            // Rounding moves them in the eighth digit; a near-tie that falls the other way may move the pruned one further.
             assert!(
                 (fused / parts - 1.0).abs() < 1e-6,
                 "{dtype:?}: {fused} {parts}"

@@ -723,7 +723,23 @@ fn another_arithmetic_is_refused_with_the_flag_that_is_common() {
     fs::remove_dir_all(place.path("out")).expect("removed");
     interrupted(&place, &command(&WANDA));
     let ran = place.run(&command(&in_f32));
+    assert!(
+        ran.stderr.contains("hint: add --dtype bf16 --use-cpu"),
+        "{}",
+        ran.stderr
+    );
+    // Another CPU's, as far as this one can tell.
+    let state = place.path("out/unfinished.json");
+    let text = fs::read_to_string(&state).expect("a state");
+    let other = text.replace("bf16 by bf16 products", "bf16 by other products");
+    assert_ne!(text, other);
+    fs::write(&state, other).expect("a file of ours");
+    let ran = place.run(&command(&in_f32));
     assert!(ran.stderr.contains("--force --dtype f32"), "{}", ran.stderr);
+    fs::write(&state, text).expect("a file of ours");
+    let in_bf16: Vec<&str> = WANDA.iter().copied().chain(["--dtype", "bf16"]).collect();
+    let ran = place.run(&command(&in_bf16));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
 }
 
 #[test]

@@ -163,18 +163,32 @@ pub(super) fn same_run(
     }
     let then = differences.iter().find(|(name, _, _)| name == ARITHMETIC);
     let hint = match then.filter(|_| only_arithmetic) {
-        Some((_, then, _)) if *then == format!("f32 by {}", Kernel::Fused.name()) => {
-            "add --dtype f32 --use-cpu, which every node computes alike".to_string()
-        }
-        Some((_, then, _)) => format!(
-            "go on where there is {then}; or start over with --force --dtype f32 --use-cpu, which every node computes alike"
-        ),
+        Some((_, then, _)) => match flag_for(then) {
+            Some(flag) => format!("add --dtype {flag} --use-cpu"),
+            None => format!(
+                "go on where there is {then}; or start over with --force --dtype f32 --use-cpu, which every node computes alike"
+            ),
+        },
         None => format!(
             "go on with `{}`, choose another --save folder, or start over with --force",
             shell::quoted(&state.arguments)
         ),
     };
     Err(failure.hint(hint).into())
+}
+
+/// What to give `--dtype` for this arithmetic, where the CPU has it.
+fn flag_for(arithmetic: &str) -> Option<&'static str> {
+    let split = Kernel::has_split().then_some(("bf16x3", "f32", Kernel::Split(1)));
+    let bf16 = Kernel::best_bf16().map(|kernel| ("bf16", "bf16", kernel));
+    let here = [Some(("f32", "f32", Kernel::Fused)), split, bf16];
+    let is_it = |(_, dtype, kernel): &(_, &str, Kernel)| {
+        arithmetic == format!("{dtype} by {}", kernel.name())
+    };
+    here.into_iter()
+        .flatten()
+        .find(is_it)
+        .map(|(flag, ..)| flag)
 }
 
 /// The files of a run, and the state it is in.
