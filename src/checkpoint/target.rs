@@ -103,7 +103,7 @@ pub(super) fn unpublish(target: &Path, published: &[PathBuf]) -> anyhow::Result<
     disk::sync_folder(target).map_err(|error| cannot_write(target, &error).into())
 }
 
-/// Makes the partial files in their final size: headers, then zeros. On failure none of them stays.
+/// Makes the partial files in their final size: headers, and room for the rest. On failure none of them stays.
 pub(super) fn allocate(
     source: &Checkpoint,
     target: &Path,
@@ -147,8 +147,8 @@ pub(super) fn allocate(
     Ok(shards)
 }
 
-/// Zeros are written because a length alone takes no room: the disk would fill up in the middle of the run. (Compressing
-/// file systems keep no room for zeros either; there only the later writes can tell.)
+/// A length alone takes no room: the disk would fill up in the middle of the run. So room is set aside, by writing zeros where the
+/// file system has no other way. (Compressing file systems keep no room for zeros; there only the later writes can tell.)
 pub(super) fn allocate_file(
     path: &Path,
     header: &[u8],
@@ -156,10 +156,19 @@ pub(super) fn allocate_file(
     meter: &mut Meter<'_>,
 ) -> io::Result<File> {
     let file = disk::create(path)?;
+    let is_reserved = disk::reserve(&file, file_bytes)?;
     disk::write_all_at(&file, header, 0)?;
     meter.add(header.len() as u64);
-    let zeros = vec![0; CHUNK_BYTES];
     let mut at = header.len() as u64;
+    if is_reserved {
+        meter.add(file_bytes.saturating_sub(at));
+        at = file_bytes;
+    }
+    let zeros = if at < file_bytes {
+        vec![0; CHUNK_BYTES]
+    } else {
+        Vec::new()
+    };
     while at < file_bytes {
         let length = (file_bytes - at).min(CHUNK_BYTES as u64);
         disk::write_all_at(&file, &zeros[..length as usize], at)?;

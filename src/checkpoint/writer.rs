@@ -6,7 +6,7 @@
 //! Killed at any moment, the target folder does not load as a model. Another process goes on with `reopen`: what was synced and
 //! noted is read back and held against its hash, everything else is written again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,7 +36,7 @@ use crate::failure::Failure;
 use crate::run::Events;
 
 /// Where pruned weights go.
-pub trait WeightSink {
+pub trait WeightSink: Send {
     /// Writes the whole tensor `name`: its elements in the source's dtype, row-major, little-endian.
     ///
     /// # Errors
@@ -52,6 +52,13 @@ pub trait WeightSink {
     ///
     /// Fails when the device reports an error.
     fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>>;
+
+    /// Does, piece by piece on this thread, what can be done before all is written, until nothing is left of it or `is_over` says so.
+    ///
+    /// # Errors
+    ///
+    /// As [`WeightSink::write`].
+    fn go_ahead(&mut self, is_over: &dyn Fn() -> bool) -> anyhow::Result<()>;
 }
 
 /// What is known of one output tensor, in the order of [`Checkpoint::tensors`].
@@ -70,7 +77,22 @@ pub struct CheckpointWriter {
     target: PathBuf,
     shards: Vec<OutputShard>,
     recorded: Vec<Option<Recorded>>,
+    /// Tensors nobody will hand over, as far as that is known, those in front last.
+    untouched: Vec<usize>,
+    copying: Option<Copying>,
 }
+
+/// A tensor that is being copied.
+#[derive(Debug)]
+struct Copying {
+    at: usize,
+    /// Bytes that are copied.
+    done: u64,
+    hasher: Sha256,
+}
+
+/// What is copied at once beside other work: small enough for the program's own share of a memory plan.
+const SMALL_PIECE: u64 = 256 << 10;
 
 impl CheckpointWriter {
     /// Makes the folder `target` and allocates every file of the output in it. Old `*.partial` files there are replaced.
@@ -109,7 +131,20 @@ impl CheckpointWriter {
             target: target.to_path_buf(),
             shards,
             recorded,
+            untouched: Vec::new(),
+            copying: None,
         })
+    }
+
+    /// Says that only tensors of these names will be handed over: the others may be copied before the end.
+    pub fn will_write<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
+        let names: HashSet<&str> = names.into_iter().collect();
+        let others = self.source.tensors().enumerate();
+        self.untouched = others
+            .filter(|(_, entry)| !names.contains(entry.name.as_str()))
+            .map(|(at, _)| at)
+            .collect();
+        self.untouched.reverse();
     }
 
     /// Takes the files up again that an earlier process left in `target`, published or not, and holds each tensor of `finished`
@@ -135,6 +170,8 @@ impl CheckpointWriter {
             target: target.to_path_buf(),
             shards,
             recorded: vec![None; source.tensors().count()],
+            untouched: Vec::new(),
+            copying: None,
         };
         let damaged = writer.take_up(finished, events)?;
         if !published.is_empty() {
@@ -271,34 +308,62 @@ impl CheckpointWriter {
             .tensors()
             .zip(&self.recorded)
             .filter(|(_, recorded)| recorded.is_none());
-        let mut meter = Meter::start(events, "copy", pending.map(|(entry, _)| entry.bytes).sum());
+        let bytes = pending.map(|(entry, _)| entry.bytes).sum::<u64>();
+        let done = self.copying.as_ref().map_or(0, |copying| copying.done);
+        let mut meter = Meter::start(events, "copy", bytes.saturating_sub(done));
         let mut buffer = Vec::new();
-        for (at, entry) in source.tensors().enumerate() {
-            if self.recorded[at].is_some() {
-                continue;
+        let begun = self.copying.as_ref().map(|copying| copying.at);
+        for at in begun.into_iter().chain(0..self.recorded.len()) {
+            while self.recorded[at].is_none() {
+                events.check()?;
+                let bytes = self.copy_piece(at, &mut buffer, CHUNK_BYTES as u64, |put, hash| {
+                    rayon::join(put, hash).0
+                })?;
+                meter.add(bytes);
             }
-            events.check()?;
-            let mut hasher = Sha256::new();
-            let mut start = 0;
-            while start < entry.bytes {
-                let length = (entry.bytes - start).min(CHUNK_BYTES as u64);
-                buffer.resize(length as usize, 0);
-                source.read(entry, start, &mut buffer)?;
-                let (written, ()) = rayon::join(
-                    || self.put(entry, start, &buffer),
-                    || hasher.update(&buffer),
-                );
-                written?;
-                start += length;
-                meter.add(length);
-            }
-            self.recorded[at] = Some(Recorded {
-                digest: hasher.finalize().into(),
-                rewritten: false,
-            });
         }
         meter.finish();
         Ok(())
+    }
+
+    /// Copies the next piece of a tensor that was not written; returns its length. `both` does what it is given, at once or one after
+    /// the other.
+    fn copy_piece(
+        &mut self,
+        at: usize,
+        buffer: &mut Vec<u8>,
+        most: u64,
+        both: impl FnOnce(Put<'_>, Hash<'_>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<u64> {
+        let source = Arc::clone(&self.source);
+        let Some(entry) = source.tensors().nth(at) else {
+            anyhow::bail!("`{}` has no tensor {at}", source.folder().display());
+        };
+        let mut copying = match self.copying.take() {
+            Some(copying) if copying.at == at => copying,
+            _ => Copying {
+                at,
+                done: 0,
+                hasher: Sha256::new(),
+            },
+        };
+        let length = (entry.bytes - copying.done).min(most);
+        buffer.resize(length as usize, 0);
+        source.read(entry, copying.done, buffer)?;
+        let Copying { done, hasher, .. } = &mut copying;
+        both(&mut || self.put(entry, *done, buffer), &mut || {
+            hasher.update(&*buffer)
+        })?;
+        copying.done += length;
+        if copying.done == entry.bytes {
+            self.recorded[at] = Some(Recorded {
+                digest: copying.hasher.finalize().into(),
+                rewritten: false,
+            });
+        } else {
+            self.copying = Some(copying);
+        }
+        Ok(length)
     }
 
     /// Reads the partial files back.
@@ -405,6 +470,11 @@ impl CheckpointWriter {
     }
 }
 
+/// Puts a piece in its place.
+type Put<'a> = &'a mut (dyn FnMut() -> anyhow::Result<()> + Send);
+/// Feeds a piece to the tensor's hash.
+type Hash<'a> = &'a mut (dyn FnMut() + Send);
+
 /// What an earlier process left, taken up.
 #[derive(Debug)]
 pub struct Reopened {
@@ -415,6 +485,23 @@ pub struct Reopened {
 }
 
 impl WeightSink for CheckpointWriter {
+    fn go_ahead(&mut self, is_over: &dyn Fn() -> bool) -> anyhow::Result<()> {
+        let mut buffer = Vec::new();
+        while let Some(&at) = self.untouched.last() {
+            while self.recorded[at].is_none() {
+                if is_over() {
+                    return Ok(());
+                }
+                self.copy_piece(at, &mut buffer, SMALL_PIECE, |put, hash| {
+                    hash();
+                    put()
+                })?;
+            }
+            self.untouched.pop();
+        }
+        Ok(())
+    }
+
     fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>> {
         for shard in &self.shards {
             if shard.is_dirty.swap(false, Ordering::Relaxed) {
@@ -449,10 +536,12 @@ impl WeightSink for CheckpointWriter {
                 bytes.len()
             );
         }
-        let (written, digest) = rayon::join(
-            || self.put(entry, 0, bytes),
-            || Sha256::digest(bytes).into(),
-        );
+        // The disk may take its time, so it is this thread that waits for it; the others may have to multiply meanwhile.
+        let mut digest = [0; 32];
+        let written = rayon::in_place_scope(|scope| {
+            scope.spawn(|_| digest = Sha256::digest(bytes).into());
+            self.put(entry, 0, bytes)
+        });
         written?;
         self.recorded[at] = Some(Recorded {
             digest,

@@ -516,3 +516,42 @@ fn files_that_are_missing_or_others_are_nothing_to_go_on_with() -> anyhow::Resul
     assert!(!is_there()?);
     Ok(())
 }
+
+#[test]
+fn what_nobody_will_write_is_copied_piece_by_piece_until_that_is_enough() -> anyhow::Result<()> {
+    // Three pieces, the last one short.
+    let tensors = [
+        counting("a.weight", Dtype::F32, &[4, 8]),
+        counting("b.embedding", Dtype::F32, &[600, 256]),
+        counting("c.norm", Dtype::F32, &[8]),
+    ];
+    let pieces_of_all = 4;
+    for enough in 0..=pieces_of_all + 1 {
+        let (source, out) = (folder(), folder());
+        write_single(source.path(), Some("pt"));
+        let bytes = file_bytes(Some("pt"), &tensors);
+        write(source.path(), "model.safetensors", &bytes);
+        let mut writer = start(source.path(), out.path())?;
+        writer.will_write(["a.weight"]);
+        let asked = std::cell::Cell::new(0);
+        writer.go_ahead(&|| {
+            asked.set(asked.get() + 1);
+            asked.get() > enough
+        })?;
+        assert_eq!(asked.get(), pieces_of_all.min(enough + 1));
+        let mut kept = tensors[0].data.clone();
+        kept[..4].fill(0);
+        writer.write("a.weight", &kept)?;
+        // What is copied is in no record of finished layers.
+        assert_eq!(writer.sync()?.len(), 1);
+        let verification = writer.finish(&[], VerifyLevel::Full, &Silent)?;
+        assert_eq!(verification.tensors_rewritten, 1);
+        assert_eq!(verification.tensors_copied, 2);
+        let mut wanted = bytes;
+        let data = wanted.len() - tensors.iter().map(|one| one.data.len()).sum::<usize>();
+        wanted[data..data + 4].fill(0);
+        let written = fs::read(out.path().join("model.safetensors"))?;
+        assert!(written == wanted, "after {enough} pieces");
+    }
+    Ok(())
+}

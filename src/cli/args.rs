@@ -511,7 +511,8 @@ pub(super) struct OutputArgs {
     /// Also print where the time went, and its share of what this CPU can do
     ///
     /// Seconds, GFLOP/s and share of the peak of each part: read, pack, qkv, attention, o, mlp, statistics, score, select, output
-    /// error, write, head. The peak is measured first, which takes a second. Times without the peak are in every run.json.
+    /// error, write, head. Of writing it is what the run waits for. The peak is measured first, which takes a second. Times without
+    /// the peak are in every run.json.
     #[arg(long)]
     pub(super) profile: bool,
 

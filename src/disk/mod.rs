@@ -44,6 +44,39 @@ pub fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
     positioned::write_all_at(file, bytes, offset)
 }
 
+/// Makes `file`, which is empty, `length` bytes long and has the file system set that much aside; its bytes are zero. `false` where the
+/// file system says that it cannot promise room without being written to: then nothing has changed. (Some say yes and keep none, as
+/// those that compress do with zeros.)
+///
+/// # Errors
+/// When there is no room, and as the system.
+pub fn reserve(file: &File, length: u64) -> io::Result<bool> {
+    faults::before_reserve(file)?;
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::fs::FallocateFlags;
+        use rustix::io::Errno;
+        if length == 0 {
+            return Ok(true);
+        }
+        // A signal that only asks the run to stop must not look like a disk that refuses.
+        let reserved = rustix::io::retry_on_intr(|| {
+            rustix::fs::fallocate(file, FallocateFlags::empty(), 0, length)
+        });
+        match reserved {
+            Ok(()) => Ok(true),
+            // Not this file system, or not this kernel.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = length;
+        Ok(false)
+    }
+}
+
 /// Waits until the bytes of `file` are on the disk.
 ///
 /// # Errors
@@ -151,6 +184,17 @@ mod tests {
         remove(&other)?;
         remove(&other)?;
         assert_eq!(fs::read_dir(folder.path())?.count(), 0);
+        Ok(())
+    }
+
+    #[test]
+    fn room_is_set_aside_or_the_file_stays_empty() -> io::Result<()> {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("one");
+        let file = create(&path)?;
+        let length = if reserve(&file, 70_000)? { 70_000 } else { 0 };
+        assert_eq!(fs::read(&path)?, vec![0; length]);
+        assert!(reserve(&create(&folder.path().join("none"))?, 0).is_ok());
         Ok(())
     }
 

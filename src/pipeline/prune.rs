@@ -1,11 +1,13 @@
 //! The editor: what happens to one decoder layer.
 //!
-//! calibrate on the dense layer → score and mask its matrices → write them → pass the calibration samples through what
-//! is left. Statistics of all seven matrices come from the one dense pass, whose inputs come from pruned layers: the
+//! calibrate on the dense layer → score and mask its matrices → pass the calibration samples through what is left, and write it
+//! meanwhile. Statistics of all seven matrices come from the one dense pass, whose inputs come from pruned layers: the
 //! order of the reference. A matrix that rests on disk is held while it is scored and written, and goes back to rest with its
 //! mask, which from then on says what is zero.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -40,14 +42,14 @@ pub struct PrunedMatrix<'a> {
 }
 
 /// Sees every pruned matrix; for masks written beside the model and for tests against the reference.
-pub trait Watcher {
+pub trait Watcher: Send {
     /// Called once per matrix, in order.
     ///
     /// # Errors
     /// Ends the sweep.
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()>;
 
-    /// Called after the last matrix of a layer, before the layer is recorded as finished.
+    /// Called after the last matrix of a layer, before the layer is recorded as finished; it may be on another thread.
     ///
     /// # Errors
     /// Ends the sweep.
@@ -57,7 +59,7 @@ pub trait Watcher {
 }
 
 /// Records finished layers, so that another process can go on.
-pub trait Record {
+pub trait Record: Send {
     /// Called when the tensors and masks of all these layers are on the disk; `tensors` has the SHA-256 of each, in hex.
     ///
     /// # Errors
@@ -111,7 +113,8 @@ impl Editor for Pruner<'_> {
         let start = Instant::now();
         let index = layer.index();
         let statistics = self.calibrate(&layer, compute)?;
-        let matrices = self.mask(&mut layer, statistics.as_ref(), compute)?;
+        let (matrices, unwritten) = self.mask(&mut layer, statistics.as_ref(), compute)?;
+        drop(statistics);
         let zeros: u64 = matrices.iter().map(|matrix| matrix.zeros).sum();
         let weights: usize = matrices
             .iter()
@@ -124,10 +127,7 @@ impl Editor for Pruner<'_> {
             sparsity,
             matrices,
         });
-        // From here on the samples' way through this layer can be found again from what is on the disk.
-        self.record()?;
-        self.events.check()?;
-        self.pass(&layer, compute)?;
+        self.save_and_pass(&layer, &unwritten, compute)?;
         if let Some(report) = self.layers.last_mut() {
             report.seconds = start.elapsed().as_secs_f64();
         }
@@ -140,13 +140,7 @@ impl Editor for Pruner<'_> {
     }
 
     fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
-        if layer.index() + 1 < self.num_hidden_layers {
-            self.propagate(layer, compute)
-        } else {
-            // The samples have come to their end.
-            self.calibration = None;
-            Ok(())
-        }
+        self.way().pass(layer, compute)
     }
 
     fn has_samples(&self) -> bool {
@@ -155,30 +149,71 @@ impl Editor for Pruner<'_> {
 }
 
 impl Pruner<'_> {
-    /// Waits for the disk, then says that the last layer is finished.
-    fn record(&mut self) -> Result<()> {
-        let Some(record) = self.record.as_deref_mut() else {
-            return Ok(());
-        };
-        self.clock.measure("write", || {
-            for watcher in &mut self.watchers {
-                watcher.layer_done()?;
-            }
-            let tensors = match self.sink.as_deref_mut() {
-                Some(sink) => sink.sync()?,
-                None => return Ok(()),
-            };
-            record.layer_done(&self.layers, tensors)
-        })
+    /// The samples' way through the layers.
+    fn way(&mut self) -> Way<'_> {
+        Way {
+            calibration: &mut self.calibration,
+            num_hidden_layers: self.num_hidden_layers,
+            clock: self.clock,
+            events: self.events,
+        }
     }
 
-    fn phase(&self, index: usize, what: &str, samples: usize) {
-        let phase = format!("layer {}/{}: {what}", index + 1, self.num_hidden_layers);
-        self.events.emit(Event::PhaseStarted {
-            phase,
-            unit: "samples",
-            steps: samples as u64,
-        });
+    /// Writes what was pruned of the layer and records it as finished, while the samples pass through it; from then on their way
+    /// through this layer can be found again from what is on the disk. "write" is what the run waits for.
+    fn save_and_pass(
+        &mut self,
+        layer: &DecoderLayer,
+        unwritten: &[Projection],
+        compute: &mut Compute<'_>,
+    ) -> Result<()> {
+        let Self {
+            sink,
+            record,
+            watchers,
+            layers,
+            calibration,
+            clock,
+            events,
+            num_hidden_layers,
+            ..
+        } = self;
+        let mut saving = Saving {
+            sink: sink.as_deref_mut(),
+            record: record.as_deref_mut(),
+            watchers,
+            layers,
+        };
+        let mut way = Way {
+            calibration,
+            num_hidden_layers: *num_hidden_layers,
+            clock,
+            events: *events,
+        };
+        if !way.goes_on_after(layer) {
+            clock.measure("write", || saving.save(layer, unwritten))?;
+            events.check()?;
+            return way.pass(layer, compute);
+        }
+        let is_over = AtomicBool::new(false);
+        let (saved, passed) = thread::scope(|scope| -> Result<_> {
+            let saving = thread::Builder::new()
+                .name("saving".to_string())
+                .spawn_scoped(scope, || {
+                    saving.save(layer, unwritten)?;
+                    saving.go_ahead(&|| is_over.load(Ordering::Relaxed))
+                })
+                .context("starting the thread that writes")?;
+            let passed = events
+                .check()
+                .map_err(Into::into)
+                .and_then(|()| way.pass(layer, compute));
+            is_over.store(true, Ordering::Relaxed);
+            let saved = clock.measure("write", || saving.join());
+            Ok((saved, passed))
+        })?;
+        saved.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        passed
     }
 
     fn calibrate(
@@ -186,38 +221,31 @@ impl Pruner<'_> {
         layer: &DecoderLayer,
         compute: &mut Compute<'_>,
     ) -> Result<Option<LayerStatistics>> {
-        let Some(samples) = self.calibration.as_ref().map(CalibrationStream::samples) else {
-            return Ok(None);
-        };
-        self.phase(layer.index(), "calibrate", samples);
         let Some(stream) = self.calibration.as_mut() else {
             return Ok(None);
         };
+        let samples = stream.samples();
+        announce(
+            self.events,
+            layer,
+            self.num_hidden_layers,
+            "calibrate",
+            samples,
+        );
         self.clock
             .measure("calibrate", || stream.capture(layer, compute, self.events))
             .map(Some)
     }
 
-    fn propagate(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
-        let Some(samples) = self.calibration.as_ref().map(CalibrationStream::samples) else {
-            return Ok(());
-        };
-        self.phase(layer.index(), "propagate", samples);
-        let Some(stream) = self.calibration.as_mut() else {
-            return Ok(());
-        };
-        self.clock.measure("propagate", || {
-            stream.propagate(layer, compute, self.events)
-        })
-    }
-
+    /// Masks all matrices; returns what there is to say of each, and those that are yet to be written.
     fn mask(
         &mut self,
         layer: &mut DecoderLayer,
         statistics: Option<&LayerStatistics>,
         compute: &mut Compute<'_>,
-    ) -> Result<Vec<MatrixReport>> {
+    ) -> Result<(Vec<MatrixReport>, Vec<Projection>)> {
         let mut matrices = Vec::with_capacity(Projection::ALL.len());
+        let mut unwritten = Vec::new();
         let clock = self.clock;
         for projection in Projection::ALL {
             let at_rest = match layer.linear(projection).weight() {
@@ -246,7 +274,13 @@ impl Pruner<'_> {
                 })?;
             }
             if mask.is_some() {
-                clock.measure("write", || self.write(layer, projection))?;
+                if at_rest.is_some() {
+                    clock.measure("write", || {
+                        write(self.sink.as_deref_mut(), layer, projection)
+                    })?;
+                } else {
+                    unwritten.push(projection);
+                }
             }
             // A weight that was changed and not only masked cannot be had from the source again.
             if let Some(at_rest) = at_rest.filter(|_| !self.method.changes_weights()) {
@@ -259,7 +293,7 @@ impl Pruner<'_> {
             self.events.emit(Event::MatrixPruned(report.clone()));
             matrices.push(report);
         }
-        Ok(matrices)
+        Ok((matrices, unwritten))
     }
 
     fn mask_one(
@@ -326,15 +360,100 @@ impl Pruner<'_> {
             .push(resume::expected(&report, target.pattern));
         Ok((report, Some(mask)))
     }
+}
 
-    fn write(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
-        let Some(sink) = self.sink.as_deref_mut() else {
+/// The calibration samples on their way through the layers.
+struct Way<'a> {
+    calibration: &'a mut Option<CalibrationStream>,
+    num_hidden_layers: usize,
+    clock: &'a Clock,
+    events: &'a dyn Events,
+}
+
+impl Way<'_> {
+    /// Whether there are samples that a later layer needs.
+    fn goes_on_after(&self, layer: &DecoderLayer) -> bool {
+        self.calibration.is_some() && layer.index() + 1 < self.num_hidden_layers
+    }
+
+    fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
+        if !self.goes_on_after(layer) {
+            // The samples have come to their end.
+            *self.calibration = None;
+            return Ok(());
+        }
+        let Some(stream) = self.calibration.as_mut() else {
             return Ok(());
         };
-        let name = projection.tensor_name(layer.index());
-        let weight = layer.linear(projection).weight().held();
-        let weight = weight.with_context(|| format!("`{name}` is written from memory"))?;
-        sink.write(&name, weight.as_bytes())
-            .with_context(|| format!("writing `{name}`"))
+        let samples = stream.samples();
+        announce(
+            self.events,
+            layer,
+            self.num_hidden_layers,
+            "propagate",
+            samples,
+        );
+        self.clock.measure("propagate", || {
+            stream.propagate(layer, compute, self.events)
+        })
     }
+}
+
+fn announce(events: &dyn Events, layer: &DecoderLayer, layers: usize, what: &str, samples: usize) {
+    events.emit(Event::PhaseStarted {
+        phase: format!("layer {}/{layers}: {what}", layer.index() + 1),
+        unit: "samples",
+        steps: samples as u64,
+    });
+}
+
+/// What a finished layer leaves behind.
+struct Saving<'a, 'w> {
+    sink: Option<&'a mut (dyn WeightSink + 'w)>,
+    record: Option<&'a mut (dyn Record + 'w)>,
+    watchers: &'a mut [&'w mut dyn Watcher],
+    layers: &'a [LayerReport],
+}
+
+impl Saving<'_, '_> {
+    /// Writes the matrices, waits for the disk, then says that the layer is finished.
+    fn save(&mut self, layer: &DecoderLayer, unwritten: &[Projection]) -> Result<()> {
+        for &projection in unwritten {
+            write(self.sink.as_deref_mut(), layer, projection)?;
+        }
+        let Some(record) = self.record.as_deref_mut() else {
+            return Ok(());
+        };
+        for watcher in &mut *self.watchers {
+            watcher.layer_done()?;
+        }
+        match self.sink.as_deref_mut() {
+            Some(sink) => record.layer_done(self.layers, sink.sync()?),
+            None => Ok(()),
+        }
+    }
+
+    /// Does what else can be done of the output by now.
+    fn go_ahead(&mut self, is_over: &dyn Fn() -> bool) -> Result<()> {
+        match self.sink.as_deref_mut() {
+            Some(sink) => sink.go_ahead(is_over),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Writes one matrix, which is in memory.
+fn write(
+    sink: Option<&mut (dyn WeightSink + '_)>,
+    layer: &DecoderLayer,
+    projection: Projection,
+) -> Result<()> {
+    let Some(sink) = sink else {
+        return Ok(());
+    };
+    let name = projection.tensor_name(layer.index());
+    let weight = layer.linear(projection).weight().held();
+    let weight = weight.with_context(|| format!("`{name}` is written from memory"))?;
+    sink.write(&name, weight.as_bytes())
+        .with_context(|| format!("writing `{name}`"))
 }

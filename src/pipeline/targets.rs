@@ -113,6 +113,18 @@ impl TargetPlan {
         self.targets.get(layer)?[projection as usize]
     }
 
+    /// The names of the tensors that lose weights.
+    pub fn tensors(&self) -> Vec<String> {
+        let rows = self.targets.iter().enumerate();
+        rows.flat_map(|(layer, row)| {
+            let chosen = Projection::ALL
+                .into_iter()
+                .filter(|&projection| row[projection as usize].is_some());
+            chosen.map(move |projection| projection.tensor_name(layer))
+        })
+        .collect()
+    }
+
     /// Matrices chosen.
     pub fn matrices(&self) -> usize {
         self.targets.iter().flatten().flatten().count()
@@ -344,6 +356,8 @@ mod tests {
         })
         .unwrap();
         assert_eq!(plan.matrices(), 3);
+        let tensors = [0, 1, 2].map(|layer| Projection::Q.tensor_name(layer));
+        assert_eq!(plan.tensors(), tensors);
     }
 
     #[test]

@@ -204,9 +204,19 @@ pub(super) struct Outputs {
 /// # Errors
 /// Fails when a file cannot be read or written.
 pub(super) fn outputs(job: &Job<'_>, arguments: Vec<String>, console: &Console) -> Result<Outputs> {
-    if let Some(outputs) = taken_up(job, console)? {
-        return Ok(outputs);
+    let mut outputs = match taken_up(job, console)? {
+        Some(outputs) => outputs,
+        None => made(job, arguments, console)?,
+    };
+    if let Some(writer) = &mut outputs.writer {
+        let names = job.targets.tensors();
+        writer.will_write(names.iter().map(String::as_str));
     }
+    Ok(outputs)
+}
+
+/// Makes the files of a new run.
+fn made(job: &Job<'_>, arguments: Vec<String>, console: &Console) -> Result<Outputs> {
     job.folder.prepare()?;
     let session = &job.session;
     let state = RunState {
