@@ -439,7 +439,7 @@ impl WithSimd for Soften<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
+    fn with_simd<S: Simd>(self, simd: S) {
         let Self {
             scores,
             keys,
@@ -451,7 +451,7 @@ impl WithSimd for Soften<'_> {
         let lines = scores.chunks_exact_mut(keys.len()).zip(running);
         for (query, (scores, running)) in lines.enumerate() {
             let visible = (first_seen + query).saturating_sub(keys.start);
-            let shrinks = soften(scores, visible.min(keys.len()), scale, running);
+            let shrinks = soften(simd, scores, visible.min(keys.len()), scale, running);
             if let Some((context, width)) = &mut context
                 && shrinks != 1.0
             {
@@ -466,20 +466,26 @@ impl WithSimd for Soften<'_> {
 /// scores ← e^(scale·score − largest) over the first `visible` of them, the rest, keys of the future, become zero; returns what
 /// everything summed before must be multiplied with, now that the largest score is another.
 #[inline(always)]
-fn soften(scores: &mut [f32], visible: usize, scale: f32, running: &mut Running) -> f32 {
+fn soften<S: Simd>(
+    simd: S,
+    scores: &mut [f32],
+    visible: usize,
+    scale: f32,
+    running: &mut Running,
+) -> f32 {
     let (seen, future) = scores.split_at_mut(visible);
     future.fill(0.0);
     if seen.is_empty() {
         return 1.0;
     }
     let before = running.largest;
-    running.largest = before.max(exp::largest_of(seen) * scale);
+    running.largest = before.max(exp::largest_of(simd, seen) * scale);
     let shrinks = if before == f32::NEG_INFINITY {
         0.0
     } else {
         exp::exp(before - running.largest)
     };
-    let sum = exp::exp_minus(seen, scale, running.largest);
+    let sum = exp::exp_minus(simd, seen, scale, running.largest);
     running.sum = running.sum * f64::from(shrinks) + sum;
     shrinks
 }
@@ -528,10 +534,10 @@ impl WithSimd for Softmax<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
+    fn with_simd<S: Simd>(self, simd: S) {
         for row in self.scores.chunks_exact_mut(self.keys) {
-            let largest = exp::largest_of(row);
-            let sum = exp::exp_minus(row, 1.0, largest);
+            let largest = exp::largest_of(simd, row);
+            let sum = exp::exp_minus(simd, row, 1.0, largest);
             let scale = (1.0 / sum) as f32;
             row.iter_mut().for_each(|value| *value *= scale);
         }

@@ -16,6 +16,18 @@ const HIGHEST: f32 = 88.0;
 /// Adding 1.5·2²³ leaves no room for a fraction: the sum is rounded to a whole number, which stands in its low bits.
 const ROUNDER: f32 = 12_582_912.0;
 
+/// ln 2 in two parts, the first of few bits.
+const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
+/// (p(r) − 1 − r) / r², from the highest power down.
+const POLYNOMIAL: [f32; 6] = [
+    1.987_569_1e-4,
+    1.398_199_9e-3,
+    8.333_452e-3,
+    4.166_579_6e-2,
+    0.166_666_65,
+    0.5,
+];
+
 /// e^x for −87 ≤ x ≤ 88, e^−87 below and e^88 above; NaN stays NaN. Call it where code is compiled for the registers the CPU has:
 /// elsewhere every multiply-add is a call of the C library.
 #[inline(always)]
@@ -25,22 +37,92 @@ pub(super) fn exp(x: f32) -> f32 {
     let x = if x > HIGHEST { HIGHEST } else { x };
     let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUNDER);
     let n = shifted - ROUNDER;
-    let r = n.mul_add(-0.693_359_4, x);
-    let r = n.mul_add(2.121_944_4e-4, r);
-    let p = 1.987_569_1e-4f32;
-    let p = p.mul_add(r, 1.398_199_9e-3);
-    let p = p.mul_add(r, 8.333_452e-3);
-    let p = p.mul_add(r, 4.166_579_6e-2);
-    let p = p.mul_add(r, 0.166_666_65);
-    let p = p.mul_add(r, 0.5);
+    let r = n.mul_add(-LN_2[0], x);
+    let r = n.mul_add(-LN_2[1], r);
+    let mut p = POLYNOMIAL[0];
+    for next in &POLYNOMIAL[1..] {
+        p = p.mul_add(r, *next);
+    }
     let p = p.mul_add(r * r, r) + 1.0;
     let power_of_two = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
     p * power_of_two
 }
 
-/// Partial results a loop keeps, so that it is not one long chain: four AVX-512 registers, sixteen of SSE. What is left over of a
-/// slice goes beside them: indexed by a number that is not known to the compiler they would lie in memory.
+/// [`exp`] of every element of a register: the same steps, so the same bits. (Here and below loops take the place of closures, which
+/// would not be compiled for these registers.)
+#[inline(always)]
+fn exps<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let (lowest, highest) = (simd.splat_f32s(LOWEST), simd.splat_f32s(HIGHEST));
+    let x = simd.select_f32s(simd.less_than_f32s(x, lowest), lowest, x);
+    let x = simd.select_f32s(simd.greater_than_f32s(x, highest), highest, x);
+    let rounder = simd.splat_f32s(ROUNDER);
+    let shifted = simd.mul_add_f32s(x, simd.splat_f32s(std::f32::consts::LOG2_E), rounder);
+    let n = simd.sub_f32s(shifted, rounder);
+    let r = simd.mul_add_f32s(n, simd.splat_f32s(-LN_2[0]), x);
+    let r = simd.mul_add_f32s(n, simd.splat_f32s(-LN_2[1]), r);
+    let mut p = simd.splat_f32s(POLYNOMIAL[0]);
+    for &next in &POLYNOMIAL[1..] {
+        p = simd.mul_add_f32s(p, r, simd.splat_f32s(next));
+    }
+    let p = simd.mul_add_f32s(p, simd.mul_f32s(r, r), r);
+    let p = simd.add_f32s(p, simd.splat_f32s(1.0));
+    let bits = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
+    let power_of_two = simd.add_u32s(bits, simd.splat_u32s(127 << 23));
+    simd.mul_f32s(p, simd.transmute_f32s_u32s(power_of_two))
+}
+
+/// Partial results a loop keeps, so that it is not one long chain: four AVX-512 registers, eight of AVX2, sixteen of NEON. They are held as so many
+/// registers, by their number: as an array of numbers they would lie in memory, and each step wait for the last one's store.
 const LANES: usize = 64;
+
+/// How lanes are put together: half upon half.
+const HALVES: [usize; 6] = [32, 16, 8, 4, 2, 1];
+
+/// What is done with [`LANES`] values at a time, held in `N` registers.
+trait InLanes {
+    type Output;
+
+    fn run<S: Simd, const N: usize>(self, simd: S) -> Self::Output;
+}
+
+/// Runs it with as many registers as hold the lanes.
+#[inline(always)]
+fn in_lanes<S: Simd, W: InLanes>(simd: S, work: W) -> W::Output {
+    match S::F32_LANES {
+        16 => work.run::<S, 4>(simd),
+        8 => work.run::<S, 8>(simd),
+        4 => work.run::<S, 16>(simd),
+        _ => work.run::<S, LANES>(simd),
+    }
+}
+
+/// The registers of some lanes.
+#[inline(always)]
+fn registers<S: Simd, const N: usize>(simd: S, lanes: &[f32; LANES]) -> [S::f32s; N] {
+    let mut registers = [simd.splat_f32s(0.0); N];
+    for (register, &values) in registers.iter_mut().zip(S::as_simd_f32s(lanes).0) {
+        *register = values;
+    }
+    registers
+}
+
+/// The lanes of some registers.
+#[inline(always)]
+fn lanes<S: Simd, const N: usize>(registers: [S::f32s; N]) -> [f32; LANES] {
+    let mut lanes = [0.0; LANES];
+    for (values, register) in S::as_mut_simd_f32s(&mut lanes).0.iter_mut().zip(registers) {
+        *values = register;
+    }
+    lanes
+}
+
+/// What is left of a slice, and `filler` up to whole lanes.
+#[inline(always)]
+fn filled(rest: &[f32], filler: f32) -> [f32; LANES] {
+    let mut lanes = [filler; LANES];
+    lanes[..rest.len()].copy_from_slice(rest);
+    lanes
+}
 
 /// The largest value, −∞ for none. A NaN may be passed over; it comes out of the exponentials that follow.
 pub fn largest(values: &[f32]) -> f32 {
@@ -48,8 +130,8 @@ pub fn largest(values: &[f32]) -> f32 {
     impl WithSimd for Largest<'_> {
         type Output = f32;
         #[inline(always)]
-        fn with_simd<S: Simd>(self, _: S) -> f32 {
-            largest_of(self.0)
+        fn with_simd<S: Simd>(self, simd: S) -> f32 {
+            largest_of(simd, self.0)
         }
     }
     Arch::new().dispatch(Largest(values))
@@ -57,43 +139,95 @@ pub fn largest(values: &[f32]) -> f32 {
 
 /// [`largest`], for a caller that is compiled for the registers the CPU has.
 #[inline(always)]
-pub(super) fn largest_of(values: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let (chunks, rest) = values.as_chunks::<LANES>();
-    for chunk in chunks {
-        for (lane, &value) in lanes.iter_mut().zip(chunk) {
-            *lane = if value > *lane { value } else { *lane };
+pub(super) fn largest_of<S: Simd>(simd: S, values: &[f32]) -> f32 {
+    struct Largest<'a>(&'a [f32]);
+    impl InLanes for Largest<'_> {
+        type Output = f32;
+        #[inline(always)]
+        fn run<S: Simd, const N: usize>(self, simd: S) -> f32 {
+            let (chunks, rest) = self.0.as_chunks::<LANES>();
+            let mut largest = [simd.splat_f32s(f32::NEG_INFINITY); N];
+            for chunk in chunks {
+                larger_of(simd, &mut largest, chunk);
+            }
+            if !rest.is_empty() {
+                larger_of(simd, &mut largest, &filled(rest, f32::NEG_INFINITY));
+            }
+            let mut lanes = lanes::<S, N>(largest);
+            for half in HALVES {
+                let (first, second) = lanes.split_at_mut(half);
+                for (one, &other) in first.iter_mut().zip(&*second) {
+                    *one = if other > *one { other } else { *one };
+                }
+            }
+            lanes[0]
         }
     }
-    lanes
-        .iter()
-        .chain(rest)
-        .copied()
-        .fold(f32::NEG_INFINITY, f32::max)
+    in_lanes(simd, Largest(values))
+}
+
+/// The larger of each pair; what was there where the other is a NaN.
+#[inline(always)]
+fn larger_of<S: Simd, const N: usize>(simd: S, largest: &mut [S::f32s; N], values: &[f32; LANES]) {
+    for (largest, value) in largest.iter_mut().zip(registers::<S, N>(simd, values)) {
+        let is_larger = simd.greater_than_f32s(value, *largest);
+        *largest = simd.select_f32s(is_larger, value, *largest);
+    }
 }
 
 /// values ← e^(scale·values − offset); returns their sum. For a caller that is compiled for the registers the CPU has.
 #[inline(always)]
-pub(super) fn exp_minus(values: &mut [f32], scale: f32, offset: f32) -> f64 {
-    let mut total = 0.0;
-    // Sums of f32 stay short: 16 rounds per lane, then f64.
-    for block in values.chunks_mut(16 * LANES) {
-        let mut lanes = [0.0f32; LANES];
-        let (chunks, rest) = block.as_chunks_mut::<LANES>();
-        for chunk in chunks {
-            for (lane, value) in lanes.iter_mut().zip(chunk) {
-                *value = exp(value.mul_add(scale, -offset));
-                *lane += *value;
-            }
-        }
-        total += added(&lanes);
-        for value in &mut *rest {
-            *value = exp(value.mul_add(scale, -offset));
-        }
-        total += rest.iter().copied().map(f64::from).sum::<f64>();
+pub(super) fn exp_minus<S: Simd>(simd: S, values: &mut [f32], scale: f32, offset: f32) -> f64 {
+    struct Exponentials<'a> {
+        values: &'a mut [f32],
+        scale: f32,
+        offset: f32,
     }
-    total
+    impl InLanes for Exponentials<'_> {
+        type Output = f64;
+        #[inline(always)]
+        fn run<S: Simd, const N: usize>(self, simd: S) -> f64 {
+            let (scale, offset) = (simd.splat_f32s(self.scale), simd.splat_f32s(-self.offset));
+            let mut total = 0.0;
+            for block in self.values.chunks_mut(SHORT * LANES) {
+                let mut sums = [simd.splat_f32s(0.0); N];
+                let (chunks, rest) = block.as_chunks_mut::<LANES>();
+                for chunk in chunks {
+                    let mut values = registers::<S, N>(simd, chunk);
+                    for (value, sum) in values.iter_mut().zip(&mut sums) {
+                        *value = exps(simd, simd.mul_add_f32s(*value, scale, offset));
+                        *sum = simd.add_f32s(*sum, *value);
+                    }
+                    *chunk = lanes::<S, N>(values);
+                }
+                if !rest.is_empty() {
+                    let mut values = registers::<S, N>(simd, &filled(rest, 0.0));
+                    for value in &mut values {
+                        *value = exps(simd, simd.mul_add_f32s(*value, scale, offset));
+                    }
+                    rest.copy_from_slice(&lanes::<S, N>(values)[..rest.len()]);
+                    let values = registers::<S, N>(simd, &filled(rest, 0.0));
+                    for (sum, value) in sums.iter_mut().zip(values) {
+                        *sum = simd.add_f32s(*sum, value);
+                    }
+                }
+                total += added(lanes::<S, N>(sums));
+            }
+            total
+        }
+    }
+    in_lanes(
+        simd,
+        Exponentials {
+            values,
+            scale,
+            offset,
+        },
+    )
 }
+
+/// Values a lane adds up in f32, so that its sum stays short; then they go on in f64.
+const SHORT: usize = 16;
 
 /// Σ e^(values − offset), the values left as they are.
 pub fn sum_exp_minus(values: &[f32], offset: f32) -> f64 {
@@ -101,22 +235,14 @@ pub fn sum_exp_minus(values: &[f32], offset: f32) -> f64 {
     impl WithSimd for Sum<'_> {
         type Output = f64;
         #[inline(always)]
-        fn with_simd<S: Simd>(self, _: S) -> f64 {
+        fn with_simd<S: Simd>(self, simd: S) -> f64 {
             let Self(values, offset) = self;
             let mut total = 0.0;
-            for block in values.chunks(16 * LANES) {
-                let mut lanes = [0.0f32; LANES];
-                let (chunks, rest) = block.as_chunks::<LANES>();
-                for chunk in chunks {
-                    for (lane, value) in lanes.iter_mut().zip(chunk) {
-                        *lane += exp(value - offset);
-                    }
-                }
-                total += added(&lanes);
-                total += rest
-                    .iter()
-                    .map(|value| f64::from(exp(value - offset)))
-                    .sum::<f64>();
+            let mut piece = [0.0; SHORT * LANES];
+            for values in values.chunks(SHORT * LANES) {
+                let piece = &mut piece[..values.len()];
+                piece.copy_from_slice(values);
+                total += exp_minus(simd, piece, 1.0, offset);
             }
             total
         }
@@ -124,17 +250,59 @@ pub fn sum_exp_minus(values: &[f32], offset: f32) -> f64 {
     Arch::new().dispatch(Sum(values, offset))
 }
 
-/// The sum of the lanes: halves upon halves, then in f64.
+/// The sum of the lanes: halves upon halves, the last ones in f64.
 #[inline(always)]
-fn added(lanes: &[f32; LANES]) -> f64 {
-    let (first, second) = lanes.split_at(LANES / 2);
-    let halves = first.iter().zip(second).map(|(one, other)| one + other);
-    halves.map(f64::from).sum()
+fn added(mut lanes: [f32; LANES]) -> f64 {
+    const WIDE: usize = LANES / 4;
+    for half in [2 * WIDE, WIDE] {
+        for at in 0..half {
+            lanes[at] += lanes[at + half];
+        }
+    }
+    let mut wide: [f64; WIDE] = std::array::from_fn(|at| f64::from(lanes[at]));
+    let mut half = WIDE / 2;
+    while half > 0 {
+        for at in 0..half {
+            wide[at] += wide[at + half];
+        }
+        half /= 2;
+    }
+    wide[0]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// values ← e^(values − 2), and their sum.
+    fn sum_of(values: &mut [f32]) -> f64 {
+        struct Sum<'a>(&'a mut [f32]);
+        impl WithSimd for Sum<'_> {
+            type Output = f64;
+            fn with_simd<S: Simd>(self, simd: S) -> f64 {
+                exp_minus(simd, self.0, 1.0, 2.0)
+            }
+        }
+        Arch::new().dispatch(Sum(values))
+    }
+
+    #[test]
+    fn sums_have_the_same_bits_in_registers_of_any_width() {
+        struct Sum<'a>(&'a [f32]);
+        impl WithSimd for Sum<'_> {
+            type Output = (f64, f32, Vec<f32>);
+            fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+                let mut values = self.0.to_vec();
+                let sum = exp_minus(simd, &mut values, 0.7, 1.5);
+                (sum, largest_of(simd, self.0), values)
+            }
+        }
+        for length in [1, 63, 64, 65, 200, 1024, 1500] {
+            let values: Vec<f32> = (0..length).map(|i| (i as f32 * 0.37).sin() * 9.0).collect();
+            let wide = Arch::new().dispatch(Sum(&values));
+            assert_eq!(wide, Sum(&values).with_simd(pulp::Scalar), "{length}");
+        }
+    }
 
     #[test]
     fn exp_is_within_two_units_in_the_last_place() {
@@ -175,9 +343,12 @@ mod tests {
             );
             let mut changed = values.clone();
             assert!(
-                (exp_minus(&mut changed, 1.0, 2.0) - exact).abs() <= 1e-6 * exact,
+                (sum_of(&mut changed) - exact).abs() <= 1e-6 * exact,
                 "{length}"
             );
+            for (changed, value) in changed.iter().zip(&values) {
+                assert_eq!(changed.to_bits(), exp(value - 2.0).to_bits(), "{value}");
+            }
             assert_eq!(
                 largest(&values),
                 values.iter().copied().fold(f32::NEG_INFINITY, f32::max)

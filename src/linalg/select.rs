@@ -44,7 +44,7 @@ struct Bracket {
 
 /// Finds the `count` lowest scores, 0 < count ≤ the number of scores.
 ///
-/// A sorted sample brackets the wanted one; passes that only count, a register at a time, cut the bracket into quarters until few
+/// A sample brackets the wanted one; passes that only count, a register at a time, cut the bracket into quarters until few
 /// scores are in it or all that are equal each other.
 ///
 /// # Arguments
@@ -96,10 +96,13 @@ fn sampled(scores: &[f32], count: usize) -> (u32, u32) {
     for (index, sampled) in sample.iter_mut().enumerate() {
         *sampled = key(scores[index * scores.len() / SAMPLE]);
     }
-    sample.sort_unstable();
     let place = count * SAMPLE / scores.len();
-    let from = place.checked_sub(MARGIN).map_or(0, |place| sample[place]);
-    let to = sample.get(place + MARGIN).copied();
+    let (mut from, mut rest, mut to) = (0, &mut sample[..], place + MARGIN);
+    if let Some(place) = place.checked_sub(MARGIN) {
+        let (_, &mut key, higher) = rest.select_nth_unstable(place);
+        (from, rest, to) = (key, higher, to - place - 1);
+    }
+    let to = (to < rest.len()).then(|| *rest.select_nth_unstable(to).1);
     (from, to.unwrap_or(u32::MAX >> 1))
 }
 

@@ -1,16 +1,19 @@
 //! `vdpbf16ps`: 16 outputs of two products each per instruction.
 //!
 //! Eight rows by three column tiles at a time: 24 accumulators, three registers of weights, the activations broadcast from
-//! memory. The instruction treats subnormal numbers as zero.
+//! memory. The instruction treats subnormal numbers as zero, and so does the one that rounds ([`round_row`]).
 
 #![expect(unsafe_code, reason = "intrinsics on memory of checked length")]
 
 use super::tiles::{DEPTH, TILE, TILE_LINES};
 use super::{Factors, Line};
 use std::arch::x86_64::{
-    __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_epi32, _mm512_setzero_ps,
-    _mm512_storeu_ps,
+    __m512, __m512bh, __m512i, _mm512_and_si512, _mm512_castsi512_ps, _mm512_castsi512_si256,
+    _mm512_cmpeq_epi16_mask, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps,
+    _mm512_extracti64x4_epi64, _mm512_loadu_ps, _mm512_set1_epi16, _mm512_set1_epi32,
+    _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
 };
+use std::mem::transmute;
 
 /// Rows of a block; half a tile.
 const ROWS: usize = 8;
@@ -20,6 +23,71 @@ const WIDE: usize = 3;
 /// Whether the CPU has the instruction.
 pub(super) fn is_there() -> bool {
     std::is_x86_feature_detected!("avx512f") && std::is_x86_feature_detected!("avx512bf16")
+}
+
+/// Whether the CPU rounds to bf16 in one instruction, and can tell what is not finite.
+pub(super) fn can_round() -> bool {
+    is_there() && std::is_x86_feature_detected!("avx512bw")
+}
+
+/// Rounds whole steps of a row of X, or splits them: one line in each of the tiles of its parts. A row to split with a number that is
+/// not finite, or no more so once it is rounded, is left to `slow`, which packs one step given the line's place in its tiles.
+///
+/// # Panics
+/// When `in_tile` is not in a tile.
+pub(super) fn round_row<const PARTS: usize>(
+    values: &[[f32; DEPTH]],
+    in_tile: usize,
+    lines: &mut [Line],
+    slow: impl Fn(&[f32; DEPTH], usize, &mut [Line]),
+) {
+    assert!(can_round() && in_tile < TILE_LINES);
+    // SAFETY: the features were just detected.
+    let special = unsafe { round_steps::<PARTS>(values, in_tile, lines) };
+    if special {
+        let steps = lines.chunks_exact_mut(PARTS * TILE_LINES);
+        for (values, lines) in values.iter().zip(steps) {
+            slow(values, in_tile, lines);
+        }
+    }
+}
+
+/// The loop of [`round_row`]; whether there was something special.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn round_steps<const PARTS: usize>(
+    values: &[[f32; DEPTH]],
+    in_tile: usize,
+    lines: &mut [Line],
+) -> bool {
+    let exponent = _mm512_set1_epi16(0x7f80);
+    let mut special = 0;
+    let steps = lines.chunks_exact_mut(PARTS * TILE_LINES);
+    for (values, lines) in values.iter().zip(steps) {
+        let (low, high) = values.split_at(TILE);
+        // SAFETY: either half is 16 elements.
+        let mut rest = unsafe { [low, high].map(|half| _mm512_loadu_ps(half.as_ptr())) };
+        for part in 0..PARTS {
+            // SAFETY: both are 64 bytes without invalid values.
+            let bits: __m512i = unsafe { transmute(_mm512_cvtne2ps_pbh(rest[1], rest[0])) };
+            let line = &mut lines[part * TILE_LINES + in_tile].0;
+            // SAFETY: both are 64 bytes without invalid values.
+            *line = unsafe { transmute::<__m512i, [u16; DEPTH]>(bits) };
+            if PARTS > 1 && part == 0 {
+                special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
+            }
+            if part + 1 < PARTS {
+                rest[0] = _mm512_sub_ps(rest[0], widened(_mm512_castsi512_si256(bits)));
+                rest[1] = _mm512_sub_ps(rest[1], widened(_mm512_extracti64x4_epi64::<1>(bits)));
+            }
+        }
+    }
+    special != 0
+}
+
+/// bf16 as f32.
+#[target_feature(enable = "avx512f")]
+fn widened(bits: std::arch::x86_64::__m256i) -> __m512 {
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
 }
 
 /// Whether it does twice the work of an f32 instruction in the same time, as AMD's do.
@@ -42,7 +110,7 @@ pub(super) fn spin() -> usize {
 fn chains(rounds: usize) {
     let pair = _mm512_set1_epi32(std::hint::black_box(0x3f80_3f80));
     // SAFETY: both are 64 bytes without invalid values.
-    let factor: __m512bh = unsafe { std::mem::transmute::<__m512i, __m512bh>(pair) };
+    let factor: __m512bh = unsafe { transmute::<__m512i, __m512bh>(pair) };
     let mut sums = [_mm512_setzero_ps(); ROWS * WIDE];
     for _ in 0..rounds {
         for sum in &mut sums {
@@ -121,11 +189,11 @@ unsafe fn block<const N: usize>(
             for pair in 0..TILE {
                 let line = step * TILE_LINES + pair;
                 let w: [__m512bh; N] = std::array::from_fn(|tile| {
-                    std::mem::transmute(weights[tile].as_ptr().add(line).cast::<__m512i>().read())
+                    transmute(weights[tile].as_ptr().add(line).cast::<__m512i>().read())
                 });
                 for (row, held) in held.iter_mut().enumerate() {
                     let pairs = x.add((step * TILE_LINES + row) * TILE + pair).read();
-                    let pairs: __m512bh = std::mem::transmute(_mm512_set1_epi32(pairs));
+                    let pairs: __m512bh = transmute(_mm512_set1_epi32(pairs));
                     for (held, &w) in held.iter_mut().zip(&w) {
                         *held = _mm512_dpbf16_ps(*held, pairs, w);
                     }

@@ -406,6 +406,62 @@ fn rounding_is_that_of_the_half_crate() {
     }
 }
 
+/// However rows are packed on this CPU, a line has the bits of [`take_part`]; for a subnormal number it may have zero.
+fn parts_are_taken_one_by_one<const PARTS: usize>() {
+    // Whole steps and the beginning of one more; more rows than a tile, fewer than a block.
+    let (rows, inner) = (19, 3 * 32 + 5);
+    let mut values = numbers(rows * inner, 11);
+    let odd = [
+        0.0,
+        -0.0,
+        3.4e38,
+        f32::MAX,
+        f32::MIN,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+        1e-45,
+        f32::MIN_POSITIVE,
+        1e-38,
+        -1.5e-36,
+        65504.0,
+    ];
+    // One to a line, and all in one.
+    for (at, odd) in odd.into_iter().enumerate() {
+        values[at * inner + 7 * at % 96] = odd;
+        values[(rows - 1) * inner + 32 + at] = odd;
+    }
+    let steps = inner.div_ceil(32);
+    let mut lines = vec![Line([7; 32]); 2 * steps * PARTS * 16];
+    let strided = Strided::rows(Values::F32(&values), inner);
+    super::tiles::pack_rows::<PARTS>(strided, rows, inner, &mut lines);
+    for row in 0..32 {
+        for at in 0..steps * 32 {
+            let is_there = row < rows && at < inner;
+            let value = if is_there {
+                values[row * inner + at]
+            } else {
+                0.0
+            };
+            let mut rest = value;
+            for part in 0..PARTS {
+                let wanted = bf16::from_bits(take_part::<PARTS>(&mut rest));
+                let line = ((row / 16 * steps + at / 32) * PARTS + part) * 16 + row % 16;
+                let got = bf16::from_bits(lines[line].0[at % 32]);
+                let is_same = got.to_bits() == wanted.to_bits() || got.is_nan() && wanted.is_nan();
+                let is_tiny = got == bf16::ZERO && wanted.to_f32().abs() <= f32::MIN_POSITIVE;
+                assert!(is_same || is_tiny, "{value}, part {part}: {got} {wanted}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_are_packed_as_one_by_one() {
+    parts_are_taken_one_by_one::<1>();
+    parts_are_taken_one_by_one::<3>();
+}
+
 #[test]
 fn what_is_packed_is_what_the_footprint_says() {
     for kernel in Kernel::all() {

@@ -53,13 +53,19 @@ pub(super) fn pack_rows<const PARTS: usize>(
     let Values::F32(values) = rows.values else {
         unreachable!("activations are f32");
     };
-    Arch::new().dispatch(PackRows::<PARTS> {
+    let pack = PackRows::<PARTS> {
         values,
         stride: rows.stride,
         count,
         inner,
         packed,
-    });
+    };
+    #[cfg(target_arch = "x86_64")]
+    if super::avx512::can_round() {
+        pack.run::<true>();
+        return;
+    }
+    Arch::new().dispatch(pack);
 }
 
 /// The loops of [`pack_rows`], compiled for the registers the CPU has.
@@ -76,6 +82,14 @@ impl<const PARTS: usize> WithSimd for PackRows<'_, PARTS> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
+        self.run::<false>();
+    }
+}
+
+impl<const PARTS: usize> PackRows<'_, PARTS> {
+    /// Goes over the rows. `ROUNDS` says that the CPU rounds in one instruction.
+    #[inline(always)]
+    fn run<const ROUNDS: bool>(self) {
         let tiles = self.count.div_ceil(SHAPE.rows) * SHAPE.rows / TILE;
         let lines = self
             .packed
@@ -88,20 +102,36 @@ impl<const PARTS: usize> WithSimd for PackRows<'_, PARTS> {
                 } else {
                     &[]
                 };
-                let (whole, mut rest) = values.as_chunks::<DEPTH>();
-                let mut steps = lines.chunks_exact_mut(PARTS * TILE_LINES);
-                for (values, lines) in whole.iter().zip(steps.by_ref()) {
-                    split_line::<PARTS>(values, in_tile, lines);
-                }
+                let (whole, rest) = values.as_chunks::<DEPTH>();
+                let (now, behind) = lines.split_at_mut(whole.len() * PARTS * TILE_LINES);
+                split_row::<PARTS, ROUNDS>(whole, in_tile, now);
                 // The end of a row, or a row that only fills the tile.
-                for lines in steps {
+                let mut rest = rest;
+                for lines in behind.chunks_exact_mut(PARTS * TILE_LINES) {
                     let mut values = [0.0; DEPTH];
                     values[..rest.len()].copy_from_slice(rest);
-                    split_line::<PARTS>(&values, in_tile, lines);
+                    split_row::<PARTS, ROUNDS>(&[values], in_tile, lines);
                     rest = &[];
                 }
             }
         }
+    }
+}
+
+/// Whole steps of a row.
+#[inline(always)]
+fn split_row<const PARTS: usize, const ROUNDS: bool>(
+    values: &[[f32; DEPTH]],
+    in_tile: usize,
+    lines: &mut [Line],
+) {
+    #[cfg(target_arch = "x86_64")]
+    if ROUNDS {
+        return super::avx512::round_row::<PARTS>(values, in_tile, lines, split_line::<PARTS>);
+    }
+    let steps = lines.chunks_exact_mut(PARTS * TILE_LINES);
+    for (values, lines) in values.iter().zip(steps) {
+        split_line::<PARTS>(values, in_tile, lines);
     }
 }
 
@@ -259,7 +289,11 @@ fn bits_of<const PARTS: usize, const WIDTH: usize>(
         return;
     }
     let mut wide = [0.0f32; WIDTH];
-    values.widen(first, &mut wide[..some]);
+    match values {
+        // A copy of known length.
+        Values::F32(values) if some == WIDTH => wide.copy_from_slice(&values[first..first + WIDTH]),
+        _ => values.widen(first, &mut wide[..some]),
+    }
     for bits in bits {
         for (bits, value) in bits[..some].iter_mut().zip(&mut wide) {
             *bits = take_part::<PARTS>(value);
