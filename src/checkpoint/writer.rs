@@ -91,6 +91,15 @@ struct Copying {
     hasher: Sha256,
 }
 
+/// How tensors are copied.
+#[derive(Debug, Clone, Copy)]
+enum Pace {
+    /// By large pieces, on all threads.
+    Fast,
+    /// By small pieces, on this thread, while others compute.
+    Beside,
+}
+
 /// What is copied at once beside other work: small enough for the program's own share of a memory plan.
 const SMALL_PIECE: u64 = 256 << 10;
 
@@ -316,25 +325,15 @@ impl CheckpointWriter {
         for at in begun.into_iter().chain(0..self.recorded.len()) {
             while self.recorded[at].is_none() {
                 events.check()?;
-                let bytes = self.copy_piece(at, &mut buffer, CHUNK_BYTES as u64, |put, hash| {
-                    rayon::join(put, hash).0
-                })?;
-                meter.add(bytes);
+                meter.add(self.copy_piece(at, &mut buffer, Pace::Fast)?);
             }
         }
         meter.finish();
         Ok(())
     }
 
-    /// Copies the next piece of a tensor that was not written; returns its length. `both` does what it is given, at once or one after
-    /// the other.
-    fn copy_piece(
-        &mut self,
-        at: usize,
-        buffer: &mut Vec<u8>,
-        most: u64,
-        both: impl FnOnce(Put<'_>, Hash<'_>) -> anyhow::Result<()>,
-    ) -> anyhow::Result<u64> {
+    /// Copies the next piece of a tensor that was not written; returns its length.
+    fn copy_piece(&mut self, at: usize, buffer: &mut Vec<u8>, pace: Pace) -> anyhow::Result<u64> {
         let source = Arc::clone(&self.source);
         let Some(entry) = source.tensors().nth(at) else {
             anyhow::bail!("`{}` has no tensor {at}", source.folder().display());
@@ -347,13 +346,27 @@ impl CheckpointWriter {
                 hasher: Sha256::new(),
             },
         };
+        let most = match pace {
+            Pace::Fast => CHUNK_BYTES as u64,
+            Pace::Beside => SMALL_PIECE,
+        };
         let length = (entry.bytes - copying.done).min(most);
         buffer.resize(length as usize, 0);
         source.read(entry, copying.done, buffer)?;
         let Copying { done, hasher, .. } = &mut copying;
-        both(&mut || self.put(entry, *done, buffer), &mut || {
-            hasher.update(&*buffer)
-        })?;
+        match pace {
+            Pace::Fast => {
+                rayon::join(
+                    || self.put(entry, *done, buffer),
+                    || hasher.update(&*buffer),
+                )
+                .0?
+            }
+            Pace::Beside => {
+                hasher.update(&*buffer);
+                self.put(entry, *done, buffer)?;
+            }
+        }
         copying.done += length;
         if copying.done == entry.bytes {
             self.recorded[at] = Some(Recorded {
@@ -470,11 +483,6 @@ impl CheckpointWriter {
     }
 }
 
-/// Puts a piece in its place.
-type Put<'a> = &'a mut (dyn FnMut() -> anyhow::Result<()> + Send);
-/// Feeds a piece to the tensor's hash.
-type Hash<'a> = &'a mut (dyn FnMut() + Send);
-
 /// What an earlier process left, taken up.
 #[derive(Debug)]
 pub struct Reopened {
@@ -492,10 +500,7 @@ impl WeightSink for CheckpointWriter {
                 if is_over() {
                     return Ok(());
                 }
-                self.copy_piece(at, &mut buffer, SMALL_PIECE, |put, hash| {
-                    hash();
-                    put()
-                })?;
+                self.copy_piece(at, &mut buffer, Pace::Beside)?;
             }
             self.untouched.pop();
         }

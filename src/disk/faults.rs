@@ -227,24 +227,6 @@ pub(super) fn before_write(file: &File, bytes: &[u8], offset: u64) -> io::Result
     })
 }
 
-/// A write of no bytes that makes the file longer.
-pub(super) fn before_reserve(file: &File) -> io::Result<()> {
-    step(
-        true,
-        || {},
-        |undo| {
-            let length = file.metadata()?.len();
-            undo.push(Undo::Bytes {
-                file: file.try_clone()?,
-                offset: length,
-                before: Vec::new(),
-                length,
-            });
-            Ok(())
-        },
-    )
-}
-
 pub(super) fn before_sync(file: &File) -> io::Result<()> {
     step(
         false,

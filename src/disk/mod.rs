@@ -51,7 +51,8 @@ pub fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
 /// # Errors
 /// When there is no room, and as the system.
 pub fn reserve(file: &File, length: u64) -> io::Result<bool> {
-    faults::before_reserve(file)?;
+    // A write of nothing that makes the file longer.
+    faults::before_write(file, &[], 0)?;
     #[cfg(target_os = "linux")]
     {
         use rustix::fs::FallocateFlags;

@@ -71,8 +71,9 @@ fn exps<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.mul_f32s(p, simd.transmute_f32s_u32s(power_of_two))
 }
 
-/// Partial results a loop keeps, so that it is not one long chain: four AVX-512 registers, eight of AVX2, sixteen of NEON. They are held as so many
-/// registers, by their number: as an array of numbers they would lie in memory, and each step wait for the last one's store.
+/// Partial results a loop keeps, so that it is not one long chain: four AVX-512 registers, eight of AVX2, sixteen of NEON. They are
+/// held as so many registers, by their number: as an array of numbers they would lie in memory, and each step wait for the last
+/// one's store.
 const LANES: usize = 64;
 
 /// How lanes are put together: half upon half.

@@ -8,10 +8,10 @@
 use super::tiles::{DEPTH, TILE, TILE_LINES};
 use super::{Factors, Line};
 use std::arch::x86_64::{
-    __m512, __m512bh, __m512i, _mm512_and_si512, _mm512_castsi512_ps, _mm512_castsi512_si256,
-    _mm512_cmpeq_epi16_mask, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps,
-    _mm512_extracti64x4_epi64, _mm512_loadu_ps, _mm512_set1_epi16, _mm512_set1_epi32,
-    _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
+    __m256i, __m512, __m512bh, __m512i, _mm512_and_si512, _mm512_castsi512_ps,
+    _mm512_castsi512_si256, _mm512_cmpeq_epi16_mask, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,
+    _mm512_dpbf16_ps, _mm512_extracti64x4_epi64, _mm512_loadu_ps, _mm512_set1_epi16,
+    _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
 };
 use std::mem::transmute;
 
@@ -86,7 +86,7 @@ fn round_steps<const PARTS: usize>(
 
 /// bf16 as f32.
 #[target_feature(enable = "avx512f")]
-fn widened(bits: std::arch::x86_64::__m256i) -> __m512 {
+fn widened(bits: __m256i) -> __m512 {
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
 }
 
