@@ -107,6 +107,15 @@ impl Cut {
                 row_parts *= 2;
             }
         }
+        // As many tasks for every thread: of fifteen, two threads would wait for the last as long as for any other.
+        if !row_parts.is_multiple_of(threads) {
+            for (parts, columns) in column_parts.iter_mut().zip(columns) {
+                let even = parts.next_multiple_of(threads);
+                if even <= columns.div_ceil(shape.columns) {
+                    *parts = even;
+                }
+            }
+        }
         Self {
             shape,
             tokens,
@@ -188,5 +197,24 @@ mod tests {
             }
         }
         assert_eq!(longest(0, 8, 1), 0);
+    }
+
+    #[test]
+    fn threads_have_as_many_tasks_each() {
+        let shape = Kernel::Fused.shape();
+        for threads in [1, 2, 3, 4, 8, 16] {
+            for columns in [[2048, 256], [5632, 5632], [11008, 4096]] {
+                let cut = Cut::of(shape, 2048, &columns, threads, false);
+                for (job, parts) in cut.column_parts.iter().enumerate() {
+                    let tasks = cut.row_parts * parts;
+                    let blocks = columns[job] / shape.columns;
+                    assert!(
+                        tasks.is_multiple_of(threads) || blocks < threads,
+                        "{columns:?}: {tasks} tasks for {threads} threads"
+                    );
+                    assert_eq!(cut.columns(job, parts - 1).end, columns[job]);
+                }
+            }
+        }
     }
 }

@@ -1,48 +1,61 @@
 //! f32 products for any CPU: blocks of C in registers, one multiply-add per product, as wide as the CPU has it.
 //!
-//! A block is 8 rows by three registers (4 by three where there are 16 registers): 24 sums under way, three registers of W, the
-//! elements of X broadcast from memory. What was widened while it was packed is multiplied without a copy of W in f32. Where
+//! | registers | a block of C | sums under way | beside them |
+//! | --- | --- | --- | --- |
+//! | 32 | 8 rows by 3 registers | 24 | 3 of W, elements of X, each in all of a register |
+//! | 16 | 6 rows by 2 registers | 12 | 2 of W, the same |
+//!
+//! 4 rows by 3 registers would load less, but take all 16: compilers then keep one of the sums in memory, every step waits for the
+//! store of the last, and products take twice the time. Four steps are written out, for where two threads share a core it is
+//! the number of instructions that counts. What was widened while it was packed is multiplied without a copy of W in f32. Where
 //! the CPU cannot multiply and add in one step it rounds twice and is slow; such CPUs are older than 2013.
 
 use pulp::{Arch, Simd, WithSimd};
 
 use super::super::rectangles::Rectangle;
+use super::interleave::interleave;
 use super::{Factors, Line, Shape, Strided};
 
-/// Registers of a row of a block.
-const WIDE: usize = 3;
 /// `inner` is packed in multiples of this, so that blocks of any size are whole lines.
-const DEPTH: usize = 16;
-/// 512 elements: a block's rows of X are 16 KiB of the first-level cache, and a task's columns of W some hundred KiB of the second.
-const SLAB: usize = 512;
-/// Columns of a block at the most: three registers of 512 bits.
-const MOST_COLUMNS: usize = 48;
-/// Rows of a block at the most.
-const MOST_ROWS: usize = 8;
+pub(super) const DEPTH: usize = 16;
+/// Steps along `inner` that are written out; divides [`DEPTH`].
+const UNROLLED: usize = 4;
+/// Elements of the largest block: 8 rows by three registers of 512 bits.
+const MOST_ELEMENTS: usize = 8 * 48;
 
 /// What a block looks like on this CPU.
+///
+/// A block's rows of X take 16 to 24 KiB of the first-level cache for the length of a slab; longer slabs fetch and store C less often.
 pub(super) fn shape() -> Shape {
     struct Ask;
     impl WithSimd for Ask {
-        type Output = (usize, usize);
-        fn with_simd<S: Simd>(self, _: S) -> (usize, usize) {
-            (block_rows::<S>(), WIDE * S::F32_LANES)
+        type Output = (usize, usize, usize);
+        fn with_simd<S: Simd>(self, _: S) -> Self::Output {
+            let (rows, columns) = block::<S>();
+            (rows, columns, if has_32::<S>() { 512 } else { 1024 })
         }
     }
-    let (rows, columns) = Arch::new().dispatch(Ask);
+    let (rows, columns, slab) = Arch::new().dispatch(Ask);
     Shape {
         rows,
         columns,
         unit: columns,
         depth: DEPTH,
-        slab: SLAB,
+        slab,
         row_bytes: size_of::<f32>(),
         column_bytes: size_of::<f32>(),
     }
 }
 
-const fn block_rows<S: Simd>() -> usize {
-    if S::REGISTER_COUNT >= 32 { 8 } else { 4 }
+/// Which of the two blocks the registers hold.
+const fn has_32<S: Simd>() -> bool {
+    S::REGISTER_COUNT >= 32
+}
+
+/// Rows and columns of a block.
+const fn block<S: Simd>() -> (usize, usize) {
+    let (rows, wide) = if has_32::<S>() { (8, 3) } else { (6, 2) };
+    (rows, wide * S::F32_LANES)
 }
 
 /// Packs rows block by block, `[steps, rows of a block]`.
@@ -53,90 +66,6 @@ pub(super) fn pack_rows(rows: Strided<'_>, count: usize, inner: usize, packed: &
 /// Packs columns block by block, `[steps, columns of a block]`.
 pub(super) fn pack_columns(columns: Strided<'_>, count: usize, inner: usize, packed: &mut [Line]) {
     interleave(columns, count, inner, shape().columns, packed);
-}
-
-/// Packs rows of a factor, `width` of them at a time.
-fn interleave(factor: Strided<'_>, count: usize, inner: usize, width: usize, packed: &mut [Line]) {
-    Arch::new().dispatch(Interleave {
-        factor,
-        count,
-        inner,
-        width,
-        packed: bytemuck::cast_slice_mut(packed),
-    });
-}
-
-/// The loops of [`interleave`], compiled for the registers the CPU has.
-struct Interleave<'a> {
-    factor: Strided<'a>,
-    count: usize,
-    inner: usize,
-    width: usize,
-    packed: &'a mut [f32],
-}
-
-impl WithSimd for Interleave<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        match self.width {
-            4 => self.of::<4>(),
-            8 => self.of::<8>(),
-            12 => self.of::<12>(),
-            24 => self.of::<24>(),
-            48 => self.of::<48>(),
-            width => unreachable!("no CPU has blocks of {width}"),
-        }
-    }
-}
-
-impl Interleave<'_> {
-    #[inline(always)]
-    fn of<const WIDTH: usize>(self) {
-        let Self {
-            factor,
-            count,
-            inner,
-            packed,
-            ..
-        } = self;
-        let steps = inner.next_multiple_of(DEPTH);
-        let blocks = packed.chunks_exact_mut(steps * WIDTH).enumerate();
-        for (block, packed) in blocks.take(count.div_ceil(WIDTH)) {
-            let first = block * WIDTH;
-            let present = (count - first).min(WIDTH);
-            if present < WIDTH || inner < steps {
-                packed.fill(0.0);
-            }
-            let packed = packed.as_chunks_mut::<WIDTH>().0;
-            if factor.is_transposed {
-                for (k, packed) in packed[..inner].iter_mut().enumerate() {
-                    let at = k * factor.stride + first;
-                    factor.values.widen(at, &mut packed[..present]);
-                }
-                continue;
-            }
-            // Some elements of every row at a time, so that what is written stays in the first-level cache.
-            let mut wide = [0.0f32; DEPTH];
-            for (chunk, packed) in packed.as_chunks_mut::<DEPTH>().0.iter_mut().enumerate() {
-                let k = chunk * DEPTH;
-                let some = DEPTH.min(inner.saturating_sub(k));
-                for row in 0..present {
-                    let at = (first + row) * factor.stride + k;
-                    if some == DEPTH {
-                        factor.values.widen(at, &mut wide);
-                    } else {
-                        wide = [0.0; DEPTH];
-                        factor.values.widen(at, &mut wide[..some]);
-                    }
-                    for (packed, value) in packed.iter_mut().zip(&wide) {
-                        packed[row] = *value;
-                    }
-                }
-            }
-        }
-    }
 }
 
 /// Where a block's sums come from and go to.
@@ -181,17 +110,17 @@ impl<R: Rows> WithSimd for Blocks<'_, R> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        if block_rows::<S>() == 8 {
-            self.rows_of::<S, 8>(simd);
+        if has_32::<S>() {
+            self.of::<S, 8, 3>(simd);
         } else {
-            self.rows_of::<S, 4>(simd);
+            self.of::<S, 6, 2>(simd);
         }
     }
 }
 
 impl<R: Rows> Blocks<'_, R> {
     #[inline(always)]
-    fn rows_of<S: Simd, const ROWS: usize>(self, simd: S) {
+    fn of<S: Simd, const ROWS: usize, const WIDE: usize>(self, simd: S) {
         let Factors {
             x,
             w,
@@ -208,53 +137,70 @@ impl<R: Rows> Blocks<'_, R> {
             x.len() >= row_blocks && w.len() >= column_blocks,
             "factors must be as large as their shapes say"
         );
-        let mut sums = [0.0f32; MOST_ROWS * MOST_COLUMNS];
-        let sums = &mut sums[..ROWS * width];
+        let mut edge = [0.0f32; MOST_ELEMENTS];
         for (block, x) in x.enumerate().take(row_blocks) {
             let first_row = block * ROWS;
             let present = (rows - first_row).min(ROWS);
             for (block, w) in w.clone().enumerate().take(column_blocks) {
                 let some = block * width..columns.min((block + 1) * width);
-                let lines = sums.chunks_exact_mut(width).take(present).enumerate();
+                if present == ROWS && some.len() == width {
+                    let mut sums = [[simd.splat_f32s(0.0); WIDE]; ROWS];
+                    if self.adds {
+                        for (row, sums) in (first_row..).zip(&mut sums) {
+                            let (out, _) = S::as_simd_f32s(&self.out.row(row)[some.clone()]);
+                            sums.copy_from_slice(out);
+                        }
+                    }
+                    let sums = plus_block::<S, ROWS, WIDE>(simd, x, w, sums);
+                    for (row, sums) in (first_row..).zip(&sums) {
+                        let out = &mut self.out.row(row)[some.clone()];
+                        S::as_mut_simd_f32s(out).0.copy_from_slice(sums);
+                    }
+                    continue;
+                }
+                // A block at the edge of C, of which only some rows or columns are there.
                 if self.adds {
-                    for (row, sums) in lines {
-                        let out = self.out.row(first_row + row);
-                        sums[..some.len()].copy_from_slice(&out[some.clone()]);
+                    let lines = edge.chunks_exact_mut(width).take(present);
+                    for (row, sums) in (first_row..).zip(lines) {
+                        sums[..some.len()].copy_from_slice(&self.out.row(row)[some.clone()]);
                     }
                 } else {
-                    sums.fill(0.0);
+                    edge.fill(0.0);
                 }
-                add_block::<S, ROWS>(simd, x, w, sums);
-                for (row, sums) in sums.chunks_exact(width).take(present).enumerate() {
-                    let out = self.out.row(first_row + row);
-                    out[some.clone()].copy_from_slice(&sums[..some.len()]);
+                let (registers, _) = S::as_mut_simd_f32s(&mut edge);
+                let sums = &mut registers.as_chunks_mut().0.as_chunks_mut().0[0];
+                *sums = plus_block::<S, ROWS, WIDE>(simd, x, w, *sums);
+                let lines = edge.chunks_exact(width).take(present);
+                for (row, sums) in (first_row..).zip(lines) {
+                    self.out.row(row)[some.clone()].copy_from_slice(&sums[..some.len()]);
                 }
             }
         }
     }
 }
 
-/// sums `[ROWS, 3 registers]` ← sums + x·w, with x `[steps, ROWS]` and w `[steps, 3 registers]`.
+/// sums + x·w, with sums `[ROWS, WIDE registers]`, x `[steps, ROWS]` and w `[steps, WIDE registers]`.
 #[inline(always)]
-fn add_block<S: Simd, const ROWS: usize>(simd: S, x: &[f32], w: &[f32], sums: &mut [f32]) {
+fn plus_block<S: Simd, const ROWS: usize, const WIDE: usize>(
+    simd: S,
+    x: &[f32],
+    w: &[f32],
+    mut sums: [[S::f32s; WIDE]; ROWS],
+) -> [[S::f32s; WIDE]; ROWS] {
     let (w, _) = S::as_simd_f32s(w);
-    let (sums, _) = S::as_mut_simd_f32s(sums);
-    let mut held = [[simd.splat_f32s(0.0); WIDE]; ROWS];
-    let sums = sums.as_chunks_mut::<WIDE>().0;
-    for (held, sums) in held.iter_mut().zip(&*sums) {
-        *held = *sums;
-    }
-    for (x, w) in x.as_chunks::<ROWS>().0.iter().zip(w.as_chunks::<WIDE>().0) {
-        for (held, x) in held.iter_mut().zip(x) {
-            let x = simd.splat_f32s(*x);
-            for (held, w) in held.iter_mut().zip(w) {
-                *held = simd.mul_add_e_f32s(x, *w, *held);
+    let x = x.as_chunks::<ROWS>().0.as_chunks::<UNROLLED>().0;
+    let w = w.as_chunks::<WIDE>().0.as_chunks::<UNROLLED>().0;
+    for (x, w) in x.iter().zip(w) {
+        for (x, w) in x.iter().zip(w) {
+            for (sums, x) in sums.iter_mut().zip(x) {
+                let x = simd.splat_f32s(*x);
+                for (sum, w) in sums.iter_mut().zip(w) {
+                    *sum = simd.mul_add_e_f32s(x, *w, *sum);
+                }
             }
         }
     }
-    for (held, sums) in held.iter().zip(sums) {
-        *sums = *held;
-    }
+    sums
 }
 
 /// Multiply-adds on registers and nothing else; returns the operations.
@@ -305,7 +251,7 @@ mod tests {
             #[inline(always)]
             fn with_simd<S: Simd>(self, simd: S) -> Vec<f32> {
                 let (rows, columns, inner) = self.2;
-                let (high, wide) = (block_rows::<S>(), WIDE * S::F32_LANES);
+                let (high, wide) = block::<S>();
                 let steps = inner.next_multiple_of(DEPTH);
                 let pack = |values, count: usize, width: usize| {
                     let elements = count.next_multiple_of(width) * steps;
@@ -348,6 +294,11 @@ mod tests {
         #[cfg(target_arch = "x86_64")]
         if let Some(simd) = pulp::x86::V3::try_new() {
             assert_eq!(Simd::vectorize(simd, run()), widest);
+        }
+        // Without an instruction that multiplies and adds, every product may be rounded once more.
+        let narrowest = Simd::vectorize(pulp::Scalar::new(), run());
+        for (narrow, wide) in narrowest.iter().zip(&widest) {
+            assert!((narrow - wide).abs() < 1e-4, "{narrow} {wide}");
         }
     }
 }

@@ -31,6 +31,7 @@ mod amx;
 mod avx512;
 mod cut;
 mod fused;
+mod interleave;
 mod packed;
 #[cfg(test)]
 mod tests;
