@@ -277,22 +277,21 @@ pub fn lowest_of_group(
 ///
 /// A radix selection: the first pass counts the upper 16 bits of every score, the second the lower 16 bits of those that
 /// share the upper half of the wanted one. Exact, and no copy of the scores is ever made.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Radix {
     counts: Vec<u64>,
     upper: Option<u16>,
 }
 
-impl Default for Radix {
-    fn default() -> Self {
+impl Radix {
+    /// An empty counter: of the first pass, or of the second among scores whose upper half [`Radix::narrow`] found.
+    pub fn new(upper: Option<u16>) -> Self {
         Self {
             counts: vec![0; 1 << 16],
-            upper: None,
+            upper,
         }
     }
-}
 
-impl Radix {
     /// Counts scores of the current pass.
     pub fn feed(&mut self, scores: &[f32]) {
         for &score in scores {
@@ -316,17 +315,10 @@ impl Radix {
         self
     }
 
-    /// Ends the first pass: returns an empty counter for the second one, and the position that is left to find in it.
-    /// `None` when fewer than `position + 1` scores were fed.
-    pub fn narrow(&self, position: u64) -> Option<(Self, u64)> {
-        let (upper, rest) = self.bucket(position)?;
-        Some((
-            Self {
-                upper: Some(upper),
-                ..Self::default()
-            },
-            rest,
-        ))
+    /// Ends the first pass: returns the upper half of the wanted score, and the position that is left to find among those that
+    /// share it. `None` when fewer than `position + 1` scores were fed.
+    pub fn narrow(&self, position: u64) -> Option<(u16, u64)> {
+        self.bucket(position)
     }
 
     /// Ends the second pass: the score at `position` of the ascending order, as the first pass left that position.
@@ -422,9 +414,9 @@ mod tests {
             let position = (scores.len() as f64 * share) as u64;
             let (left, right) = scores.split_at(scores.len() / 2);
             let count = |mut radix: Radix, part: &[f32]| { radix.feed(part); radix };
-            let first = count(Radix::default(), left).merge(&count(Radix::default(), right));
-            let (second, rest) = first.narrow(position).unwrap();
-            let second = count(second.clone(), left).merge(&count(second, right));
+            let both = |upper| count(Radix::new(upper), left).merge(&count(Radix::new(upper), right));
+            let (upper, rest) = both(None).narrow(position).unwrap();
+            let second = both(Some(upper));
             let mut sorted = scores.clone();
             sorted.sort_by(f32::total_cmp);
             prop_assert_eq!(second.value(rest), Some(sorted[position as usize]));

@@ -234,8 +234,9 @@ pub fn capture(
 }
 
 /// A matrix is scored, beside layer and workspace: 1 bit per weight of mask (part of the layer where matrices rest on disk, and
-/// counted twice for one of them); e·in·out of the matrix where it is not part of the layer; per thread a row of scores and a row
-/// of their keys, 8·in, or 5·2¹⁹ of counters for a threshold over the whole matrix; a list of rows, 8·out; column factors, 4·in.
+/// counted twice for one of them); e·in·out of the matrix where it is not part of the layer; per thread a row of scores, 4·in, and
+/// the larger of a row of their keys, 4·in, and 2¹⁹ of counters for a threshold over the whole matrix; a list of rows, 8·out;
+/// column factors, 4·in.
 pub fn score(config: &LlamaConfig, dtype: StoredDtype, threads: usize, knobs: &Knobs) -> ByteSize {
     let scored = Projection::ALL.map(|projection| {
         let (rows, columns) = projection.shape(config);
@@ -245,15 +246,15 @@ pub fn score(config: &LlamaConfig, dtype: StoredDtype, threads: usize, knobs: &K
         };
         matrix
             + ByteSize::of((rows * columns).div_ceil(8), 1)
-            + ByteSize::of(threads, (2 * F32 * columns).max(COUNTERS))
+            + ByteSize::of(threads, F32 * columns + (F32 * columns).max(COUNTERS))
             + ByteSize::of(rows, size_of::<usize>())
             + ByteSize::of(columns, F32)
     });
     scored.into_iter().max().unwrap_or_default()
 }
 
-/// Histograms of 2¹⁶ counters of 8 bytes: the one being filled, and what it and its neighbours' are merged from and into.
-const COUNTERS: usize = 5 * (8 << 16);
+/// A histogram of 2¹⁶ counters of 8 bytes.
+const COUNTERS: usize = 8 << 16;
 
 /// Norm and head while logits are made, beside [`context`]:
 ///

@@ -3,6 +3,8 @@
 //! Rows are scored one at a time in a buffer of one row per thread: no f32 copy of a matrix, of its scores or of an order
 //! ever exists. Selection is by value: finding the k lowest needs no order among them.
 
+use std::sync::{Mutex, PoisonError};
+
 use anyhow::Result;
 use rayon::prelude::*;
 
@@ -185,11 +187,11 @@ impl<'a> Scorer<'a> {
 
     /// The score at `position` of the ascending order of the whole matrix, exactly, in two passes over the weights.
     fn value_at(&self, position: u64) -> Result<f32> {
-        let (second, rest) = self
-            .count(Radix::default())?
+        let (upper, rest) = self
+            .count(None)?
             .narrow(position)
             .ok_or_else(|| Failure::new(format!("`{}` has no {position} weights", self.name)))?;
-        let value = self.count(second)?.value(rest);
+        let value = self.count(Some(upper))?.value(rest);
         value.ok_or_else(|| {
             Failure::new(format!(
                 "the scores of `{}` changed between two passes",
@@ -199,18 +201,25 @@ impl<'a> Scorer<'a> {
         })
     }
 
-    fn count(&self, empty: Radix) -> Result<Radix> {
+    /// One pass over the matrix; a task takes a counter that no other works with, so that there are never more than threads.
+    fn count(&self, upper: Option<u16>) -> Result<Radix> {
         const ROWS_PER_TASK: usize = 256;
         let rows: Vec<usize> = (0..self.weight.rows()).collect();
-        rows.par_chunks(ROWS_PER_TASK)
-            .map(|rows| {
-                let (mut counter, mut scores) = (empty.clone(), Vec::new());
-                for &row in rows {
-                    self.score(row, &mut scores)?;
-                    counter.feed(&scores);
-                }
-                Ok(counter)
-            })
-            .try_reduce(|| empty.clone(), |one, other| Ok(one.merge(&other)))
+        let idle = Mutex::new(Vec::new());
+        let lock = || idle.lock().unwrap_or_else(PoisonError::into_inner);
+        rows.par_chunks(ROWS_PER_TASK).try_for_each(|rows| {
+            let lent = lock().pop();
+            let (mut counter, mut scores) = lent.unwrap_or_else(|| (Radix::new(upper), Vec::new()));
+            for &row in rows {
+                self.score(row, &mut scores)?;
+                counter.feed(&scores);
+            }
+            lock().push((counter, scores));
+            anyhow::Ok(())
+        })?;
+        let counters = idle.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let counters = counters.into_iter().map(|(counter, _)| counter);
+        let all = counters.reduce(|one, other| one.merge(&other));
+        Ok(all.unwrap_or_else(|| Radix::new(upper)))
     }
 }
