@@ -48,7 +48,7 @@ pub struct ModelArgs {
     /// Sapphire Rapids on) `auto` multiplies bf16 weights by activations rounded to bf16, accumulating in f32, which is several
     /// times as fast as f32; masks differ in some near-ties. Everything else is f32: on a CPU with AMX tiles (Intel from Sapphire
     /// Rapids on) by sums of bf16 products, about as exact as f32's own and faster, and with `f32` by one chain of multiply-adds,
-    /// which gives the same bits on every CPU.
+    /// which gives the same bits on every CPU that has them fused.
     #[arg(long, value_name = "DTYPE", default_value = "auto")]
     pub dtype: ComputeDtype,
 }
@@ -58,7 +58,7 @@ pub struct ModelArgs {
 pub enum ComputeDtype {
     /// bf16 for bf16 checkpoints where the CPU has it; for all others bf16x3 where it has tiles, else f32
     Auto,
-    /// Single precision, the same bits on every CPU
+    /// Single precision, the same bits on every CPU with fused multiply-adds
     F32,
     /// Single precision as sums of products of bf16 parts, three of an activation, on AMX tiles
     #[value(name = "bf16x3")]

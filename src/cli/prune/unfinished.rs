@@ -166,7 +166,7 @@ pub(super) fn same_run(
         Some((_, then, _)) => match flag_for(then) {
             Some(flag) => format!("add --dtype {flag} --use-cpu"),
             None => format!(
-                "go on where there is {then}; or start over with --force --dtype f32 --use-cpu, which every node computes alike"
+                "go on where there is {then}; or start over with --force --dtype f32 --use-cpu, which every CPU with fused multiply-adds computes alike"
             ),
         },
         None => format!(

@@ -8,7 +8,7 @@
 //! 4 rows by 3 registers would load less, but take all 16: compilers then keep one of the sums in memory, every step waits for the
 //! store of the last, and products take twice the time. Four steps are written out, for where two threads share a core it is
 //! the number of instructions that counts. What was widened while it was packed is multiplied without a copy of W in f32. Where
-//! the CPU cannot multiply and add in one step it rounds twice and is slow; such CPUs are older than 2013.
+//! the CPU cannot multiply and add in one step it rounds twice and is slow; such CPUs are rare since 2013.
 
 use pulp::{Arch, Simd, WithSimd};
 
@@ -45,6 +45,22 @@ pub(super) fn shape() -> Shape {
         row_bytes: size_of::<f32>(),
         column_bytes: size_of::<f32>(),
     }
+}
+
+/// Whether the CPU rounds once per product and sum, not twice.
+pub(super) fn in_one_step() -> bool {
+    struct Ask;
+    impl WithSimd for Ask {
+        type Output = bool;
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) -> bool {
+            // (1 + ε)·(1 − ε) is 1 − ε², which rounds to 1.
+            let [more, less, one] = [1.0 + f32::EPSILON, 1.0 - f32::EPSILON, -1.0]
+                .map(|value| simd.splat_f32s(std::hint::black_box(value)));
+            simd.reduce_sum_f32s(simd.mul_add_e_f32s(more, less, one)) != 0.0
+        }
+    }
+    Arch::new().dispatch(Ask)
 }
 
 /// Which of the two blocks the registers hold.
@@ -286,14 +302,23 @@ mod tests {
         for row in 0..rows {
             for column in 0..columns {
                 let chain = (0..inner).fold(0.0f32, |sum, k| {
-                    x[row * inner + k].mul_add(w[column * inner + k], sum)
+                    let (x, w) = (x[row * inner + k], w[column * inner + k]);
+                    if in_one_step() {
+                        x.mul_add(w, sum)
+                    } else {
+                        x * w + sum
+                    }
                 });
                 assert_eq!(widest[row * columns + column], chain);
             }
         }
         #[cfg(target_arch = "x86_64")]
-        if let Some(simd) = pulp::x86::V3::try_new() {
-            assert_eq!(Simd::vectorize(simd, run()), widest);
+        {
+            let with_fma = pulp::x86::V3::try_new();
+            assert_eq!(with_fma.is_some(), in_one_step());
+            if let Some(simd) = with_fma {
+                assert_eq!(Simd::vectorize(simd, run()), widest);
+            }
         }
         // Without such an instruction every product is rounded, too; blocks of two columns, the narrowest there are.
         let narrowest = Simd::vectorize(pulp::Scalar::new(), run());

@@ -65,10 +65,11 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// As a run's protocol calls it.
+    /// As a run's protocol calls it; arithmetics that differ have different names.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Fused => "f32 products, multiplied and added in one step",
+            Self::Fused if fused::in_one_step() => "f32 products, multiplied and added in one step",
+            Self::Fused => "f32 products, multiplied and added in two steps",
             Self::Split(_) => "f32 products, as sums of bf16 products by AMX tiles",
             Self::Amx => "bf16 products by AMX tiles",
             Self::Avx512 => "bf16 products by AVX-512",
