@@ -125,9 +125,12 @@ impl Linear {
             && PackedWeight::begins_at(kernel, rows.start);
         Some(if is_kept {
             let part = panel.watch.enter(Part::Pack);
-            let kept = self.packed.get_or_init(|| {
+            let kept = self.packed.get().unwrap_or_else(|| {
+                // Packed before the cell is entered: all threads pack, and none may come here meanwhile and wait for itself.
                 let rows = 0..self.out_features();
-                PackedWeight::of(kernel, weight.values_of(rows), self.out_features(), inner).into()
+                let of_all = weight.values_of(rows);
+                let packed = PackedWeight::of(kernel, of_all, self.out_features(), inner);
+                self.packed.get_or_init(|| packed.into())
             });
             panel.watch.enter(part);
             Factor::Packed(kept, rows.start)

@@ -177,7 +177,7 @@ impl Head {
         &self,
         hidden: &Tensor,
         context: &mut LayerContext,
-        body: impl FnMut(usize, &[f32]) -> Result<()>,
+        body: impl FnMut(usize, &[f32]) -> Result<()> + Send,
     ) -> Result<()> {
         let whole = 0..self.vocab_size();
         self.some_logits(&self.lm_head, whole, hidden, context, body)
@@ -218,7 +218,7 @@ impl Head {
         rows: Range<usize>,
         hidden: &Tensor,
         context: &mut LayerContext,
-        mut body: impl FnMut(usize, &[f32]) -> Result<()>,
+        mut body: impl FnMut(usize, &[f32]) -> Result<()> + Send,
     ) -> Result<()> {
         let (seqlen, hidden_size) = hidden.dims2()?;
         ensure!(
@@ -227,7 +227,8 @@ impl Head {
             self.norm.len()
         );
         let at_most = logit_rows(context.knobs().logits_bytes, rows.len());
-        tensor::with_slice(hidden, |hidden| -> Result<()> {
+        // On a thread of the pool, as a layer is.
+        let mut pass = |hidden: &[f32]| -> Result<()> {
             for part in parts(seqlen, at_most, LEAST_ROWS) {
                 let ([normed, logits], panel) = context
                     .workspace()
@@ -240,7 +241,8 @@ impl Head {
                 panel.watch.enter(Part::Elsewhere);
             }
             Ok(())
-        })?
+        };
+        tensor::with_slice(hidden, |hidden| rayon::scope(|_| pass(hidden)))?
     }
 }
 
@@ -271,7 +273,7 @@ impl HeadChunk<'_> {
         &self,
         hidden: &Tensor,
         context: &mut LayerContext,
-        body: impl FnMut(usize, &[f32]) -> Result<()>,
+        body: impl FnMut(usize, &[f32]) -> Result<()> + Send,
     ) -> Result<()> {
         match &self.read {
             Some(read) => {

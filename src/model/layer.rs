@@ -314,11 +314,16 @@ impl DecoderLayer {
 
     /// Passes one sample through: `[seqlen, hidden_size]` in, the same shape out.
     ///
+    /// As [`DecoderLayer::capture`], on a thread of the pool: handing each of a layer's dozens of loops over from outside would
+    /// cost a small model as much as the loops do.
+    ///
     /// # Errors
     /// Fails when `hidden` is of another width, or longer than the context was made for, and when a weight at rest cannot be
     /// read.
     pub fn forward(&self, hidden: &Tensor, context: &mut LayerContext) -> Result<Tensor> {
-        self.pass(hidden, context, None)
+        let mut out = Self::out(hidden);
+        rayon::scope(|_| self.pass(hidden, context, None, &mut out))?;
+        tensor::from_vec(out, hidden.dims())
     }
 
     /// Passes the tokens through that follow those in `cache`, which takes them up: `[tokens, hidden_size]` in, the same shape
@@ -332,7 +337,15 @@ impl DecoderLayer {
         cache: &mut LayerCache,
         context: &mut LayerContext,
     ) -> Result<Tensor> {
-        self.pass(hidden, context, Some(cache))
+        let mut out = Self::out(hidden);
+        self.pass(hidden, context, Some(cache), &mut out)?;
+        tensor::from_vec(out, hidden.dims())
+    }
+
+    /// Memory for what leaves, which lasts longer than the pass: it is taken on the caller's thread. Each of the pool's takes its own
+    /// from another heap, and does not give it back.
+    fn out(hidden: &Tensor) -> Vec<f32> {
+        vec![0.0; hidden.elem_count()]
     }
 
     fn pass(
@@ -340,11 +353,11 @@ impl DecoderLayer {
         hidden: &Tensor,
         context: &mut LayerContext,
         cache: Option<&mut LayerCache>,
-    ) -> Result<Tensor> {
+        out: &mut [f32],
+    ) -> Result<()> {
         let product = Product::of(cache.is_some());
-        let mut out = self.attend(hidden, context, cache, None)?;
-        self.mlp(&mut out, context, product, None)?;
-        tensor::from_vec(out, hidden.dims())
+        self.attend(hidden, context, cache, None, out)?;
+        self.mlp(out, context, product, None)
     }
 
     /// Shows one sample's four observation points to `observer`, and stops before down's product, which no one needs.
@@ -357,18 +370,22 @@ impl DecoderLayer {
         context: &mut LayerContext,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let mut hidden = self.attend(hidden, context, None, Some(&mut *observer))?;
-        self.mlp(&mut hidden, context, Product::Rows, Some(observer))
+        let mut out = Self::out(hidden);
+        rayon::scope(|_| {
+            self.attend(hidden, context, None, Some(&mut *observer), &mut out)?;
+            self.mlp(&mut out, context, Product::Rows, Some(observer))
+        })
     }
 
-    /// hidden + attention(norm(hidden))·Woᵀ
+    /// out ← hidden + attention(norm(hidden))·Woᵀ
     fn attend(
         &self,
         hidden: &Tensor,
         context: &mut LayerContext,
         cache: Option<&mut LayerCache>,
         observer: Option<&mut dyn Observer>,
-    ) -> Result<Vec<f32>> {
+        out: &mut [f32],
+    ) -> Result<()> {
         let (_, width) = hidden.dims2()?;
         let hidden_size = self.input_layernorm.len();
         ensure!(
@@ -376,7 +393,7 @@ impl DecoderLayer {
             "hidden states are {width} wide, the layer takes {hidden_size}"
         );
         tensor::with_slice(hidden, |hidden| {
-            self.attend_rows(hidden, context, cache, observer)
+            self.attend_rows(hidden, context, cache, observer, out)
         })?
     }
 
@@ -386,7 +403,8 @@ impl DecoderLayer {
         context: &mut LayerContext,
         mut cache: Option<&mut LayerCache>,
         mut observer: Option<&mut dyn Observer>,
-    ) -> Result<Vec<f32>> {
+        out: &mut [f32],
+    ) -> Result<()> {
         let product = Product::of(cache.is_some());
         let past = cache.as_ref().map_or(0, |cache| cache.tokens());
         let hidden_size = self.input_layernorm.len();
@@ -456,11 +474,10 @@ impl DecoderLayer {
             &mut panel.watch,
         );
         let o = self.linear(Projection::O);
-        let mut out = vec![0.0; seqlen * o.out_features()];
-        product.of_all(o, attended, &mut out, panel)?;
-        elementwise::add(&mut out, hidden);
+        product.of_all(o, attended, out, panel)?;
+        elementwise::add(out, hidden);
         panel.watch.enter(Part::Elsewhere);
-        Ok(out)
+        Ok(())
     }
 
     /// hidden ← hidden + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ with m = norm(hidden); with an observer, up to down's input only.

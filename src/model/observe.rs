@@ -33,7 +33,7 @@ pub enum Need {
 }
 
 /// Watches the inputs of a layer's linears while a sample passes through.
-pub trait Observer {
+pub trait Observer: Send {
     /// What it wants at a point.
     fn needs(&self, point: Observation) -> Need;
 

@@ -283,24 +283,32 @@ fn planned(place: &Place, dtype: StoredDtype, resting: Resting) -> u64 {
 #[test]
 fn the_peak_does_not_grow_with_depth_and_is_what_was_planned() {
     let (place, taken) = flat_in_depth(StoredDtype::F32, "ram");
-    within(taken, planned(&place, StoredDtype::F32, Resting::Ram));
+    within(&place, taken, StoredDtype::F32, Resting::Ram);
 }
 
 #[test]
 fn the_peak_with_hidden_states_on_disk_is_smaller_by_them() {
     let (place, taken) = flat_in_depth(StoredDtype::Bf16, "disk");
-    within(taken, planned(&place, StoredDtype::Bf16, Resting::Disk));
+    within(&place, taken, StoredDtype::Bf16, Resting::Disk);
 }
 
 /// What the plan leaves out: the tokenizer.
-const SLACK: u64 = 1 << 20;
+const SLACK: u64 = 2 << 20;
 
 /// What is allocated but never touched is not resident, and between phases nobody looks. Measured: the resident peak was
 /// 1.8 to 3.2 MiB above the counted one, which does not know the program itself.
 const MARGIN: u64 = 1 << 20;
 
+/// What the plan has for the program itself, which the allocator of this binary does not know.
+const PROGRAM: u64 = 6 << 20;
+
+/// What lies free in the heaps of threads. Measured: nothing beyond the plan; 6 MiB where hidden states are allocated by whatever
+/// thread computes them.
+const HEAPS: u64 = 3 << 20;
+
 #[track_caller]
-fn within(taken: Taken, planned: u64) {
+fn within(place: &Place, taken: Taken, dtype: StoredDtype, resting: Resting) {
+    let planned = planned(place, dtype, resting);
     eprintln!("planned {planned}, {taken:?}");
     assert!(
         taken.counted <= planned + SLACK,
@@ -314,6 +322,11 @@ fn within(taken: Taken, planned: u64) {
         assert!(
             taken.resident + MARGIN >= taken.counted,
             "run.json forgets memory: {taken:?}"
+        );
+        // Weights that are kept packed lie in the heap of the thread that packed them; what that comes to was not measured.
+        assert!(
+            automatic(dtype) != Products::F32 || taken.resident <= planned + PROGRAM + HEAPS,
+            "freed memory is not used again: planned {planned}, {taken:?}"
         );
     }
 }
