@@ -65,7 +65,7 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// As a run's protocol calls it; arithmetics that differ have different names.
+    /// As a run's protocol calls it; what gives other bits for the same weights has another name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fused if fused::in_one_step() => "f32 products, multiplied and added in one step",
