@@ -48,27 +48,51 @@ pub(super) fn exp(x: f32) -> f32 {
     p * power_of_two
 }
 
-/// [`exp`] of every element of a register: the same steps, so the same bits. (Here and below loops take the place of closures, which
-/// would not be compiled for these registers.)
+/// [`exp`] of every element of some registers, none of which is above [`HIGHEST`]: the same steps, so the same bits. Each step is
+/// done for all registers before the next, so that none waits for the one before and they share what holds a constant. (Here and
+/// below loops take the place of closures, which would not be compiled for these registers.)
 #[inline(always)]
-fn exps<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    let (lowest, highest) = (simd.splat_f32s(LOWEST), simd.splat_f32s(HIGHEST));
-    let x = simd.select_f32s(simd.less_than_f32s(x, lowest), lowest, x);
-    let x = simd.select_f32s(simd.greater_than_f32s(x, highest), highest, x);
-    let rounder = simd.splat_f32s(ROUNDER);
-    let shifted = simd.mul_add_f32s(x, simd.splat_f32s(std::f32::consts::LOG2_E), rounder);
-    let n = simd.sub_f32s(shifted, rounder);
-    let r = simd.mul_add_f32s(n, simd.splat_f32s(-LN_2[0]), x);
-    let r = simd.mul_add_f32s(n, simd.splat_f32s(-LN_2[1]), r);
-    let mut p = simd.splat_f32s(POLYNOMIAL[0]);
-    for &next in &POLYNOMIAL[1..] {
-        p = simd.mul_add_f32s(p, r, simd.splat_f32s(next));
+pub(super) fn exps<S: Simd, const WIDE: usize, const HIGH: usize>(
+    simd: S,
+    mut x: [[S::f32s; WIDE]; HIGH],
+) -> [[S::f32s; WIDE]; HIGH] {
+    let (lowest, rounder) = (simd.splat_f32s(LOWEST), simd.splat_f32s(ROUNDER));
+    for x in x.as_flattened_mut() {
+        *x = simd.select_f32s(simd.less_than_f32s(*x, lowest), lowest, *x);
     }
-    let p = simd.mul_add_f32s(p, simd.mul_f32s(r, r), r);
-    let p = simd.add_f32s(p, simd.splat_f32s(1.0));
-    let bits = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
-    let power_of_two = simd.add_u32s(bits, simd.splat_u32s(127 << 23));
-    simd.mul_f32s(p, simd.transmute_f32s_u32s(power_of_two))
+    let mut shifted = x;
+    for shifted in shifted.as_flattened_mut() {
+        *shifted = simd.mul_add_f32s(*shifted, simd.splat_f32s(std::f32::consts::LOG2_E), rounder);
+    }
+    let mut r = x;
+    for (r, &shifted) in r.as_flattened_mut().iter_mut().zip(shifted.as_flattened()) {
+        let n = simd.sub_f32s(shifted, rounder);
+        *r = simd.mul_add_f32s(n, simd.splat_f32s(-LN_2[0]), *r);
+        *r = simd.mul_add_f32s(n, simd.splat_f32s(-LN_2[1]), *r);
+    }
+    let mut p = [[simd.splat_f32s(POLYNOMIAL[0]); WIDE]; HIGH];
+    for &next in &POLYNOMIAL[1..] {
+        for (p, &r) in p.as_flattened_mut().iter_mut().zip(r.as_flattened()) {
+            *p = simd.mul_add_f32s(*p, r, simd.splat_f32s(next));
+        }
+    }
+    let powers = p.as_flattened_mut().iter_mut();
+    for ((p, &r), &shifted) in powers.zip(r.as_flattened()).zip(shifted.as_flattened()) {
+        *p = simd.mul_add_f32s(*p, simd.mul_f32s(r, r), r);
+        *p = simd.add_f32s(*p, simd.splat_f32s(1.0));
+        let bits =
+            simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
+        let power_of_two = simd.add_u32s(bits, simd.splat_u32s(127 << 23));
+        *p = simd.mul_f32s(*p, simd.transmute_f32s_u32s(power_of_two));
+    }
+    p
+}
+
+/// Holds an argument of [`exps`] below [`HIGHEST`].
+#[inline(always)]
+fn not_above<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let highest = simd.splat_f32s(HIGHEST);
+    simd.select_f32s(simd.greater_than_f32s(x, highest), highest, x)
 }
 
 /// Partial results a loop keeps, so that it is not one long chain: four AVX-512 registers, eight of AVX2, sixteen of NEON. They are
@@ -115,6 +139,12 @@ fn lanes<S: Simd, const N: usize>(registers: [S::f32s; N]) -> [f32; LANES] {
         *values = register;
     }
     lanes
+}
+
+/// Four registers at a time, which every number that holds the lanes is a multiple of.
+#[inline(always)]
+fn fours<R>(registers: &mut [R]) -> std::slice::IterMut<'_, [R; 4]> {
+    registers.as_chunks_mut().0.iter_mut()
 }
 
 /// What is left of a slice, and `filler` up to whole lanes.
@@ -195,16 +225,26 @@ pub(super) fn exp_minus<S: Simd>(simd: S, values: &mut [f32], scale: f32, offset
                 let (chunks, rest) = block.as_chunks_mut::<LANES>();
                 for chunk in chunks {
                     let mut values = registers::<S, N>(simd, chunk);
-                    for (value, sum) in values.iter_mut().zip(&mut sums) {
-                        *value = exps(simd, simd.mul_add_f32s(*value, scale, offset));
-                        *sum = simd.add_f32s(*sum, *value);
+                    for (values, sums) in fours(&mut values).zip(fours(&mut sums)) {
+                        for value in &mut *values {
+                            let x = simd.mul_add_f32s(*value, scale, offset);
+                            *value = not_above(simd, x);
+                        }
+                        [*values] = exps(simd, [*values]);
+                        for (sum, value) in sums.iter_mut().zip(values) {
+                            *sum = simd.add_f32s(*sum, *value);
+                        }
                     }
                     *chunk = lanes::<S, N>(values);
                 }
                 if !rest.is_empty() {
                     let mut values = registers::<S, N>(simd, &filled(rest, 0.0));
-                    for value in &mut values {
-                        *value = exps(simd, simd.mul_add_f32s(*value, scale, offset));
+                    for values in fours(&mut values) {
+                        for value in &mut *values {
+                            let x = simd.mul_add_f32s(*value, scale, offset);
+                            *value = not_above(simd, x);
+                        }
+                        [*values] = exps(simd, [*values]);
                     }
                     rest.copy_from_slice(&lanes::<S, N>(values)[..rest.len()]);
                     let values = registers::<S, N>(simd, &filled(rest, 0.0));

@@ -49,8 +49,6 @@ pub fn packed_bytes(kernel: Kernel, products: &[Product], threads: usize) -> usi
     most.0 + most.1 + most.2
 }
 
-/// Elements of C in a task: a bit more than a MiB, which leaves as much of a second-level cache of 2 MiB to the factors.
-const TASK_ELEMENTS: usize = 288 << 10;
 /// Rows of a task, at most: whatever packs W while it multiplies packs it once per so many tokens.
 const TASK_ROWS: usize = 2048;
 /// The same where W is packed: wide tasks read X less often.
@@ -79,7 +77,7 @@ impl Cut {
         let row_blocks = tokens.div_ceil(shape.rows);
         let mut row_parts = tokens.div_ceil(most_rows).clamp(1, row_blocks.max(1));
         let rows = tokens.div_ceil(row_parts.max(1)).max(1);
-        let most_columns = (TASK_ELEMENTS / rows / shape.columns).max(1) * shape.columns;
+        let most_columns = (shape.task / rows / shape.columns).max(1) * shape.columns;
         // Few tokens: as many columns as are packed with a slab of W in the cache.
         let most_columns = most_columns.min(MOST_COLUMNS / shape.columns * shape.columns);
         let mut column_parts: Vec<usize> = columns

@@ -4,13 +4,17 @@
 //! rows and columns, which is made of 8 × 8 elements in registers where blocks are so wide and the CPU has AVX, elsewhere
 //! element by element. Products of 128 tokens spent a third of their time on the latter, and an eighth on the former.
 
+use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 
+use super::Line;
 use super::fused::DEPTH;
-use super::{Line, Strided};
+use super::packed::{Strided, Values};
 
 /// Rows and columns that are exchanged in registers.
 const EIGHT: usize = 8;
+/// Elements of a row of f16 that are widened at once: its instruction is behind a call.
+const LONG: usize = 128;
 
 /// Packs rows of a factor, `width` of them at a time; what is missing to whole blocks is zero.
 ///
@@ -69,7 +73,6 @@ impl Interleave<'_> {
             ..
         } = self;
         let steps = inner.next_multiple_of(DEPTH);
-        let exchange = Exchange::here();
         let blocks = packed.chunks_exact_mut(steps * WIDTH).enumerate();
         for (block, packed) in blocks.take(count.div_ceil(WIDTH)) {
             let first = block * WIDTH;
@@ -85,28 +88,83 @@ impl Interleave<'_> {
                 }
                 continue;
             }
-            // Some elements of every row at a time, so that what is written stays in the first-level cache.
-            for (chunk, packed) in packed.as_chunks_mut::<DEPTH>().0.iter_mut().enumerate() {
-                let k = chunk * DEPTH;
-                let some = DEPTH.min(inner.saturating_sub(k));
-                let factor = factor.at(first, k);
-                let mut row = 0;
-                if let Some(exchange) = exchange
-                    && WIDTH.is_multiple_of(group::<WIDTH>())
-                    && some == DEPTH
-                {
-                    while row + group::<WIDTH>() <= present {
-                        exchange.rows(factor, row, packed);
-                        row += group::<WIDTH>();
+            let stride = factor.stride;
+            match factor.at(first, 0).values {
+                Values::F32(values) => side_by_side(values, stride, present, inner, packed),
+                Values::Bf16(values) => side_by_side(values, stride, present, inner, packed),
+                values @ Values::F16(_) => {
+                    let mut wide = [[0.0f32; LONG]; WIDTH];
+                    for (piece, packed) in packed.chunks_mut(LONG).enumerate() {
+                        let k = piece * LONG;
+                        let some = LONG.min(inner.saturating_sub(k));
+                        for (row, wide) in wide[..present].iter_mut().enumerate() {
+                            values.widen(row * stride + k, &mut wide[..some]);
+                        }
+                        side_by_side(wide.as_flattened(), LONG, present, some, packed);
                     }
                 }
-                for row in row..present {
-                    let mut wide = [0.0f32; DEPTH];
-                    factor.values.widen(row * factor.stride, &mut wide[..some]);
-                    for (packed, value) in packed.iter_mut().zip(&wide) {
-                        packed[row] = *value;
-                    }
-                }
+            }
+        }
+    }
+}
+
+/// What is widened where it is used.
+trait Element: Copy {
+    /// As many elements as there is room for.
+    fn widen(values: &[Self], out: &mut [f32]);
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn widen(values: &[Self], out: &mut [f32]) {
+        out.copy_from_slice(&values[..out.len()]);
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn widen(values: &[Self], out: &mut [f32]) {
+        for (out, value) in out.iter_mut().zip(values) {
+            *out = f32::from_bits(u32::from(value.to_bits()) << 16);
+        }
+    }
+}
+
+/// The first `present` rows of a matrix as columns of `packed`.
+///
+/// # Arguments
+/// * `values`: `[present, inner]`, rows `stride` elements apart
+#[inline(always)]
+fn side_by_side<E: Element, const WIDTH: usize>(
+    values: &[E],
+    stride: usize,
+    present: usize,
+    inner: usize,
+    packed: &mut [[f32; WIDTH]],
+) {
+    let exchange = Exchange::here();
+    // Some elements of every row at a time, so that what is written stays in the first-level cache.
+    for (chunk, packed) in packed.as_chunks_mut::<DEPTH>().0.iter_mut().enumerate() {
+        let k = chunk * DEPTH;
+        let some = DEPTH.min(inner.saturating_sub(k));
+        if some == 0 {
+            break;
+        }
+        let mut row = 0;
+        if let Some(exchange) = exchange
+            && WIDTH.is_multiple_of(group::<WIDTH>())
+            && some == DEPTH
+        {
+            while row + group::<WIDTH>() <= present {
+                exchange.rows(&values[row * stride + k..], stride, row, packed);
+                row += group::<WIDTH>();
+            }
+        }
+        for row in row..present {
+            let mut wide = [0.0f32; DEPTH];
+            E::widen(&values[row * stride + k..], &mut wide[..some]);
+            for (packed, value) in packed.iter_mut().zip(&wide) {
+                packed[row] = *value;
             }
         }
     }
@@ -135,18 +193,19 @@ impl Exchange {
         None
     }
 
-    /// [`DEPTH`] elements of some rows, as so many columns of `packed`.
+    /// [`DEPTH`] elements of some rows, as so many columns of `packed`, from column `first` on.
     #[inline(always)]
-    fn rows<const WIDTH: usize>(
+    fn rows<E: Element, const WIDTH: usize>(
         self,
-        factor: Strided<'_>,
+        values: &[E],
+        stride: usize,
         first: usize,
         packed: &mut [[f32; WIDTH]; DEPTH],
     ) {
         let rows = group::<WIDTH>();
         let mut wide = [[0.0f32; DEPTH]; EIGHT];
         for (row, wide) in wide[..rows].iter_mut().enumerate() {
-            factor.values.widen((first + row) * factor.stride, wide);
+            E::widen(&values[row * stride..][..DEPTH], wide);
         }
         for (half, packed) in packed.as_chunks_mut::<EIGHT>().0.iter_mut().enumerate() {
             let mut square = [[0.0f32; EIGHT]; EIGHT];
@@ -207,40 +266,56 @@ impl Exchange {
 
 #[cfg(test)]
 mod tests {
-    use half::bf16;
+    use half::f16;
 
-    use super::super::Values;
     use super::*;
 
     #[test]
     fn every_element_is_where_blocks_read_it_and_what_is_missing_is_zero() {
-        let (count, inner, stride) = (21usize, 45usize, 50);
-        let values: Vec<bf16> = (1..=count * stride)
-            .map(|i| bf16::from_f32((i % 251) as f32))
-            .collect();
-        for width in [2usize, 6, 8, 12, 16, 48] {
-            for is_transposed in [false, true] {
-                let (factor, at): (_, fn(usize, usize) -> usize) = if is_transposed {
-                    let factor = Strided::transposed(Values::Bf16(&values), 21);
-                    (factor, |row, k| k * 21 + row)
-                } else {
-                    let factor = Strided::rows(Values::Bf16(&values), 50);
-                    (factor, |row, k| row * 50 + k)
-                };
-                let steps = inner.next_multiple_of(DEPTH);
-                let rows = count.next_multiple_of(width);
-                let mut packed = vec![Line([0xffff; 32]); rows * steps / 16];
-                interleave(factor, count, inner, width, &mut packed);
-                let packed: &[f32] = bytemuck::cast_slice(&packed);
-                for row in 0..rows {
-                    for k in 0..steps {
-                        let got = packed[row / width * steps * width + k * width + row % width];
-                        let expected = if row < count && k < inner {
-                            values[at(row, k)].to_f32()
+        let count = 21usize;
+        // Longer and shorter than what is widened at once.
+        for inner in [45, LONG, 2 * LONG + 45] {
+            let stride = inner + 5;
+            let exact: Vec<f32> = (1..=count * stride).map(|i| (i % 251) as f32).collect();
+            let half: Vec<bf16> = exact.iter().map(|&value| bf16::from_f32(value)).collect();
+            let half_precision: Vec<f16> =
+                exact.iter().map(|&value| f16::from_f32(value)).collect();
+            let all = [
+                Values::F32(&exact),
+                Values::Bf16(&half),
+                Values::F16(&half_precision),
+            ];
+            for values in all {
+                for width in [2usize, 6, 8, 12, 16, 48] {
+                    for is_transposed in [false, true] {
+                        let factor = if is_transposed {
+                            Strided::transposed(values, count)
                         } else {
-                            0.0
+                            Strided::rows(values, stride)
                         };
-                        assert_eq!(got, expected, "{width}: row {row}, step {k}");
+                        let at = |row, k| {
+                            if is_transposed {
+                                k * count + row
+                            } else {
+                                row * stride + k
+                            }
+                        };
+                        let steps = inner.next_multiple_of(DEPTH);
+                        let rows = count.next_multiple_of(width);
+                        let mut packed = vec![Line([0xffff; 32]); rows * steps / 16];
+                        interleave(factor, count, inner, width, &mut packed);
+                        let packed: &[f32] = bytemuck::cast_slice(&packed);
+                        for row in 0..rows {
+                            for k in 0..steps {
+                                let place = row / width * steps * width + k * width + row % width;
+                                let expected = if row < count && k < inner {
+                                    exact[at(row, k)]
+                                } else {
+                                    0.0
+                                };
+                                assert_eq!(packed[place], expected, "{width}: row {row}, step {k}");
+                            }
+                        }
                     }
                 }
             }

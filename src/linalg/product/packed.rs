@@ -12,6 +12,9 @@ use super::Kernel;
 #[repr(C, align(64))]
 pub struct Line(pub(super) [u16; 32]);
 
+/// Elements of C in a task: a bit more than a MiB, which leaves as much of a second-level cache of 2 MiB to the factors.
+pub(super) const TASK_ELEMENTS: usize = 288 << 10;
+
 /// How a kernel cuts its factors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
@@ -25,6 +28,8 @@ pub(super) struct Shape {
     pub(super) depth: usize,
     /// Elements of `inner` in a slab.
     pub(super) slab: usize,
+    /// Elements of C in a task, at most.
+    pub(super) task: usize,
     /// Bytes of a packed element of X.
     pub(super) row_bytes: usize,
     /// Bytes of a packed element of W.

@@ -7,6 +7,7 @@
 use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 
+use super::packed::TASK_ELEMENTS;
 use super::{Line, Shape, Strided, Values};
 
 /// Rows or columns of a tile.
@@ -23,6 +24,7 @@ pub(super) const SHAPE: Shape = Shape {
     unit: TILE,
     depth: DEPTH,
     slab: 1024,
+    task: TASK_ELEMENTS,
     row_bytes: size_of::<bf16>(),
     column_bytes: size_of::<bf16>(),
 };

@@ -1,0 +1,303 @@
+//! Attention by products of packed factors, for kernels that round or split them: scores of a block of queries and a block of keys,
+//! row by row e^(score − largest), packed again for the product with the values.
+
+use std::ops::Range;
+
+use pulp::{Arch, Simd, WithSimd};
+
+use super::super::exp;
+use super::super::product::{Factors, Kernel, Line, Strided, Values};
+use super::super::rectangles::Rectangle;
+use super::{Heads, Scheme, Source};
+
+/// Queries per block.
+const QUERIES_AT_ONCE: usize = 128;
+/// Keys per block: 256 KiB of scores, a quarter of a second-level cache, half of it at most.
+const KEYS_AT_ONCE: usize = 512;
+
+/// Bytes of [`Scratch`].
+pub(super) fn scratch_bytes(kernel: Kernel, head_dim: usize, queries: usize, keys: usize) -> usize {
+    let queries = QUERIES_AT_ONCE.min(queries);
+    Lengths::of(kernel, head_dim, queries, keys).bytes(queries, head_dim)
+}
+
+/// Lines of packed factors.
+struct Lengths {
+    /// A block of queries.
+    q: usize,
+    /// A block of keys.
+    k: usize,
+    /// A block of values.
+    v: usize,
+    /// A block of probabilities.
+    p: usize,
+    /// Blocks of keys.
+    blocks: usize,
+}
+
+impl Lengths {
+    fn of(kernel: Kernel, head_dim: usize, queries: usize, keys: usize) -> Self {
+        let block = KEYS_AT_ONCE.min(keys);
+        let slabs = |lines: &dyn Fn(usize) -> usize| -> usize {
+            slabs(kernel, head_dim).map(|slab| lines(slab.len())).sum()
+        };
+        Self {
+            q: slabs(&|inner| kernel.row_lines(queries, inner)),
+            k: slabs(&|inner| kernel.column_lines(block, inner)),
+            v: kernel.column_lines(head_dim, block),
+            p: kernel.row_lines(queries, block),
+            blocks: keys.div_ceil(KEYS_AT_ONCE),
+        }
+    }
+
+    fn bytes(&self, queries: usize, head_dim: usize) -> usize {
+        let lines = self.q + self.p + self.blocks * (self.k + self.v);
+        lines * size_of::<Line>()
+            + queries * (KEYS_AT_ONCE + head_dim) * size_of::<f32>()
+            + queries * size_of::<Running>()
+    }
+}
+
+/// The slabs of an inner size.
+fn slabs(kernel: Kernel, inner: usize) -> impl Iterator<Item = Range<usize>> {
+    let slab = kernel.slab();
+    (0..inner)
+        .step_by(slab)
+        .map(move |first| first..inner.min(first + slab))
+}
+
+/// What a query has seen so far.
+#[derive(Debug, Clone, Copy)]
+struct Running {
+    /// The largest score.
+    largest: f32,
+    /// Σ e^(score − largest).
+    sum: f64,
+}
+
+/// What a thread works on.
+pub(super) struct Scratch {
+    q: Vec<Line>,
+    k: Vec<Line>,
+    v: Vec<Line>,
+    p: Vec<Line>,
+    scores: Vec<f32>,
+    context: Vec<f32>,
+    running: Vec<Running>,
+}
+
+impl Source<'_> {
+    /// The blocks of the first `keys` keys.
+    fn key_blocks(&self, keys: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let all = self.keys;
+        (0..keys)
+            .step_by(KEYS_AT_ONCE)
+            .map(move |first| first..all.min(first + KEYS_AT_ONCE))
+    }
+}
+
+impl Scheme for Scratch {
+    const QUERIES_AT_ONCE: usize = QUERIES_AT_ONCE;
+
+    fn new(source: &Source<'_>) -> Self {
+        let Source {
+            kernel,
+            heads: Heads { head_dim, .. },
+            keys,
+            seqlen,
+            ..
+        } = *source;
+        let queries = QUERIES_AT_ONCE.min(seqlen);
+        let lengths = Lengths::of(kernel, head_dim, queries, keys);
+        let lines = bytemuck::allocation::zeroed_vec;
+        let nothing = Running {
+            largest: f32::NEG_INFINITY,
+            sum: 0.0,
+        };
+        Self {
+            q: lines(lengths.q),
+            k: lines(lengths.blocks * lengths.k),
+            v: lines(lengths.blocks * lengths.v),
+            p: lines(lengths.p),
+            scores: vec![0.0; queries * KEYS_AT_ONCE],
+            context: vec![0.0; queries * head_dim],
+            running: vec![nothing; queries],
+        }
+    }
+
+    fn pack(&mut self, source: &Source<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
+        let Heads {
+            num_key_value_heads,
+            head_dim,
+            ..
+        } = source.heads;
+        let width = num_key_value_heads * head_dim;
+        let last = rectangles.last().map_or(0, |block| block.rows().end);
+        let lengths = Lengths::of(source.kernel, head_dim, 0, source.keys);
+        let factor = |values| Strided::rows(Values::F32(values), width).at(0, key_head * head_dim);
+        for (block, keys) in source.key_blocks(source.past + last).enumerate() {
+            let k = factor(source.k).at(keys.start, 0);
+            let mut packed = &mut self.k[block * lengths.k..][..lengths.k];
+            for slab in slabs(source.kernel, head_dim) {
+                let lines = source.kernel.column_lines(keys.len(), slab.len());
+                let (now, behind) = packed.split_at_mut(lines);
+                packed = behind;
+                source
+                    .kernel
+                    .pack_columns(k.at(0, slab.start), keys.len(), slab.len(), now);
+            }
+            let v = Strided::transposed(Values::F32(source.v), width)
+                .at(key_head * head_dim, keys.start);
+            let packed = &mut self.v[block * lengths.v..][..lengths.v];
+            source.kernel.pack_columns(v, head_dim, keys.len(), packed);
+        }
+    }
+
+    fn block(
+        &mut self,
+        source: &Source<'_>,
+        key_head: usize,
+        query_head: usize,
+        out: &mut Rectangle<'_>,
+    ) {
+        let Heads {
+            num_heads,
+            num_key_value_heads,
+            head_dim,
+        } = source.heads;
+        let (kernel, rows) = (source.kernel, out.rows());
+        let queries = rows.len();
+        let lengths = Lengths::of(kernel, head_dim, queries, source.keys);
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let head = key_head * (num_heads / num_key_value_heads) + query_head;
+        let q = Strided::rows(Values::F32(source.q), num_heads * head_dim)
+            .at(rows.start, head * head_dim);
+        let mut packed = &mut self.q[..];
+        for slab in slabs(kernel, head_dim) {
+            let (now, behind) = packed.split_at_mut(kernel.row_lines(queries, slab.len()));
+            packed = behind;
+            kernel.pack_rows(q.at(0, slab.start), queries, slab.len(), now);
+        }
+        let context = &mut self.context[..queries * head_dim];
+        let running = &mut self.running[..queries];
+        running.fill(Running {
+            largest: f32::NEG_INFINITY,
+            sum: 0.0,
+        });
+        let seen = source.past + rows.end;
+        for (block, keys) in source.key_blocks(seen).enumerate() {
+            // No query sees the last keys of the last block, but values are packed with them.
+            let some = keys.len().min(seen - keys.start);
+            let scores = &mut self.scores[..queries * keys.len()];
+            let (mut q, mut k) = (&self.q[..], &self.k[block * lengths.k..]);
+            for slab in slabs(kernel, head_dim) {
+                let factors = Factors {
+                    x: q,
+                    w: k,
+                    rows: queries,
+                    columns: some,
+                    inner: slab.len(),
+                };
+                kernel.multiply(factors, scores, keys.len(), slab.start > 0);
+                q = &q[kernel.row_lines(queries, slab.len())..];
+                k = &k[kernel.column_lines(keys.len(), slab.len())..];
+            }
+            Arch::new().dispatch(Soften {
+                scores,
+                keys: keys.clone(),
+                scale,
+                first_seen: source.past + rows.start + 1,
+                running,
+                context: (block > 0).then_some((&mut *context, head_dim)),
+            });
+            let probabilities = Strided::rows(Values::F32(scores), keys.len());
+            let p = &mut self.p[..kernel.row_lines(queries, keys.len())];
+            kernel.pack_rows(probabilities, queries, keys.len(), p);
+            let factors = Factors {
+                x: p,
+                w: &self.v[block * lengths.v..],
+                rows: queries,
+                columns: head_dim,
+                inner: keys.len(),
+            };
+            kernel.multiply(factors, context, head_dim, block > 0);
+        }
+        let columns = query_head * head_dim..(query_head + 1) * head_dim;
+        let context = context.chunks_exact(head_dim).zip(running);
+        for (query, (context, running)) in context.enumerate() {
+            let scale = (1.0 / running.sum) as f32;
+            let out = &mut out.row(query)[columns.clone()];
+            for (out, value) in out.iter_mut().zip(context) {
+                *out = value * scale;
+            }
+        }
+    }
+}
+
+/// What a block of scores becomes, compiled for the registers the CPU has.
+struct Soften<'a> {
+    /// `[queries, keys]`.
+    scores: &'a mut [f32],
+    keys: Range<usize>,
+    scale: f32,
+    /// Keys the first query sees, of all.
+    first_seen: usize,
+    running: &'a mut [Running],
+    /// What was summed over earlier keys, and its width.
+    context: Option<(&'a mut [f32], usize)>,
+}
+
+impl WithSimd for Soften<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self {
+            scores,
+            keys,
+            scale,
+            first_seen,
+            running,
+            mut context,
+        } = self;
+        let lines = scores.chunks_exact_mut(keys.len()).zip(running);
+        for (query, (scores, running)) in lines.enumerate() {
+            let visible = (first_seen + query).saturating_sub(keys.start);
+            let shrinks = soften(simd, scores, visible.min(keys.len()), scale, running);
+            if let Some((context, width)) = &mut context
+                && shrinks != 1.0
+            {
+                for value in &mut context[query * *width..][..*width] {
+                    *value *= shrinks;
+                }
+            }
+        }
+    }
+}
+
+/// scores ← e^(scale·score − largest) over the first `visible` of them, the rest, keys of the future, become zero; returns what
+/// everything summed before must be multiplied with, now that the largest score is another.
+#[inline(always)]
+fn soften<S: Simd>(
+    simd: S,
+    scores: &mut [f32],
+    visible: usize,
+    scale: f32,
+    running: &mut Running,
+) -> f32 {
+    let (seen, future) = scores.split_at_mut(visible);
+    future.fill(0.0);
+    if seen.is_empty() {
+        return 1.0;
+    }
+    let before = running.largest;
+    running.largest = before.max(exp::largest_of(simd, seen) * scale);
+    let shrinks = if before == f32::NEG_INFINITY {
+        0.0
+    } else {
+        exp::exp(before - running.largest)
+    };
+    let sum = exp::exp_minus(simd, seen, scale, running.largest);
+    running.sum = running.sum * f64::from(shrinks) + sum;
+    shrinks
+}

@@ -1,0 +1,411 @@
+//! Causal attention, computed in blocks of queries and keys: no `[heads, seq, seq]` tensor ever exists.
+//!
+//! For each head h and query row i: p_ij = exp(s_ij − max_j s_ij) / Σ_j exp(s_ij − max_j s_ij) over keys j ≤ i with
+//! s_ij = q_i·k_j / √head_dim, and the context row is Σ_j p_ij v_j (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). A block
+//! of queries takes the keys up to its last row, a block at a time, so that scores, keys and values stay in a core's cache; what
+//! it summed relative to the largest score so far is scaled down where a later block has a larger one (Milakov and
+//! Gimelshein 2018, arXiv:1805.02867, algorithm 3). Scores, softmax and sums are f32, as in the reference's eager path; with a
+//! bf16 kernel queries, keys, values and exp(s_ij − max) are rounded to bf16 for the two products.
+//!
+//! | kernel | scores of | softmax | computed for nothing |
+//! | --- | --- | --- | --- |
+//! | `Fused` ([`panels`]) | as many queries as a block of C is wide, transposed | down the lanes of registers | the last few keys of each panel |
+//! | the others ([`blocks`]) | 128 queries | row by row, then packed again | half of the last 128 keys, values of up to 512 |
+//!
+//! Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
+//! h / (num_heads / num_key_value_heads); no repeated copy is made.
+
+mod blocks;
+mod one_query;
+mod panels;
+
+use std::sync::{Mutex, PoisonError};
+
+use rayon::prelude::*;
+
+use super::product::Kernel;
+use super::rectangles::{self, Rectangle};
+
+/// Tasks per thread, at least, where there are as many blocks of queries.
+const TASKS_PER_THREAD: usize = 2;
+
+/// The head counts and width of an attention layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads; divides `num_heads`.
+    pub num_key_value_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+}
+
+impl Heads {
+    /// Floating-point operations of scores and context where `tokens` follow `past` others: 4·head_dim for every pair of a query
+    /// and a key it sees, in every query head.
+    pub fn operations(&self, past: usize, tokens: usize) -> usize {
+        let pairs = tokens * past + tokens * (tokens + 1) / 2;
+        4 * self.head_dim * self.num_heads * pairs
+    }
+}
+
+/// Bytes of scratch [`causal`] holds while it works on `queries` tokens that see `keys` at the end, with `threads` threads.
+pub fn scratch_bytes(
+    kernel: Kernel,
+    head_dim: usize,
+    queries: usize,
+    keys: usize,
+    threads: usize,
+) -> usize {
+    threads
+        * match kernel {
+            Kernel::Fused => panels::scratch_bytes(head_dim, queries, keys),
+            _ => blocks::scratch_bytes(kernel, head_dim, queries, keys),
+        }
+}
+
+/// Causal self-attention of one sequence, or of the tokens that follow `past` cached ones; writes the context of every head
+/// side by side.
+///
+/// # Arguments
+/// * `past`: tokens before the first query, 0 for a whole sequence
+/// * `q`: `[seqlen, num_heads * head_dim]`, rotary positions applied
+/// * `k`, `v`: `[past + seqlen, num_key_value_heads * head_dim]`
+/// * `out`: `[seqlen, num_heads * head_dim]`
+///
+/// # Panics
+/// When a slice does not have the size its shape says.
+pub fn causal(
+    kernel: Kernel,
+    heads: Heads,
+    past: usize,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    out: &mut [f32],
+) {
+    let columns = Columns {
+        width: heads.num_heads * heads.head_dim,
+        first: 0,
+    };
+    if q.len() == columns.width {
+        return one_query::one_query(heads, past, q, k, v, out);
+    }
+    causal_columns(kernel, heads, past, q, k, v, out, columns);
+}
+
+/// Where the context of some heads goes in that of all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Columns {
+    /// Columns of the context of all heads.
+    pub width: usize,
+    /// Where the first head's context goes.
+    pub first: usize,
+}
+
+/// [`causal`] for some of a layer's heads: their context goes into some columns of the context of all.
+///
+/// # Arguments
+/// * `heads`: those that are computed
+/// * `out`: `[seqlen, columns.width]`
+///
+/// # Panics
+/// When a slice does not have the size its shape says.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a kernel, three factors, a result, and where in it"
+)]
+pub fn causal_columns(
+    kernel: Kernel,
+    heads: Heads,
+    past: usize,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    out: &mut [f32],
+    columns: Columns,
+) {
+    let Heads {
+        num_heads,
+        num_key_value_heads,
+        head_dim,
+    } = heads;
+    let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
+    let seqlen = q.len() / query_width.max(1);
+    assert_eq!(
+        q.len(),
+        seqlen * query_width,
+        "q must be [seqlen, num_heads * head_dim]"
+    );
+    assert!(
+        out.len() == seqlen * columns.width && columns.first + query_width <= columns.width,
+        "out must be [seqlen, width], and the heads' columns inside"
+    );
+    assert_eq!(
+        k.len(),
+        (past + seqlen) * key_width,
+        "k must be [past + seqlen, num_key_value_heads * head_dim]"
+    );
+    assert_eq!(
+        v.len(),
+        k.len(),
+        "v must be [past + seqlen, num_key_value_heads * head_dim]"
+    );
+    if seqlen == 0 {
+        return;
+    }
+    let source = Source {
+        kernel,
+        heads,
+        past,
+        seqlen,
+        keys: past + seqlen,
+        q,
+        k,
+        v,
+    };
+    match kernel {
+        Kernel::Fused => share::<panels::Scratch>(&source, out, columns),
+        _ => share::<blocks::Scratch>(&source, out, columns),
+    }
+}
+
+/// What all tasks read.
+struct Source<'a> {
+    kernel: Kernel,
+    heads: Heads,
+    /// Tokens before the first query.
+    past: usize,
+    /// Queries.
+    seqlen: usize,
+    /// Tokens that the last query sees.
+    keys: usize,
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+}
+
+/// A way to compute a head's context of a block of queries; itself what a thread works on.
+trait Scheme: Send {
+    /// Queries per block.
+    const QUERIES_AT_ONCE: usize;
+
+    /// Scratch for any head.
+    fn new(source: &Source<'_>) -> Self;
+
+    /// Packs what the last of the blocks of queries sees of a head's keys and values.
+    fn pack(&mut self, source: &Source<'_>, key_head: usize, rectangles: &[Rectangle<'_>]);
+
+    /// One head's context of a block of queries.
+    ///
+    /// # Arguments
+    /// * `query_head`: among those of the key head
+    /// * `out`: the context of all of these
+    fn block(
+        &mut self,
+        source: &Source<'_>,
+        key_head: usize,
+        query_head: usize,
+        out: &mut Rectangle<'_>,
+    );
+}
+
+/// Shares heads and blocks of queries among threads.
+fn share<S: Scheme>(source: &Source<'_>, out: &mut [f32], columns: Columns) {
+    let Heads {
+        num_heads,
+        num_key_value_heads,
+        head_dim,
+    } = source.heads;
+    let queries_per_key = num_heads / num_key_value_heads;
+    let group_width = queries_per_key * head_dim;
+    let blocks: Vec<_> = (0..source.seqlen)
+        .step_by(S::QUERIES_AT_ONCE)
+        .map(|first| first..source.seqlen.min(first + S::QUERIES_AT_ONCE))
+        .collect();
+    let groups: Vec<_> = (0..num_key_value_heads)
+        .map(|head| columns.first + head * group_width..columns.first + (head + 1) * group_width)
+        .collect();
+    // A task packs the keys and values of a head once, so it has all queries of the head unless threads would wait.
+    let wanted = TASKS_PER_THREAD * rayon::current_num_threads();
+    let parts = wanted.div_ceil(num_key_value_heads).min(blocks.len());
+    let mut tasks: Vec<(usize, Vec<Rectangle<'_>>)> = (0..num_key_value_heads * parts)
+        .map(|task| (task / parts, Vec::new()))
+        .collect();
+    for (index, rectangle) in rectangles::cut(out, columns.width, &blocks, &groups).enumerate() {
+        let (head, block) = (index / blocks.len(), index % blocks.len());
+        // Later blocks see more keys, so tasks take them in turn.
+        tasks[head * parts + block % parts].1.push(rectangle);
+    }
+    let idle = Mutex::new(Vec::<S>::new());
+    let idle = || idle.lock().unwrap_or_else(PoisonError::into_inner);
+    tasks
+        .into_par_iter()
+        .with_max_len(1)
+        .for_each(|(key_head, rectangles)| {
+            let lent = idle().pop();
+            let mut scratch = lent.unwrap_or_else(|| S::new(source));
+            scratch.pack(source, key_head, &rectangles);
+            for mut rectangle in rectangles {
+                for query_head in 0..queries_per_key {
+                    scratch.block(source, key_head, query_head, &mut rectangle);
+                }
+            }
+            idle().push(scratch);
+        });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Straight from the formula, in f64.
+    fn plain(heads: Heads, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f64> {
+        let Heads {
+            num_heads,
+            num_key_value_heads,
+            head_dim,
+        } = heads;
+        let (qw, kw) = (num_heads * head_dim, num_key_value_heads * head_dim);
+        let seqlen = q.len() / qw;
+        let mut out = vec![0.0; q.len()];
+        for h in 0..num_heads {
+            let kh = h / (num_heads / num_key_value_heads);
+            for i in 0..seqlen {
+                let scores: Vec<f64> = (0..=i)
+                    .map(|j| {
+                        let dot: f64 = (0..head_dim)
+                            .map(|d| {
+                                f64::from(q[i * qw + h * head_dim + d])
+                                    * f64::from(k[j * kw + kh * head_dim + d])
+                            })
+                            .sum();
+                        dot / (head_dim as f64).sqrt()
+                    })
+                    .collect();
+                let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sum: f64 = scores.iter().map(|s| (s - largest).exp()).sum();
+                for (j, s) in scores.iter().enumerate() {
+                    for d in 0..head_dim {
+                        out[i * qw + h * head_dim + d] +=
+                            (s - largest).exp() / sum * f64::from(v[j * kw + kh * head_dim + d]);
+                    }
+                }
+            }
+        }
+        out
+    }
+
+    /// Queries, keys and values between -2 and 2.
+    fn waves(heads: Heads, seqlen: usize) -> [Vec<f32>; 3] {
+        let wave = |heads_of: usize, pace: f32| -> Vec<f32> {
+            (0..seqlen * heads_of * heads.head_dim)
+                .map(|i| 2.0 * (i as f32 * pace).sin())
+                .collect()
+        };
+        let keys = heads.num_key_value_heads;
+        [
+            wave(heads.num_heads, 0.71),
+            wave(keys, 0.37),
+            wave(keys, 0.53),
+        ]
+    }
+
+    #[test]
+    fn blocked_attention_equals_the_formula_for_any_length_and_grouping() {
+        for (seqlen, num_heads, num_key_value_heads, head_dim) in [
+            (1, 1, 1, 4),
+            (7, 4, 2, 8),
+            (blocks::Scratch::QUERIES_AT_ONCE, 2, 1, 16),
+            (blocks::Scratch::QUERIES_AT_ONCE + 1, 3, 3, 8),
+            (panels::Scratch::QUERIES_AT_ONCE, 2, 1, 20),
+            (300, 4, 1, 32),
+            (700, 2, 1, 48),
+            (9, 1, 1, 1100),
+        ] {
+            let heads = Heads {
+                num_heads,
+                num_key_value_heads,
+                head_dim,
+            };
+            let [q, k, v] = waves(heads, seqlen);
+            let exact = plain(heads, &q, &k, &v);
+            let [rounded_q, rounded_k, rounded_v] = [&q, &k, &v].map(|values| -> Vec<f32> {
+                let rounded = values.iter().map(|&value| half::bf16::from_f32(value));
+                rounded.map(half::bf16::to_f32).collect()
+            });
+            let of_rounded = plain(heads, &rounded_q, &rounded_k, &rounded_v);
+            // Scores reach 4·√32, so exp amplifies their rounding of 1e-6 by about that much.
+            let is_close = |got: &[f32], exact: &[f64], what: &str| {
+                for (got, exact) in got.iter().zip(exact) {
+                    assert!(
+                        (f64::from(*got) - exact).abs() < 1e-5,
+                        "{got} {exact} at seqlen {seqlen}, {what}"
+                    );
+                }
+            };
+            // Keys and values are f32, which fewer parts do not hold.
+            let is_whole = |kernel: &Kernel| !matches!(kernel, Kernel::Split(..3));
+            for kernel in Kernel::all().into_iter().filter(is_whole) {
+                let mut out = vec![f32::NAN; q.len()];
+                causal(kernel, heads, 0, &q, &k, &v, &mut out);
+                if !kernel.is_bf16() {
+                    is_close(&out, &exact, "the whole sequence");
+                }
+                // From rounded inputs, what is left is the rounding of probabilities, 2⁻⁹ of each, and values are up to 2.
+                let allowed = 2.0 / 512.0 + 1e-4;
+                let exact = if kernel.is_bf16() {
+                    &of_rounded
+                } else {
+                    &exact
+                };
+                for (got, exact) in out.iter().zip(exact) {
+                    assert!(
+                        (f64::from(*got) - exact).abs() < allowed,
+                        "{kernel:?}: {got} {exact}"
+                    );
+                }
+            }
+            let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
+            for (first, last) in [(0, 1), (seqlen - 1, seqlen), (seqlen / 2, seqlen)] {
+                let own = first * query_width..last * query_width;
+                let mut part = vec![f32::NAN; own.len()];
+                let (k, v) = (&k[..last * key_width], &v[..last * key_width]);
+                causal(
+                    Kernel::Fused,
+                    heads,
+                    first,
+                    &q[own.clone()],
+                    k,
+                    v,
+                    &mut part,
+                );
+                is_close(&part, &exact[own], "behind cached keys");
+            }
+        }
+    }
+
+    #[test]
+    fn neither_threads_nor_groups_of_heads_change_a_bit() {
+        let (seqlen, num_heads, num_key_value_heads, head_dim) = (700, 6, 3, 40);
+        let heads = Heads {
+            num_heads,
+            num_key_value_heads,
+            head_dim,
+        };
+        let [q, k, v] = waves(heads, seqlen);
+        for kernel in Kernel::all() {
+            let run = |threads: usize| {
+                let pool = rayon::ThreadPoolBuilder::new()
+                    .num_threads(threads)
+                    .build()
+                    .unwrap();
+                let mut out = vec![0.0; q.len()];
+                pool.install(|| causal(kernel, heads, 0, &q, &k, &v, &mut out));
+                out
+            };
+            let one = run(1);
+            assert!(one == run(2) && one == run(7), "{kernel:?}");
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Attention of one token, as a model writes it: a row of scores per head, nothing to cut into blocks.
+
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::super::exp;
+use super::super::matmul::{Threads, View, matmul};
+use super::Heads;
+
+/// Keys that a task sees at least, all its heads together.
+const KEYS_PER_TASK: usize = 256;
+
+/// The last token's attention: the query heads that share a key head are one product.
+pub(super) fn one_query(
+    heads: Heads,
+    past: usize,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    out: &mut [f32],
+) {
+    let Heads {
+        num_heads,
+        num_key_value_heads,
+        head_dim,
+    } = heads;
+    let key_width = num_key_value_heads * head_dim;
+    let keys = past + 1;
+    assert!(
+        k.len() == keys * key_width && v.len() == k.len() && out.len() == q.len(),
+        "k and v must be [past + 1, num_key_value_heads * head_dim], out as q"
+    );
+    let queries = num_heads / num_key_value_heads;
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    out.par_chunks_mut(queries * head_dim)
+        .zip(q.par_chunks(queries * head_dim))
+        .enumerate()
+        // A task of few keys is not worth handing out.
+        .with_min_len((KEYS_PER_TASK / keys.max(1)).max(1))
+        .for_each_init(
+            || vec![0.0f32; queries * keys],
+            |scores, (key_head, (out, q))| {
+                let q = View::strided(q, queries, head_dim, head_dim);
+                let k = View::strided(&k[key_head * head_dim..], keys, head_dim, key_width);
+                let v = View::strided(&v[key_head * head_dim..], keys, head_dim, key_width);
+                matmul(scores, keys, scale, q, k.transposed(), Threads::One);
+                Arch::new().dispatch(Softmax { scores, keys });
+                let scores = View::strided(scores, queries, keys, keys);
+                matmul(out, head_dim, 1.0, scores, v, Threads::One);
+            },
+        );
+}
+
+/// Softmax over all of each row.
+struct Softmax<'a> {
+    scores: &'a mut [f32],
+    keys: usize,
+}
+
+impl WithSimd for Softmax<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        for row in self.scores.chunks_exact_mut(self.keys) {
+            let largest = exp::largest_of(simd, row);
+            let sum = exp::exp_minus(simd, row, 1.0, largest);
+            let scale = (1.0 / sum) as f32;
+            row.iter_mut().for_each(|value| *value *= scale);
+        }
+    }
+}
