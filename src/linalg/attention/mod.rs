@@ -9,8 +9,8 @@
 //!
 //! | kernel | scores of | softmax | computed for nothing |
 //! | --- | --- | --- | --- |
-//! | `Fused` ([`panels`]) | as many queries as a block of C is wide, transposed | down the lanes of registers | the last few keys of each panel |
-//! | the others ([`blocks`]) | 128 queries | row by row, then packed again | half of the last 128 keys, values of up to 512 |
+//! | `Fused` (`panels.rs`) | as many queries as a block of C is wide, transposed | down the lanes of registers | the last few keys of each panel |
+//! | the others (`blocks.rs`) | 128 queries | row by row, then packed again | half of the last 128 keys, values of up to 512 |
 //!
 //! Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
 //! h / (num_heads / num_key_value_heads); no repeated copy is made.
@@ -366,7 +366,25 @@ mod tests {
                     );
                 }
             }
+            // Blocks of packed factors by a kernel that every CPU has.
+            let source = Source {
+                kernel: Kernel::Fused,
+                heads,
+                past: 0,
+                seqlen,
+                keys: seqlen,
+                q: &q,
+                k: &k,
+                v: &v,
+            };
             let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
+            let all = Columns {
+                width: query_width,
+                first: 0,
+            };
+            let mut out = vec![f32::NAN; q.len()];
+            share::<blocks::Scratch>(&source, &mut out, all);
+            is_close(&out, &exact, "by blocks");
             for (first, last) in [(0, 1), (seqlen - 1, seqlen), (seqlen / 2, seqlen)] {
                 let own = first * query_width..last * query_width;
                 let mut part = vec![f32::NAN; own.len()];
