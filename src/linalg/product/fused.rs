@@ -19,7 +19,7 @@ use super::{Factors, Line, Shape, Strided};
 
 /// `inner` is packed in multiples of this, so that blocks of any size are whole lines.
 pub(super) const DEPTH: usize = 16;
-/// Steps along `inner` that are written out; divides [`DEPTH`].
+/// Steps along `inner` that are written out; packed factors have a multiple of it.
 pub const UNROLLED: usize = 4;
 /// Elements of the largest block: 8 rows by three registers of 512 bits.
 const MOST_ELEMENTS: usize = 8 * 48;
