@@ -11,7 +11,7 @@ use pulp::Simd;
 
 use super::super::exp;
 use super::super::product::{
-    InBlocks, Kernel, Line, Strided, UNROLLED, Values, in_blocks, plus_block,
+    InBlocks, Line, Strided, UNROLLED, Values, block_of_c, in_blocks, interleave, plus_block,
 };
 use super::super::rectangles::Rectangle;
 use super::{Heads, Scheme, Source};
@@ -33,7 +33,7 @@ const LINE: usize = size_of::<Line>() / size_of::<f32>();
 
 /// Bytes of [`Scratch`].
 pub(super) fn scratch_bytes(head_dim: usize, queries: usize, keys: usize) -> usize {
-    let lengths = Lengths::of(head_dim, queries, keys);
+    let lengths = Lengths::of(block_of_c(), head_dim, queries, keys);
     (lengths.k + lengths.v + lengths.q + lengths.scores + lengths.context) * size_of::<Line>()
         + lengths.panels * size_of::<Running>()
 }
@@ -49,18 +49,19 @@ struct Lengths {
 }
 
 impl Lengths {
-    fn of(head_dim: usize, queries: usize, keys: usize) -> Self {
-        let queries = QUERIES_AT_ONCE.min(queries);
-        let panel = Kernel::Fused.columns();
-        let panels = queries.div_ceil(panel);
-        let rows = |rows, inner| Kernel::Fused.row_lines(rows, inner);
+    /// For blocks of C of so many rows and columns.
+    fn of((rows, columns): (usize, usize), head_dim: usize, queries: usize, keys: usize) -> Self {
+        let panels = QUERIES_AT_ONCE.min(queries).div_ceil(columns);
+        let (high, steps) = (
+            head_dim.next_multiple_of(rows),
+            head_dim.next_multiple_of(LINE),
+        );
         Self {
-            k: rows(keys, head_dim),
-            v: rows(head_dim, keys),
-            q: Kernel::Fused.column_lines(queries, head_dim),
-            scores: KEYS_AT_ONCE.min(keys.next_multiple_of(STEP)) * panel / LINE,
-            // Rows of the context take the place of keys.
-            context: (panels * rows(head_dim, LINE) * panel).div_ceil(LINE),
+            k: keys.next_multiple_of(rows) * steps / LINE,
+            v: high * keys.next_multiple_of(LINE) / LINE,
+            q: panels * columns * steps / LINE,
+            scores: KEYS_AT_ONCE.min(keys.next_multiple_of(STEP)) * columns / LINE,
+            context: (panels * columns * high).div_ceil(LINE),
             panels,
         }
     }
@@ -84,6 +85,8 @@ impl Running {
 
 /// What a thread works on.
 pub(super) struct Scratch {
+    /// Rows and columns of a block of C.
+    block: (usize, usize),
     /// Keys that are packed.
     keys: usize,
     k: Vec<Line>,
@@ -94,13 +97,12 @@ pub(super) struct Scratch {
     running: Vec<Running>,
 }
 
-impl Scheme for Scratch {
-    const QUERIES_AT_ONCE: usize = QUERIES_AT_ONCE;
-
-    fn new(source: &Source<'_>) -> Self {
-        let lengths = Lengths::of(source.heads.head_dim, source.seqlen, source.keys);
+impl Scratch {
+    fn with_blocks(block: (usize, usize), source: &Source<'_>) -> Self {
+        let lengths = Lengths::of(block, source.heads.head_dim, source.seqlen, source.keys);
         let lines = bytemuck::allocation::zeroed_vec;
         Self {
+            block,
             keys: 0,
             k: lines(lengths.k),
             v: lines(lengths.v),
@@ -109,6 +111,44 @@ impl Scheme for Scratch {
             context: lines(lengths.context),
             running: vec![Running::NOTHING; lengths.panels],
         }
+    }
+
+    /// Packs the queries of a block, and says what is to be done with them.
+    fn start<'a, 'o>(
+        &'a mut self,
+        source: &Source<'_>,
+        key_head: usize,
+        query_head: usize,
+        out: &'a mut Rectangle<'o>,
+    ) -> Block<'a, 'o> {
+        let Heads {
+            num_heads,
+            num_key_value_heads,
+            head_dim,
+        } = source.heads;
+        let head = key_head * (num_heads / num_key_value_heads) + query_head;
+        let rows = out.rows();
+        let q = Strided::rows(Values::F32(source.q), num_heads * head_dim)
+            .at(rows.start, head * head_dim);
+        interleave(q, rows.len(), head_dim, self.block.1, &mut self.q);
+        self.running.fill(Running::NOTHING);
+        Block {
+            scratch: self,
+            head_dim,
+            queries: rows.len(),
+            first_seen: source.past + rows.start + 1,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            out,
+            column: query_head * head_dim,
+        }
+    }
+}
+
+impl Scheme for Scratch {
+    const QUERIES_AT_ONCE: usize = QUERIES_AT_ONCE;
+
+    fn new(source: &Source<'_>) -> Self {
+        Self::with_blocks(block_of_c(), source)
     }
 
     fn pack(&mut self, source: &Source<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
@@ -120,9 +160,9 @@ impl Scheme for Scratch {
         let width = num_key_value_heads * head_dim;
         let keys = source.past + rectangles.last().map_or(0, |block| block.rows().end);
         let k = Strided::rows(Values::F32(source.k), width).at(0, key_head * head_dim);
-        Kernel::Fused.pack_rows(k, keys, head_dim, &mut self.k);
+        interleave(k, keys, head_dim, self.block.0, &mut self.k);
         let v = Strided::transposed(Values::F32(source.v), width).at(key_head * head_dim, 0);
-        Kernel::Fused.pack_rows(v, head_dim, keys, &mut self.v);
+        interleave(v, head_dim, keys, self.block.0, &mut self.v);
         self.keys = keys;
     }
 
@@ -133,26 +173,7 @@ impl Scheme for Scratch {
         query_head: usize,
         out: &mut Rectangle<'_>,
     ) {
-        let Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        } = source.heads;
-        let head = key_head * (num_heads / num_key_value_heads) + query_head;
-        let rows = out.rows();
-        let q = Strided::rows(Values::F32(source.q), num_heads * head_dim)
-            .at(rows.start, head * head_dim);
-        Kernel::Fused.pack_columns(q, rows.len(), head_dim, &mut self.q);
-        self.running.fill(Running::NOTHING);
-        in_blocks(Block {
-            scratch: self,
-            head_dim,
-            queries: rows.len(),
-            first_seen: source.past + rows.start + 1,
-            scale: 1.0 / (head_dim as f32).sqrt(),
-            out,
-            column: query_head * head_dim,
-        });
+        in_blocks(self.start(source, key_head, query_head, out));
     }
 }
 
@@ -209,6 +230,7 @@ impl InBlocks for Block<'_, '_> {
                 if keys.is_empty() {
                     continue;
                 }
+                // Scores.
                 let blocks = k[first * steps..].chunks_exact(steps * ROWS);
                 let results = scores.chunks_exact_mut(ROWS * width);
                 for (k, scores) in blocks.zip(results).take(keys.len().div_ceil(ROWS)) {
@@ -217,10 +239,12 @@ impl InBlocks for Block<'_, '_> {
                     let (scores, _) = S::as_mut_simd_f32s(scores);
                     scores.copy_from_slice(sums.as_flattened());
                 }
+                // Probabilities, in their place.
                 let padded = keys.len().next_multiple_of(UNROLLED);
                 let (rows, _) = S::as_mut_simd_f32s(&mut scores[..padded * width]);
                 let (rows, _) = rows.as_chunks_mut::<WIDE>();
                 let shrinks = soften(simd, rows, keys, first_seen, scale, running);
+                // The context so far.
                 let blocks = v.chunks_exact(key_steps * ROWS);
                 for (v, context) in blocks.zip(context.chunks_exact_mut(ROWS * width)) {
                     let (context, _) = S::as_mut_simd_f32s(context);
@@ -380,8 +404,76 @@ fn larger_of<S: Simd, const WIDE: usize>(
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::product::Kernel;
+    use super::super::super::rectangles;
     use super::super::causal;
     use super::*;
+
+    /// Blocks of another shape than this CPU's: those of AVX-512, of narrower registers.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn blocks_of_any_shape_give_the_same_bits() {
+        use pulp::WithSimd;
+        struct Run<'a, 'o>(Block<'a, 'o>);
+        impl WithSimd for Run<'_, '_> {
+            type Output = ();
+            #[inline(always)]
+            fn with_simd<S: Simd>(self, simd: S) {
+                match self.0.scratch.block {
+                    (8, 48) => self.0.run::<S, 8, 6>(simd),
+                    (6, 16) => self.0.run::<S, 6, 2>(simd),
+                    (rows, columns) => panic!("no blocks of {rows} by {columns} here"),
+                }
+            }
+        }
+        // Older CPUs have no registers of eight to try them with.
+        let Some(simd) = pulp::x86::V3::try_new() else {
+            return;
+        };
+        let heads = Heads {
+            num_heads: 1,
+            num_key_value_heads: 1,
+            head_dim: 20,
+        };
+        let seqlen = KEYS_AT_ONCE + 100;
+        let wave = |pace: f32| -> Vec<f32> {
+            (0..seqlen * 20)
+                .map(|i| 2.0 * (i as f32 * pace).sin())
+                .collect()
+        };
+        let (q, k, v) = (wave(0.71), wave(0.37), wave(0.53));
+        let source = Source {
+            kernel: Kernel::Fused,
+            heads,
+            past: 0,
+            seqlen,
+            keys: seqlen,
+            q: &q,
+            k: &k,
+            v: &v,
+        };
+        let by = |block: (usize, usize)| {
+            let mut out = vec![f32::NAN; seqlen * 20];
+            let rows: Vec<_> = (0..seqlen)
+                .step_by(QUERIES_AT_ONCE)
+                .map(|first| first..seqlen.min(first + QUERIES_AT_ONCE))
+                .collect();
+            let columns = 0..20;
+            let mut rectangles: Vec<_> =
+                rectangles::cut(&mut out, 20, &rows, std::slice::from_ref(&columns)).collect();
+            let mut scratch = Scratch::with_blocks(block, &source);
+            scratch.pack(&source, 0, &rectangles);
+            for rectangle in &mut rectangles {
+                Simd::vectorize(simd, Run(scratch.start(&source, 0, 0, rectangle)));
+            }
+            out
+        };
+        let narrow = by((6, 16));
+        assert_eq!(narrow, by((8, 48)));
+        let mut here = vec![f32::NAN; seqlen * 20];
+        causal(Kernel::Fused, heads, 0, &q, &k, &v, &mut here);
+        assert_eq!(narrow, here);
+    }
 
     /// The same in plain loops: the bits every CPU computes that multiplies and adds in one step.
     #[test]

@@ -55,6 +55,12 @@ pub(super) fn shape() -> Shape {
     Arch::new().dispatch(Ask)
 }
 
+/// Rows and columns of a block of C on this CPU.
+pub fn block_of_c() -> (usize, usize) {
+    let Shape { rows, columns, .. } = shape();
+    (rows, columns)
+}
+
 /// Whether the CPU rounds once per product and sum, not twice.
 pub(super) fn in_one_step() -> bool {
     struct Ask;

@@ -20,7 +20,7 @@ const LONG: usize = 128;
 ///
 /// # Arguments
 /// * `width`: rows of a block
-pub(super) fn interleave(
+pub(in super::super) fn interleave(
     factor: Strided<'_>,
     count: usize,
     inner: usize,

@@ -49,7 +49,8 @@ use cut::Cut;
 use packed::{Shape, resize};
 
 pub use cut::{Product, packed_bytes};
-pub use fused::{InBlocks, UNROLLED, in_blocks, plus_block};
+pub use fused::{InBlocks, UNROLLED, block_of_c, in_blocks, plus_block};
+pub(super) use interleave::interleave;
 pub use packed::{Factor, Factors, Line, PackedWeight, Strided, Values};
 
 /// What multiplies.
@@ -181,11 +182,6 @@ impl Kernel {
     /// Lines that columns of W take when they are packed, of at most a slab of `inner`.
     pub fn column_lines(self, columns: usize, inner: usize) -> usize {
         self.shape().packed_columns(columns, inner)
-    }
-
-    /// Columns of a block of C.
-    pub fn columns(self) -> usize {
-        self.shape().columns
     }
 
     /// Elements of `inner` that are multiplied at once.
