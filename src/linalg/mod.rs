@@ -8,6 +8,7 @@ pub mod columns;
 pub mod elementwise;
 pub mod exp;
 pub mod kernel;
+pub mod lent;
 pub mod linear;
 pub mod matmul;
 mod matvec;

@@ -3,8 +3,6 @@
 //! Rows are scored one at a time in a buffer of one row per thread: no f32 copy of a matrix, of its scores or of an order
 //! ever exists. Selection is by value: finding the k lowest needs no order among them.
 
-use std::sync::{Mutex, PoisonError};
-
 use anyhow::Result;
 use rayon::prelude::*;
 
@@ -13,6 +11,7 @@ use super::method::{Request, ScoreTime, check_groups};
 use super::target::Pattern;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
+use crate::linalg::lent::Lent;
 use crate::linalg::select::{self as lowest, Radix};
 
 /// A method that is only a score: the lowest go first.
@@ -204,21 +203,22 @@ impl<'a> Scorer<'a> {
     /// One pass over the matrix; a task takes a counter that no other works with, so that there are never more than threads.
     fn count(&self, upper: Option<u16>) -> Result<Radix> {
         const ROWS_PER_TASK: usize = 256;
-        let rows: Vec<usize> = (0..self.weight.rows()).collect();
-        let idle = Mutex::new(Vec::new());
-        let lock = || idle.lock().unwrap_or_else(PoisonError::into_inner);
-        rows.par_chunks(ROWS_PER_TASK).try_for_each(|rows| {
-            let lent = lock().pop();
-            let (mut counter, mut scores) = lent.unwrap_or_else(|| (Radix::new(upper), Vec::new()));
-            for &row in rows {
-                self.score(row, &mut scores)?;
-                counter.feed(&scores);
-            }
-            lock().push((counter, scores));
-            anyhow::Ok(())
-        })?;
-        let counters = idle.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let counters = counters.into_iter().map(|(counter, _)| counter);
+        let rows = self.weight.rows();
+        let lent = Lent::new();
+        let new = || (Radix::new(upper), Vec::new());
+        (0..rows)
+            .into_par_iter()
+            .step_by(ROWS_PER_TASK)
+            .try_for_each(|first| {
+                lent.lend(new, |(counter, scores)| -> Result<()> {
+                    for row in first..rows.min(first + ROWS_PER_TASK) {
+                        self.score(row, scores)?;
+                        counter.feed(scores);
+                    }
+                    Ok(())
+                })
+            })?;
+        let counters = lent.into_inner().into_iter().map(|(counter, _)| counter);
         let all = counters.reduce(|one, other| one.merge(&other));
         Ok(all.unwrap_or_else(|| Radix::new(upper)))
     }

@@ -90,11 +90,12 @@ fn reachable(alpha: f64, bracket: (f64, f64), alphas: &mut Vec<f64>) {
 /// How many weights of the matrix each α prunes; `alphas` ascending.
 fn count_pruned(scorer: &Scorer<'_>, rows: usize, alphas: &[f64]) -> Result<Vec<u64>> {
     const ROWS_PER_TASK: usize = 64;
-    let rows: Vec<usize> = (0..rows).collect();
-    rows.par_chunks(ROWS_PER_TASK)
-        .map(|rows| {
+    (0..rows)
+        .into_par_iter()
+        .step_by(ROWS_PER_TASK)
+        .map(|first| {
             let (mut counts, mut scores) = (vec![0u64; alphas.len()], Vec::new());
-            for &row in rows {
+            for row in first..rows.min(first + ROWS_PER_TASK) {
                 scorer.score(row, &mut scores)?;
                 let sorted = SortedRow::new(&scores);
                 for (count, &alpha) in counts.iter_mut().zip(alphas) {

@@ -19,10 +19,9 @@ mod blocks;
 mod one_query;
 mod panels;
 
-use std::sync::{Mutex, PoisonError};
-
 use rayon::prelude::*;
 
+use super::lent::Lent;
 use super::product::Kernel;
 use super::rectangles::{self, Rectangle};
 
@@ -237,21 +236,22 @@ fn share<S: Scheme>(source: &Source<'_>, out: &mut [f32], columns: Columns) {
         // Later blocks see more keys, so tasks take them in turn.
         tasks[head * parts + block % parts].1.push(rectangle);
     }
-    let idle = Mutex::new(Vec::<S>::new());
-    let idle = || idle.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Lent::<S>::new();
     tasks
         .into_par_iter()
         .with_max_len(1)
         .for_each(|(key_head, rectangles)| {
-            let lent = idle().pop();
-            let mut scratch = lent.unwrap_or_else(|| S::new(source));
-            scratch.pack(source, key_head, &rectangles);
-            for mut rectangle in rectangles {
-                for query_head in 0..queries_per_key {
-                    scratch.block(source, key_head, query_head, &mut rectangle);
-                }
-            }
-            idle().push(scratch);
+            scratch.lend(
+                || S::new(source),
+                |scratch| {
+                    scratch.pack(source, key_head, &rectangles);
+                    for mut rectangle in rectangles {
+                        for query_head in 0..queries_per_key {
+                            scratch.block(source, key_head, query_head, &mut rectangle);
+                        }
+                    }
+                },
+            );
         });
 }
 

@@ -38,11 +38,12 @@ mod tests;
 mod tiles;
 
 use std::ops::Range;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
+use super::lent::Lent;
 use super::rectangles::{self, Rectangle};
 use super::stored::StoredDtype;
 use cut::Cut;
@@ -274,8 +275,7 @@ pub struct Job<'a> {
 #[derive(Debug, Default)]
 pub struct Packed {
     x: Vec<Line>,
-    /// Those no task is using.
-    idle: Mutex<Vec<Scratch>>,
+    scratch: Lent<Scratch>,
     /// What packing X took since this was last asked.
     packing: Duration,
 }
@@ -294,9 +294,9 @@ impl Packed {
     }
 
     #[cfg(test)]
-    fn bytes(&self) -> usize {
-        let idle = self.idle.lock().unwrap();
-        let scratch = idle
+    fn bytes(self) -> usize {
+        let scratch = self.scratch.into_inner();
+        let scratch = scratch
             .iter()
             .map(|scratch| scratch.w.len() * size_of::<Line>() + scratch.sums.len() * 4);
         self.x.len() * size_of::<Line>() + scratch.sum::<usize>()
@@ -368,7 +368,7 @@ pub fn products(
     let x = Strided::rows(Values::F32(x), inner);
     let Packed {
         x: lines,
-        idle,
+        scratch,
         packing,
     } = packed;
     match kernel {
@@ -377,7 +377,7 @@ pub fn products(
                 let lines = resize(lines, shape.packed_rows(tokens, slab.len()));
                 *packing += pack_slab(kernel, x, tokens, slab.clone(), lines);
                 tasks.par_iter_mut().with_max_len(1).for_each(|task| {
-                    lend(idle, |scratch| {
+                    scratch.lend(Scratch::default, |scratch| {
                         let (rows, columns) = (task.out.rows(), task.out.columns());
                         let x = &lines[shape.packed_rows(rows.start, slab.len())..];
                         let w = pack_part(kernel, task, inner, slab.clone(), &mut scratch.w);
@@ -402,7 +402,7 @@ pub fn products(
                 *packing += pack_slab(kernel, x, tokens, slab, packed);
             }
             tasks.par_iter_mut().with_max_len(1).for_each(|task| {
-                lend(idle, |scratch| {
+                scratch.lend(Scratch::default, |scratch| {
                     let Scratch { w, sums } = scratch;
                     let (first_row, first_column) =
                         (task.out.rows().start, task.out.columns().start);
@@ -473,12 +473,4 @@ fn pack_part<'l>(
     let weight = Strided::rows(weight, inner).at(columns.start, slab.start);
     kernel.pack_columns(weight, columns.len(), slab.len(), lines);
     lines
-}
-
-/// Lends a task what it works on.
-fn lend(idle: &Mutex<Vec<Scratch>>, work: impl FnOnce(&mut Scratch)) {
-    let idle = || idle.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut scratch = idle().pop().unwrap_or_default();
-    work(&mut scratch);
-    idle().push(scratch);
 }
