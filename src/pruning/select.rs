@@ -61,11 +61,13 @@ pub fn mask_by_score(
             check_groups(request.name, columns, n, m)?;
             Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
                 scorer.score(row, &mut scratch.scores)?;
-                for (group, scores) in scratch.scores.chunks_exact(m).enumerate() {
-                    lowest::lowest_of_group(scores, n, &mut scratch.keys, |place| {
-                        bits.set(group * m + place)
-                    });
-                }
+                let RowScratch {
+                    scores,
+                    keys,
+                    is_pruned,
+                } = scratch;
+                lowest::lowest_of_groups(scores, m, n, keys, is_pruned);
+                bits.set_where(|column| is_pruned[column]);
                 Ok(())
             })
         }
@@ -114,6 +116,7 @@ fn set_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, bits: &mut R
 pub(super) struct RowScratch {
     pub(super) scores: Vec<f32>,
     pub(super) keys: Vec<u32>,
+    pub(super) is_pruned: Vec<bool>,
 }
 
 /// Scores the rows of one matrix.
