@@ -11,8 +11,7 @@ use crate::checkpoint::{self, HeadersOnly, WeightSource, is_model_file};
 use crate::data::{DatasetSpec, Role};
 use crate::failure::Failure;
 use crate::hub::{Hub, HubRepo, ModelFiles, Settings};
-use crate::linalg::StoredDtype;
-use crate::model::{DecoderLayer, LlamaConfig, Projection, stored_dtype};
+use crate::model::{DecoderLayer, Dtypes, LlamaConfig, stored_dtypes};
 use crate::run::Events;
 
 /// A model that came from the hub, for the manifest.
@@ -73,7 +72,7 @@ pub(super) fn headers(
     revision: Option<&str>,
     cache_dir: Option<&Path>,
     events: &dyn Events,
-) -> Result<(LlamaConfig, StoredDtype)> {
+) -> Result<(LlamaConfig, Dtypes)> {
     let source: Box<dyn WeightSource>;
     let config;
     if model.exists() {
@@ -95,9 +94,8 @@ pub(super) fn headers(
     for layer in 0..config.num_hidden_layers {
         DecoderLayer::check(&*source, &config, layer)?;
     }
-    let first = source.entry(&Projection::Q.tensor_name(0));
-    let dtype = first.map(stored_dtype).transpose()?;
-    Ok((config, dtype.unwrap_or(StoredDtype::F32)))
+    let dtypes = stored_dtypes(&*source, &config);
+    Ok((config, dtypes))
 }
 
 fn revision_of_a_folder(revision: &str, folder: &Path) -> Failure {
@@ -135,7 +133,7 @@ fn with_path(error: anyhow::Error, dataset: &DatasetSpec, role: Role) -> anyhow:
             let own = format!("{} {dataset}:PATH for a text on disk", role.flag());
             let or_none = match role {
                 Role::Calibration => "",
-                Role::Evaluation => ", or --eval none",
+                Role::Evaluation => ", or prune with --eval none",
             };
             let hint = match &failure.hint {
                 Some(hint) => format!("{hint}; or use {own}{or_none}"),

@@ -17,7 +17,7 @@ use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::{self, SHAPES, Shape};
-use crate::model::{LlamaConfig, footprint};
+use crate::model::{Dtypes, LlamaConfig, footprint};
 use crate::pipeline::Job;
 use crate::placement::device_map;
 use crate::placement::inventory::Cpu;
@@ -150,7 +150,7 @@ pub struct PlanArgs {
 struct Subject {
     name: String,
     config: LlamaConfig,
-    dtype: StoredDtype,
+    dtypes: Dtypes,
 }
 
 /// The object of `--json`.
@@ -200,8 +200,8 @@ pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
         "model",
         subject.name,
         parameters as f64 / 1e9,
-        ByteSize(parameters.saturating_mul(subject.dtype.bytes() as u64)),
-        subject.dtype.name(),
+        ByteSize(parameters.saturating_mul(subject.dtypes.layers.bytes() as u64)),
+        subject.dtypes.layers.name(),
     );
     let mut text = head + &report::plan::text(&plan);
     if plan.devices.len() > 1 {
@@ -219,7 +219,7 @@ impl PlanArgs {
             .model
             .as_deref()
             .unwrap_or_else(|| std::path::Path::new(""));
-        let (config, dtype) = located::headers(
+        let (config, dtypes) = located::headers(
             model,
             self.revision.as_deref(),
             self.cache_dir.as_deref(),
@@ -228,7 +228,7 @@ impl PlanArgs {
         Ok(Subject {
             name: model.display().to_string(),
             config,
-            dtype,
+            dtypes,
         })
     }
 
@@ -245,8 +245,8 @@ impl PlanArgs {
             method(&self.prune_method).is_some_and(|method| method.needs() != Needs::Nothing);
         Ok(Job {
             config,
-            dtype: subject.dtype,
-            gpu_dtype: subject.dtype,
+            dtypes: subject.dtypes,
+            gpu_dtype: subject.dtypes.layers,
             seqlen,
             samples: if calibrates {
                 self.nsamples as usize
@@ -258,7 +258,7 @@ impl PlanArgs {
             prunes: true,
             saves: !self.no_save_model,
             threads,
-            products: self.products(subject.dtype)?,
+            products: self.products(subject.dtypes.layers)?,
             tokenise: ByteSize::ZERO,
             knobs: None,
         })
@@ -293,7 +293,7 @@ impl Subject {
         Ok(Self {
             name: shape.name.to_string(),
             config: shape.config()?,
-            dtype: shape.dtype,
+            dtypes: Dtypes::all(shape.dtype),
         })
     }
 }
@@ -334,7 +334,7 @@ fn table(args: &PlanArgs, inventory: &Inventory) -> Result<Vec<TableRow>> {
         rows.push(TableRow {
             model: subject.name,
             parameters,
-            weights: ByteSize(parameters * subject.dtype.bytes() as u64),
+            weights: ByteSize(parameters * subject.dtypes.layers.bytes() as u64),
             hidden_states: plan.hidden_states.bytes,
             peak: plan.cpu().map(|cpu| cpu.peak).unwrap_or_default(),
             smallest_ram: least.cpu,

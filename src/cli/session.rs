@@ -1,6 +1,8 @@
 //! What `prune` and `prune eval` begin with: the checkpoint opened and checked, texts turned into tokens, threads and hidden
 //! states settled. Everything that can be wrong is found here, before the sweep.
 
+use std::error::Error;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -12,7 +14,7 @@ use super::args::{ComputeDtype, DeviceArgs, EvaluationArgs, HiddenStatesArg, Mod
 use super::located::{self, HubModel};
 use super::planned;
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Checkpoint, WeightSource};
+use crate::checkpoint::Checkpoint;
 use crate::data::footprint::{self, TokenizerSize};
 use crate::data::{self, DatasetSpec, Evaluation, Role, TextCache, Tokenizer};
 use crate::eval::Perplexity;
@@ -20,11 +22,14 @@ use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype, kernel};
 use crate::model::on_device::candle_dtype;
-use crate::model::{DecoderLayer, Embedding, Head, LlamaConfig, Projection};
+use crate::model::{DecoderLayer, Dtypes, Embedding, Head, LlamaConfig, Projection};
 use crate::pipeline::{Job, embed};
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, Perplexities, SCHEMA};
 use crate::run::{Event, Events, Knobs, Plan};
 use crate::runtime::{Clock, Devices, HiddenStates, Rest, Side, Simulation, Swept};
+
+/// Worker threads that may be asked for.
+const MOST_THREADS: RangeInclusive<usize> = 1..=1024;
 
 /// Tokens per sample unless said otherwise: what the literature after the original compares at.
 const DEFAULT_SEQLEN: usize = 2048;
@@ -82,6 +87,7 @@ impl Session {
         for layer in 0..config.num_hidden_layers {
             DecoderLayer::check(&*checkpoint, &config, layer)?;
         }
+        warn_of_unused(&checkpoint, &config, events);
         let seqlen = check_seqlen(seqlen, &config)?;
         let threads = worker_threads(device)?;
         let mut session = Self {
@@ -119,12 +125,14 @@ impl Session {
         Ok(session)
     }
 
-    /// The dtype of the first decoder matrix: what memory estimates are made with.
+    /// The dtypes of the weights: what memory estimates are made with.
+    pub fn dtypes(&self) -> Dtypes {
+        crate::model::stored_dtypes(&*self.checkpoint, &self.config)
+    }
+
+    /// The dtype of the decoder's matrices, of different ones the widest.
     pub fn dtype(&self) -> StoredDtype {
-        let entry = self.checkpoint.entry(&Projection::Q.tensor_name(0));
-        entry
-            .and_then(|entry| crate::model::stored_dtype(entry).ok())
-            .unwrap_or(StoredDtype::F32)
+        self.dtypes().layers
     }
 
     /// The tokenizer, loaded as part of the tokenise phase.
@@ -212,7 +220,7 @@ impl Session {
     pub fn job(&self) -> Job<'_> {
         Job {
             config: &self.config,
-            dtype: self.dtype(),
+            dtypes: self.dtypes(),
             gpu_dtype: self.gpu_dtype,
             seqlen: self.seqlen,
             samples: 0,
@@ -532,6 +540,35 @@ pub fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Products> {
     }
 }
 
+/// Says which tensors of the decoder the configuration knows nothing of: they are copied as they are and computed with by nobody.
+fn warn_of_unused(checkpoint: &Checkpoint, config: &LlamaConfig, events: &dyn Events) {
+    let is_unused = |name: &&str| {
+        let Some((layer, rest)) = name
+            .strip_prefix("model.layers.")
+            .and_then(|rest| rest.split_once('.'))
+        else {
+            return false;
+        };
+        let is_beyond = layer
+            .parse::<usize>()
+            .is_ok_and(|layer| layer >= config.num_hidden_layers);
+        let biases = Projection::ALL
+            .iter()
+            .filter(|projection| !projection.has_bias(config));
+        let is_bias = |projection: &Projection| rest == format!("{}.bias", projection.name());
+        is_beyond || biases.into_iter().any(is_bias)
+    };
+    let names = checkpoint.tensors().map(|entry| entry.name.as_str());
+    let unused: Vec<&str> = names.filter(is_unused).collect();
+    if let Some(first) = unused.first() {
+        events.warn(format!(
+            "config.json ({} layers) has no place for {} tensors of this checkpoint, `{first}` among them: they are left as they are, and nothing is computed with them",
+            config.num_hidden_layers,
+            unused.len()
+        ));
+    }
+}
+
 /// Tokens per sample: as asked, else the default.
 pub(super) fn check_seqlen(seqlen: Option<usize>, config: &LlamaConfig) -> Result<usize> {
     let limit = config.longest_sequence();
@@ -560,7 +597,7 @@ pub(super) fn threads(asked: Option<u16>) -> usize {
             .trim()
             .parse::<usize>()
             .ok()
-            .filter(|&threads| threads > 0)
+            .filter(|threads| MOST_THREADS.contains(threads))
     };
     let affinity = || std::thread::available_parallelism().map_or(1, usize::from);
     asked
@@ -572,10 +609,18 @@ pub(super) fn threads(asked: Option<u16>) -> usize {
 /// Starts the global pool, once per process.
 fn worker_threads(device: &DeviceArgs) -> Result<usize> {
     let threads = threads(device.threads);
-    // Fails when a pool exists already: in tests, where several runs share a process and keep its first pool.
-    let _ = rayon::ThreadPoolBuilder::new()
+    let built = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .thread_name(|index| format!("worker-{index}"))
         .build_global();
-    Ok(rayon::current_num_threads())
+    match built.as_ref().map_err(|error| error.source()) {
+        Err(Some(error)) => Err(
+            Failure::new(format!("{threads} worker threads cannot be had"))
+                .detail(error.to_string())
+                .hint("use fewer with --threads, or raise the limit of processes (`ulimit -u`)")
+                .into(),
+        ),
+        // A pool exists already: in tests, where several runs share a process and keep its first pool.
+        Ok(()) | Err(None) => Ok(rayon::current_num_threads()),
+    }
 }

@@ -6,8 +6,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::linalg::StoredDtype;
-use crate::model::{Embedding, Head, KvCache, LayerContext, LlamaConfig, footprint};
+use crate::model::{Dtypes, Embedding, Head, KvCache, LayerContext, LlamaConfig, footprint};
 use crate::placement::{Residency, Sizes};
 use crate::run::{Events, Knobs};
 use crate::runtime::LayerStore;
@@ -70,17 +69,17 @@ impl Generator {
     /// What a sequence of `capacity` tokens takes beside a process that holds `held` bytes.
     pub fn sizes(
         config: &LlamaConfig,
-        dtype: StoredDtype,
+        dtypes: Dtypes,
         capacity: usize,
         threads: usize,
         held: ByteSize,
     ) -> Sizes {
         Sizes {
             layers: config.num_hidden_layers,
-            layer: footprint::layer_weights(config, dtype, &Knobs::default()),
-            head: footprint::head_weight(config, dtype),
+            layer: footprint::layer_weights(config, dtypes.layers, &Knobs::default()),
+            head: footprint::head_weight(config, dtypes.head),
             kv_cache: KvCache::bytes(config, capacity),
-            workspace: footprint::writing(config, dtype, PROMPT_BLOCK, capacity, threads),
+            workspace: footprint::writing(config, dtypes.layers, PROMPT_BLOCK, capacity, threads),
             held,
         }
     }

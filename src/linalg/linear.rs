@@ -217,12 +217,19 @@ fn multiply(
         return Ok(());
     };
     let (inner, dtype) = (first.in_features(), first.weight.dtype());
+    if linears.iter().any(|(one, ..)| one.weight.dtype() != dtype) {
+        // Rare, and each has a kernel of its own then.
+        for one in linears.chunks_mut(1) {
+            multiply(one, x, panel)?;
+        }
+        return Ok(());
+    }
     let tokens = x.len() / inner.max(1);
     assert_eq!(x.len(), tokens * inner, "x must be [tokens, in_features]");
     for (linear, rows, out) in &*linears {
         assert!(
-            linear.in_features() == inner && linear.weight.dtype() == dtype,
-            "linears that share x must have the same width and dtype"
+            linear.in_features() == inner,
+            "linears that share x must have the same width"
         );
         assert_eq!(
             out.len(),
@@ -312,6 +319,32 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    #[test]
+    fn weights_of_different_dtypes_share_x_as_each_alone() {
+        let (tokens, inner, columns) = (9, 70, [40, 33, 64]);
+        let x: Vec<f32> = (0..tokens * inner)
+            .map(|i| (i as f32 * 0.29).cos())
+            .collect();
+        let dtypes = [StoredDtype::Bf16, StoredDtype::F32, StoredDtype::F16];
+        let linears = [0, 1, 2].map(|at| {
+            let weight: Vec<f32> = (0..inner * columns[at])
+                .map(|i| (i as f32 * 0.13).sin())
+                .collect();
+            let matrix = StoredMatrix::from_f32(dtypes[at], columns[at], inner, &weight);
+            Linear::new(matrix, Some(vec![at as f32; columns[at]]))
+        });
+        let mut together = columns.map(|columns| vec![f32::NAN; tokens * columns]);
+        let mut jobs: Vec<_> = linears
+            .iter()
+            .zip(together.iter_mut())
+            .map(|(linear, out)| (linear, 0..linear.out_features(), &mut out[..]))
+            .collect();
+        forward_all(&mut jobs, &x, &mut Panel::new()).unwrap();
+        for (linear, together) in linears.iter().zip(&together) {
+            assert!(*together == linear.forward(&x, &mut Panel::new()).unwrap());
         }
     }
 

@@ -32,6 +32,21 @@ impl StoredDtype {
         }
     }
 
+    /// The one of two that takes more to compute with exactly: f32 before f16, and f16 before bf16, for its longer significand.
+    #[must_use]
+    pub fn wider(self, other: Self) -> Self {
+        let bits = |dtype| match dtype {
+            Self::F32 => 24,
+            Self::F16 => 11,
+            Self::Bf16 => 8,
+        };
+        if bits(other) > bits(self) {
+            other
+        } else {
+            self
+        }
+    }
+
     /// The name used in reports: `f32`, `f16` or `bf16`.
     pub fn name(self) -> &'static str {
         match self {

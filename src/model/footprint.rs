@@ -29,6 +29,25 @@ use crate::linalg::product::{self, Kernel, PackedWeight, Product};
 use crate::linalg::{Linear, StoredDtype, attention};
 use crate::run::knobs::{Knobs, WeightsHeld};
 
+/// What weights are stored in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dtypes {
+    /// Those of decoder layers: of different ones the widest.
+    pub layers: StoredDtype,
+    /// That of the head, or of the embedding where it is the head.
+    pub head: StoredDtype,
+}
+
+impl Dtypes {
+    /// All of one dtype.
+    pub fn all(dtype: StoredDtype) -> Self {
+        Self {
+            layers: dtype,
+            head: dtype,
+        }
+    }
+}
+
 /// Bytes of an f32.
 const F32: usize = 4;
 
@@ -105,40 +124,52 @@ pub fn keeps_packed(kernel: Kernel, knobs: &Knobs) -> bool {
 /// What products pack and keep for the next one, from the first on: X, and per thread a slab of W where it is not kept packed.
 ///
 /// # Arguments
-/// * `head`: whether logits are made, too
+/// * `head`: what multiplies the head's weight, where logits are made, too
 pub fn products(
     config: &LlamaConfig,
     kernel: Kernel,
     seqlen: usize,
     threads: usize,
     knobs: &Knobs,
-    head: bool,
+    head: Option<Kernel>,
 ) -> ByteSize {
     let mlp_tokens = largest_part(seqlen, knobs.mlp_tokens, LEAST_ROWS);
     // Some heads whose first row is within a unit are packed anew.
     let begins_within =
         knobs.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
-    let of_layer = TOGETHER.iter().map(|projections| {
+    let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, knobs);
+    let of_layer = TOGETHER.iter().flat_map(|projections| {
         let is_mlp = projections[0].name().starts_with("mlp");
         let shapes = projections.iter().map(|one| one.shape(config));
-        Product {
+        let columns: Vec<Vec<usize>> = match projections {
+            [Projection::Q, ..] => layout.group_columns().map(Vec::from).collect(),
+            _ => vec![shapes.clone().map(|(rows, _)| rows).collect()],
+        };
+        let product = move |columns| Product {
+            kernel,
             tokens: if is_mlp { mlp_tokens } else { seqlen },
-            columns: shapes.clone().map(|(rows, _)| rows).sum(),
-            inner: shapes.map(|(_, columns)| columns).max().unwrap_or(0),
+            columns,
+            inner: shapes
+                .clone()
+                .map(|(_, columns)| columns)
+                .max()
+                .unwrap_or(0),
             is_kept: keeps_packed(kernel, knobs) && (is_mlp || !begins_within),
-        }
+        };
+        columns.into_iter().map(product)
     });
-    let of_head = head.then(|| {
+    let of_head = head.map(|kernel| {
         let rows = largest_chunk(config.vocab_size, knobs.head_rows);
         Product {
+            kernel,
             tokens: largest_tokens(seqlen, knobs.logits_bytes, rows),
-            columns: rows,
+            columns: vec![rows],
             inner: config.hidden_size,
             is_kept: false,
         }
     });
     let all: Vec<Product> = of_layer.chain(of_head).collect();
-    ByteSize::of(product::packed_bytes(kernel, &all, threads), 1)
+    ByteSize::of(product::packed_bytes(&all, threads), 1)
 }
 
 /// What stays from sample to sample once one has passed a layer: [`activations`] and the [`widest_panel`].
@@ -211,7 +242,7 @@ pub fn writing(
     forward(config, dtype, block, threads, &knobs, kernel)
         + ByteSize::of(behind_a_cache, 1)
         + ByteSize::of(config.vocab_size, F32)
-        + products(config, kernel, block, threads, &knobs, false)
+        + products(config, kernel, block, threads, &knobs, None)
         + ByteSize::of(threads, PACKED_PER_THREAD)
         + context(config, capacity)
 }
@@ -265,7 +296,7 @@ const COUNTERS: usize = 8 << 16;
 /// * 24 bytes per token of all windows of one side: largest logit, sum of exponentials, the next token's logit
 pub fn head(
     config: &LlamaConfig,
-    dtype: StoredDtype,
+    dtypes: Dtypes,
     seqlen: usize,
     windows: usize,
     knobs: &Knobs,
@@ -273,10 +304,10 @@ pub fn head(
     let columns = config.hidden_size;
     let rows = largest_chunk(config.vocab_size, knobs.head_rows);
     let tokens = largest_tokens(seqlen, knobs.logits_bytes, rows);
-    ByteSize::of(rows * columns, dtype.bytes())
+    ByteSize::of(rows * columns, dtypes.head.bytes())
         + ByteSize::of(columns, F32)
         + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, knobs))
-        + widest_panel(config, dtype, knobs)
+        + widest_panel(config, dtypes.layers, knobs)
         + ByteSize::of(windows * seqlen, PER_PREDICTION)
 }
 
@@ -327,7 +358,7 @@ mod tests {
         };
         // normed and context, half of q, k and v: 2 + 1.5 times 32 MiB.
         assert_eq!(pass(&half), ByteSize(112 << 20));
-        let end = |knobs: &Knobs| head(&config, dtype, 2048, 166, knobs);
+        let end = |knobs: &Knobs| head(&config, Dtypes::all(dtype), 2048, 166, knobs);
         let parts = Knobs {
             head_rows: Some(4000),
             logits_bytes: ByteSize(8 << 20),

@@ -114,7 +114,8 @@ impl Projection {
         }
     }
 
-    pub(super) fn has_bias(self, config: &LlamaConfig) -> bool {
+    /// Whether the configuration says that there is a bias.
+    pub fn has_bias(self, config: &LlamaConfig) -> bool {
         match self {
             Self::Q | Self::K | Self::V | Self::O => config.attention_bias,
             Self::Gate | Self::Up | Self::Down => config.mlp_bias,
@@ -558,6 +559,15 @@ impl AttentionLayout {
     /// Ranges of key/value heads.
     fn groups(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
         parts(self.heads.num_key_value_heads, self.at_most, self.at_least)
+    }
+
+    /// Columns of the products that queries, keys and values of a group are made by.
+    pub(super) fn group_columns(&self) -> impl Iterator<Item = [usize; 3]> + use<> {
+        let layout = *self;
+        layout.groups().map(move |group| {
+            let keys = layout.key_columns(&group).len();
+            [layout.query_columns(&group).len(), keys, keys]
+        })
     }
 
     fn queries_per_key(&self) -> usize {

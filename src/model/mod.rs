@@ -17,6 +17,7 @@ pub mod shapes;
 
 pub use config::{LlamaConfig, RopeScaling};
 pub use embedding::Embedding;
+pub use footprint::Dtypes;
 pub use head::Head;
 pub use kv_cache::{KvCache, LayerCache};
 pub use layer::{DecoderLayer, LayerContext, Projection};
@@ -46,6 +47,21 @@ pub fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype> {
                 .hint("use the unquantised checkpoint of this model")
                 .into(),
         ),
+    }
+}
+
+/// The dtypes of a checkpoint's decoder layers and head, which [`DecoderLayer::check`] and [`Head::check`] look at one by one; what they
+/// would refuse is left out.
+pub fn stored_dtypes(source: &dyn WeightSource, config: &LlamaConfig) -> Dtypes {
+    let of = |name: &str| stored_dtype(source.entry(name)?).ok();
+    let layers = (0..config.num_hidden_layers)
+        .flat_map(|layer| Projection::ALL.map(|projection| projection.tensor_name(layer)))
+        .filter_map(|name| of(&name))
+        .reduce(StoredDtype::wider)
+        .unwrap_or(StoredDtype::F32);
+    Dtypes {
+        layers,
+        head: of(Head::tensor_name(config)).unwrap_or(layers),
     }
 }
 

@@ -39,7 +39,7 @@ pub(super) fn needs(job: &Job<'_>, knobs: &Knobs) -> Vec<Need> {
     );
     let cast = part(
         "a matrix as stored",
-        Cut::cast_bytes(config, job.dtype.bytes(), element),
+        Cut::cast_bytes(config, job.dtypes.layers.bytes(), element),
     );
     let sample = part("one sample", cut.pass_bytes(config, job.seqlen, element));
     let need = |phase, parts: Vec<_>| Need {
@@ -55,7 +55,7 @@ pub(super) fn needs(job: &Job<'_>, knobs: &Knobs) -> Vec<Need> {
     if job.windows > 0 {
         needs.push(need("evaluate", passes));
         let rows = knobs.head_rows.unwrap_or(usize::MAX).min(config.vocab_size);
-        let stored = match job.dtype.bytes() {
+        let stored = match job.dtypes.head.bytes() {
             stored if stored == element => 0,
             stored => stored,
         };

@@ -2,8 +2,8 @@
 
 use crate::bytes::ByteSize;
 use crate::linalg::{Products, StoredDtype};
-use crate::model::LlamaConfig;
 use crate::model::shapes::shape;
+use crate::model::{Dtypes, LlamaConfig};
 use crate::pipeline::Job;
 use crate::placement::device_map::Prefixes;
 use crate::placement::{Budget, DeviceMap, Inventory, PlanError, Policy, plan};
@@ -29,7 +29,7 @@ fn planned_for(
     let machine: Inventory = serde_json::from_value(machine).unwrap();
     let job = Job {
         config,
-        dtype,
+        dtypes: Dtypes::all(dtype),
         gpu_dtype: dtype,
         seqlen: 2048,
         samples: 128,

@@ -7,7 +7,7 @@ use super::{on_gpu, output_error};
 use crate::bytes::ByteSize;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
-use crate::model::{LlamaConfig, Projection, footprint};
+use crate::model::{Dtypes, LlamaConfig, Projection, footprint};
 use crate::placement::planner::ON_THEIR_WAY;
 use crate::placement::{Need, Resting, Way, Work, Workload};
 use crate::pruning::ColumnSquares;
@@ -34,8 +34,8 @@ const F32: usize = size_of::<f32>();
 pub struct Job<'a> {
     /// The model's shape.
     pub config: &'a LlamaConfig,
-    /// The dtype of its weights.
-    pub dtype: StoredDtype,
+    /// The dtypes of its weights.
+    pub dtypes: Dtypes,
     /// Tokens per sample and window.
     pub seqlen: usize,
     /// The dtype GPUs compute in.
@@ -78,7 +78,7 @@ impl Job<'_> {
     pub fn workload(&self) -> Workload {
         let mut workload = Workload {
             num_hidden_layers: self.config.num_hidden_layers,
-            layer: footprint::layer_weights(self.config, self.dtype, &Knobs::default()),
+            layer: footprint::layer_weights(self.config, self.dtypes.layers, &Knobs::default()),
             ..Workload::default()
         };
         for resting in [Resting::Ram, Resting::Disk] {
@@ -215,12 +215,12 @@ impl Job<'_> {
 
     /// What multiplies.
     fn kernel(&self) -> Kernel {
-        self.products.kernel(self.dtype)
+        self.products.kernel(self.dtypes.layers)
     }
 
     /// Factors of products, kept from the first on.
     fn packed(&self, knobs: &Knobs) -> ByteSize {
-        let head = self.windows > 0;
+        let head = (self.windows > 0).then(|| self.products.kernel(self.dtypes.head));
         footprint::products(
             self.config,
             self.kernel(),
@@ -265,11 +265,12 @@ impl Job<'_> {
     fn on_host(&self, knobs: &Knobs, resting: Resting, element: usize) -> Way {
         let Self {
             config,
-            dtype,
+            dtypes,
             seqlen,
             threads,
             ..
         } = *self;
+        let dtype = dtypes.layers;
         let kernel = self.products.of_activations();
         let layer = footprint::layer_weights(config, dtype, knobs);
         let mut layers = match knobs.weights {
@@ -340,7 +341,7 @@ impl Job<'_> {
                 vec![
                     part(
                         "head and logits",
-                        footprint::head(config, dtype, seqlen, self.windows, knobs),
+                        footprint::head(config, dtypes, seqlen, self.windows, knobs),
                     ),
                     context,
                 ],
@@ -392,7 +393,7 @@ impl Job<'_> {
     fn work(&self, knobs: &Knobs, resting: Resting, element: usize) -> Work {
         let Self {
             config,
-            dtype,
+            dtypes,
             seqlen,
             ..
         } = *self;
@@ -433,7 +434,7 @@ impl Job<'_> {
         let tokens = |count: f64| count * seqlen as f64;
         // Calibration samples go no further than the last layer's dense pass.
         let propagated = samples * (layers - 1.0) / layers;
-        let layer_bytes = (attention + mlp) * dtype.bytes() as f64;
+        let layer_bytes = (attention + mlp) * dtypes.layers.bytes() as f64;
         let states = tokens(1.0) * config.hidden_size as f64 * element as f64;
         let mut moved = if self.saves { layer_bytes } else { 0.0 };
         if resting == Resting::Disk {
@@ -442,7 +443,7 @@ impl Job<'_> {
         if knobs.weights == WeightsHeld::Matrix {
             moved += layer_bytes * (samples + propagated + windows);
         }
-        let ends = (config.vocab_size * config.hidden_size) as f64 * dtype.bytes() as f64;
+        let ends = (config.vocab_size * config.hidden_size) as f64 * dtypes.head.bytes() as f64;
         let model =
             layers * layer_bytes + if config.tie_word_embeddings { 1.0 } else { 2.0 } * ends;
         let mut once_moved = if self.windows > 0 { ends } else { 0.0 };

@@ -4,7 +4,12 @@ use prune::demo::RandomCheckpoint;
 use prune::linalg::{StoredDtype, product::Kernel};
 use prune::run::Manifest;
 
+use half::bf16;
+use prune::checkpoint::Checkpoint;
+use prune::model::{Dtypes, LlamaConfig, stored_dtypes};
+
 use crate::cli::Place;
+use crate::errors::rewrite;
 
 fn checkpoint(dtype: StoredDtype) -> Place {
     Place::with(&RandomCheckpoint {
@@ -208,4 +213,58 @@ fn a_plan_is_made_for_the_arithmetic_it_is_asked_for() {
     let (f32, bf16) = (planned(&["--dtype", "f32"]), planned(&["--dtype", "bf16"]));
     assert_eq!(planned(&[]), f32);
     assert!(bf16.contains("this layer, packed") && !f32.contains("this layer, packed"));
+}
+
+/// Matrices that read the same rows in different dtypes: what comes out is what the same numbers give in one.
+#[test]
+fn dtypes_may_be_mixed_within_a_layer() {
+    let names = [
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "lm_head.weight",
+    ];
+    let place = checkpoint(StoredDtype::F32);
+    let rounded = |bytes: &[u8]| -> Vec<bf16> {
+        let (numbers, _) = bytes.as_chunks::<4>();
+        let numbers = numbers.iter().map(|bytes| f32::from_le_bytes(*bytes));
+        numbers.map(bf16::from_f32).collect()
+    };
+    rewrite(&place, |name, _, bytes| {
+        if names.contains(&name) {
+            let rounded = rounded(bytes);
+            *bytes = rounded
+                .iter()
+                .flat_map(|number| number.to_f32().to_le_bytes())
+                .collect();
+        }
+        true
+    });
+    let wide = run(&place, "wide", &["--dtype", "f32"]);
+    rewrite(&place, |name, info, bytes| {
+        if names.contains(&name) {
+            info.dtype = safetensors::Dtype::BF16;
+            let rounded = rounded(bytes);
+            *bytes = rounded
+                .iter()
+                .flat_map(|number| number.to_le_bytes())
+                .collect();
+        }
+        true
+    });
+    let mixed = run(&place, "mixed", &["--dtype", "f32"]);
+    assert_eq!(masks(&wide), masks(&mixed));
+    assert_eq!(perplexities(&wide), perplexities(&mixed));
+
+    let path = place.path("m");
+    let (source, config) = (
+        Checkpoint::open(&path).expect("just written"),
+        LlamaConfig::load(&path).expect("just written"),
+    );
+    let dtypes = Dtypes {
+        layers: StoredDtype::F32,
+        head: StoredDtype::Bf16,
+    };
+    assert_eq!(stored_dtypes(&source, &config), dtypes);
+    let ran = place.run(&["plan", "--model", "m"]);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
 }

@@ -15,7 +15,7 @@ use prune::generation::{
     Finish, Generator, Order, PROMPT_BLOCK, Sampler, Sampling, Written, write,
 };
 use prune::linalg::StoredDtype;
-use prune::model::LlamaConfig;
+use prune::model::{Dtypes, LlamaConfig};
 use prune::placement::Residency;
 use prune::run::{GenerationReport, Silent};
 use serde_json::{Value, json};
@@ -173,7 +173,13 @@ fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
         ..RandomCheckpoint::default()
     })?;
     let config = LlamaConfig::load(folder.path())?;
-    let sizes = Generator::sizes(&config, StoredDtype::F32, 30, 2, prune::bytes::ByteSize(0));
+    let sizes = Generator::sizes(
+        &config,
+        Dtypes::all(StoredDtype::F32),
+        30,
+        2,
+        prune::bytes::ByteSize(0),
+    );
     let expected = written(
         &mut open(folder.path(), Residency::all)?,
         &prompt(10, 320),

@@ -21,7 +21,7 @@ use prune::data::{self, DatasetSpec, Role, TextCache, Tokenizer};
 use prune::demo::RandomCheckpoint;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
-use prune::model::LlamaConfig;
+use prune::model::{Dtypes, LlamaConfig};
 use prune::pipeline::Job;
 use prune::placement::{Need, Resting, Way};
 use prune::run::{Knobs, Silent};
@@ -250,7 +250,7 @@ fn planned(place: &Place, dtype: StoredDtype, resting: Resting) -> Need {
     let config = LlamaConfig::load(&place.path("m")).expect("just written");
     let job = Job {
         config: &config,
-        dtype,
+        dtypes: Dtypes::all(dtype),
         gpu_dtype: dtype,
         seqlen: SEQLEN,
         samples: SAMPLES,

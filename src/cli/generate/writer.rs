@@ -77,7 +77,7 @@ impl Writer {
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
         let sizes = Generator::sizes(
             &session.config,
-            session.dtype(),
+            session.dtypes(),
             capacity,
             session.threads,
             held,

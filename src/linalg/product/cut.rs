@@ -5,48 +5,53 @@ use std::ops::Range;
 use super::Kernel;
 use super::packed::{Line, Shape};
 
-/// A product by its size.
-#[derive(Debug, Clone, Copy)]
+/// Products of a common X, by their sizes.
+#[derive(Debug, Clone)]
 pub struct Product {
+    /// What multiplies.
+    pub kernel: Kernel,
     /// Rows of X.
     pub tokens: usize,
-    /// Rows of W, those of all jobs together.
-    pub columns: usize,
+    /// Rows of W of every job.
+    pub columns: Vec<usize>,
     /// Columns of either.
     pub inner: usize,
     /// Whether W is packed already.
     pub is_kept: bool,
 }
 
-/// Bytes of [`Packed`](super::Packed) after these products, at most: the largest X, and the most each thread works on.
-pub fn packed_bytes(kernel: Kernel, products: &[Product], threads: usize) -> usize {
-    let shape = kernel.shape();
-    let is_fused = kernel == Kernel::Fused;
+/// Bytes of [`Packed`](super::Packed) after these products, at most: the largest X, and as many times as tasks ever run at once the
+/// most that any task works on: scratch goes from hand to hand and keeps its largest size.
+pub fn packed_bytes(products: &[Product], threads: usize) -> usize {
     let of = |product: &Product| {
         let Product {
+            kernel,
             tokens,
-            columns,
+            ref columns,
             inner,
             is_kept,
         } = *product;
-        let cut = Cut::of(shape, tokens, &[columns], threads, is_kept);
+        let (shape, is_fused) = (kernel.shape(), kernel == Kernel::Fused);
+        let cut = Cut::of(shape, tokens, columns, threads, is_kept);
         let slab = inner.min(shape.slab);
         let (high, wide) = (cut.highest(), cut.widest());
         let x = shape.packed_rows(tokens, if is_fused { slab } else { inner });
         let w = shape.packed_columns(wide, slab);
         let w = if is_kept { 0 } else { w };
-        let tasks = (cut.row_parts * cut.column_parts[0]).min(threads);
         let sums = if is_fused { 0 } else { high * wide };
-        (
-            x * size_of::<Line>(),
-            tasks * w * size_of::<Line>(),
-            tasks * sums * size_of::<f32>(),
-        )
+        let tasks = cut.row_parts * cut.column_parts.iter().sum::<usize>();
+        (x, tasks.min(threads), w, sums)
     };
-    let most = products.iter().map(of).fold((0, 0, 0), |most, this| {
-        (most.0.max(this.0), most.1.max(this.1), most.2.max(this.2))
+    let most = products.iter().map(of).fold((0, 0, 0, 0), |most, this| {
+        (
+            most.0.max(this.0),
+            most.1.max(this.1),
+            most.2.max(this.2),
+            most.3.max(this.3),
+        )
     });
-    most.0 + most.1 + most.2
+    let (x, tasks, w, sums) = most;
+    (x + tasks * w) * size_of::<Line>() + tasks * sums * size_of::<f32>()
 }
 
 /// Rows of a task, at most: whatever packs W while it multiplies packs it once per so many tokens.

@@ -462,34 +462,63 @@ fn rows_are_packed_as_one_by_one() {
     parts_are_taken_one_by_one::<3>();
 }
 
+/// Products one after another, of one weight and of several: what they leave, and what is said of them.
 #[test]
 fn what_is_packed_is_what_the_footprint_says() {
+    type Case = (usize, usize, usize, &'static [usize]);
+    let cases: [&[Case]; 5] = [
+        &[(1, 50, 100, &[70])],
+        &[(3, 2100, 600, &[700])],
+        &[(2, 300, 2100, &[500])],
+        // Cut each for itself: into wider tasks than their sum would be.
+        &[(8, 1024, 64, &[2048, 512, 512])],
+        // Few wide tasks, then many narrow ones.
+        &[(4, 70, 600, &[96]), (4, 700, 40, &[300, 300])],
+    ];
     for kernel in Kernel::all() {
-        for (tokens, inner, columns, threads) in
-            [(50, 100, 70, 1), (2100, 600, 700, 3), (300, 2100, 500, 2)]
-        {
+        for products_of in cases {
+            let threads = products_of[0].0;
             let pool = rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)
                 .build()
                 .unwrap();
             let mut packed = Packed::default();
-            let mut out = vec![0.0; tokens * columns];
-            let (x, weight) = (
-                numbers(tokens * inner, 1),
-                stored(&numbers(columns * inner, 2)),
-            );
-            pool.install(|| multiply(kernel, &x, &weight, inner, &mut out, &mut packed));
-            let product = Product {
-                tokens,
-                columns,
-                inner,
-                is_kept: false,
-            };
-            let predicted = pool.install(|| packed_bytes(kernel, &[product], threads));
+            let mut sizes = Vec::new();
+            for &(_, tokens, inner, columns) in products_of {
+                let x = numbers(tokens * inner, 1);
+                let weights: Vec<_> = columns
+                    .iter()
+                    .map(|columns| stored(&numbers(columns * inner, 2)))
+                    .collect();
+                let mut outs: Vec<_> = columns
+                    .iter()
+                    .map(|some| vec![0.0; tokens * some])
+                    .collect();
+                let mut jobs: Vec<Job<'_>> = outs
+                    .iter_mut()
+                    .zip(&weights)
+                    .zip(columns)
+                    .map(|((out, weight), &columns)| Job {
+                        weight: Factor::Stored(Values::Bf16(weight)),
+                        columns,
+                        out,
+                        stride: columns,
+                    })
+                    .collect();
+                pool.install(|| products(kernel, &x, inner, &mut jobs, &mut packed));
+                sizes.push(Product {
+                    kernel,
+                    tokens,
+                    columns: columns.to_vec(),
+                    inner,
+                    is_kept: false,
+                });
+            }
+            let predicted = packed_bytes(&sizes, threads);
             let bytes = packed.bytes();
             assert!(
                 bytes <= predicted && (threads > 1 || bytes == predicted),
-                "{kernel:?} {tokens} {inner} {columns}: {bytes} {predicted}"
+                "{kernel:?} {products_of:?}: {bytes} {predicted}"
             );
         }
     }

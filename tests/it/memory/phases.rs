@@ -16,7 +16,8 @@ use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
 use prune::model::observe::Need;
 use prune::model::{
-    DecoderLayer, Head, LayerContext, LlamaConfig, Observation, Observer, Projection, footprint,
+    DecoderLayer, Dtypes, Head, LayerContext, LlamaConfig, Observation, Observer, Projection,
+    footprint,
 };
 use prune::pruning::{self, Pattern, Request, Target};
 use prune::run::Silent;
@@ -124,7 +125,14 @@ fn phase(
     let context = || LayerContext::with_knobs(config, SEQLEN, knobs.clone());
     let kernel = Kernel::Fused;
     let beside = footprint::context(config, SEQLEN)
-        + footprint::products(config, kernel, SEQLEN, THREADS, knobs, name == "head");
+        + footprint::products(
+            config,
+            kernel,
+            SEQLEN,
+            THREADS,
+            knobs,
+            (name == "head").then_some(kernel),
+        );
     let (mut layer, held) = counted(|| load(&source, config, knobs))?;
     match name {
         "layer" => {
@@ -188,7 +196,8 @@ fn phase(
                 hidden.put(window, state()?)?;
             }
             let (clock, state) = (Clock::new(), state()?);
-            let predicted = footprint::head(config, dtype, SEQLEN, WINDOWS, knobs) + beside;
+            let predicted =
+                footprint::head(config, Dtypes::all(dtype), SEQLEN, WINDOWS, knobs) + beside;
             let before = ALIVE.load(Ordering::Relaxed);
             let mut context = context()?;
             drop(layer.forward(&state, &mut context)?);
