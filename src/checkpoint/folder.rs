@@ -56,15 +56,46 @@ pub(super) fn find_weights(folder: &Path) -> anyhow::Result<FolderWeights> {
             .into());
     }
     if folder.join(INDEX_FILE).is_file() {
-        from_index(folder)
+        let weights = from_index(folder)?;
+        let has_single = folder.join(SINGLE_FILE).is_file();
+        if has_single && !weights.shards.iter().any(|shard| shard == SINGLE_FILE) {
+            return Err(Failure::new(format!(
+                "`{}` holds two checkpoints",
+                folder.display()
+            ))
+            .detail(format!(
+                "`{INDEX_FILE}` names {} files, and `{SINGLE_FILE}`, which is not one of them, is there, too; programs differ in which they load",
+                weights.shards.len()
+            ))
+            .hint(format!(
+                "move `{SINGLE_FILE}`, or the index and its files, somewhere else"
+            ))
+            .into());
+        }
+        Ok(weights)
     } else if folder.join(SINGLE_FILE).is_file() {
         Ok(FolderWeights {
             shards: vec![SINGLE_FILE.into()],
             weight_map: BTreeMap::new(),
         })
     } else {
+        for name in [INDEX_FILE, SINGLE_FILE] {
+            let path = folder.join(name);
+            if path.is_symlink() && !path.exists() {
+                return Err(broken_link(&path).into());
+            }
+        }
         Err(no_safetensors(folder)?.into())
     }
+}
+
+/// The refusal of a name that leads nowhere, as those of a hub's cache do where a file was removed.
+pub(super) fn broken_link(path: &Path) -> Failure {
+    Failure::new(format!(
+        "`{}` is a link to a file that is not there",
+        path.display()
+    ))
+    .hint("download the checkpoint again, this file at least")
 }
 
 fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {

@@ -175,7 +175,10 @@ impl MaskWriter {
             if !path.is_file() {
                 return Ok(None);
             }
-            disk::rename(path, &partial).map_err(|error| cannot_write(path, &error))?;
+            // Otherwise a power cut could bring the name back over masks that are being written again.
+            disk::rename(path, &partial)
+                .and_then(|()| disk::sync_folder(path.parent().unwrap_or(Path::new("."))))
+                .map_err(|error| cannot_write(path, &error))?;
         }
         let cannot = |error: std::io::Error| cannot_write(&partial, &error);
         let file = disk::open(&partial).map_err(cannot)?;

@@ -51,7 +51,7 @@ pub use headers_only::HeadersOnly;
 pub use masks::{MASKS_FILE, MaskWriter};
 pub(crate) use meter::Meter;
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
-pub use sidecars::{SUMS_FILE, is_model_file, sidecars_in};
+pub use sidecars::{CONFIG_FILE, SUMS_FILE, check_sidecars, is_model_file, sidecars_in};
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};
 pub use verify::{ExpectedMatrix, MatrixZeros, Verification, VerifiedFile, VerifyLevel};

@@ -10,12 +10,13 @@ use sha2::{Digest, Sha256};
 
 use super::INDEX_FILE;
 use super::atomic::cannot_write;
+use super::folder::broken_link;
 use crate::bytes::hex;
 use crate::disk;
 use crate::failure::Failure;
 
 /// The file that makes a folder a model: written last, so that a half-written folder never loads.
-pub(super) const CONFIG_FILE: &str = "config.json";
+pub const CONFIG_FILE: &str = "config.json";
 
 /// What [`copy_sidecar`] moves at once.
 const COPY_BYTES: usize = 1 << 20;
@@ -45,7 +46,7 @@ const PREFIXES: [&str; 3] = ["LICENSE", "USE_POLICY", "NOTICE"];
 ///
 /// # Errors
 ///
-/// Fails when the folder cannot be listed.
+/// Fails when the folder cannot be listed, and when one is a link that leads nowhere.
 pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
     let cannot_list = |error: io::Error| {
         Failure::new(format!("cannot list `{}`", folder.display())).detail(error.to_string())
@@ -59,13 +60,34 @@ pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
         };
         let known = NAMES.contains(&name.as_str())
             || PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+        let path = entry.path();
+        if known && path.is_symlink() && !path.exists() {
+            return Err(broken_link(&path).into());
+        }
         // Through links: the files of the hub's cache are links to blobs.
-        if known && entry.path().is_file() {
+        if known && path.is_file() {
             found.push(name);
         }
     }
     found.sort_by_key(|name| (name == CONFIG_FILE, name == INDEX_FILE, name.clone()));
     Ok(found)
+}
+
+/// Checks that the sidecars of `folder` can be read, before anything is computed that would need them in the end.
+///
+/// # Errors
+///
+/// Fails for the first that cannot, and as [`sidecars_in`].
+pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
+    for name in sidecars_in(folder)? {
+        let path = folder.join(name);
+        File::open(&path).map_err(|error| {
+            Failure::new(format!("cannot open `{}`", path.display()))
+                .detail(error.to_string())
+                .hint("it is copied beside the weights: make it readable, or remove it")
+        })?;
+    }
+    Ok(())
 }
 
 /// Whether a file of this name is part of a checkpoint as we write it: weights (finished or not), or a sidecar.

@@ -202,7 +202,7 @@ pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<()> 
             target.display()
         ))
         .detail(format!("the model is read from `{}`", source.display()))
-        .hint("choose another folder with --save")
+        .hint("choose another folder with --save or --save-model")
         .into());
     }
     Ok(())

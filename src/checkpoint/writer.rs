@@ -421,6 +421,17 @@ impl CheckpointWriter {
             shards,
             ..
         } = self;
+        // A process that slept while another finished this model must not spoil it.
+        for OutputShard { partial, file, .. } in &shards {
+            if !disk::is_at(file, partial).map_err(|error| cannot_write(partial, &error))? {
+                return Err(
+                    Failure::new(format!("`{}` is not there any more", partial.display()))
+                        .detail("another process has finished this model, or removed the file")
+                        .hint("give the same command again: it goes on from what is there")
+                        .into(),
+                );
+            }
+        }
         // From here until the end, an older model in this folder must not load with half of the new files.
         let config = target.join(CONFIG_FILE);
         disk::remove(&config).map_err(|error| cannot_write(&config, &error))?;

@@ -12,6 +12,7 @@ use super::args::{MessageArgs, ProgressArg};
 use super::folder_lock::FolderLock;
 use super::memory_log::MemoryLog;
 use super::progress::{Bars, JSON_INTERVAL, PLAIN_INTERVAL, Progress};
+use crate::failure::Failure;
 use crate::report;
 use crate::run::manifest::MatrixReport;
 use crate::run::{Event, Events, Manifest};
@@ -45,6 +46,8 @@ pub struct Console {
     /// The run was asked to stop where nothing is half-done.
     is_stopping: AtomicBool,
     state: Mutex<State>,
+    /// Never locked while anything is written: whoever reads our messages may have stopped reading, and a signal must still be heard.
+    ending: Mutex<Ending>,
 }
 
 /// What a run that ends before its time leaves behind.
@@ -66,6 +69,11 @@ struct State {
     memory_log: Option<MemoryLog>,
     /// Standard output stands within a line of streamed text.
     is_within_line: bool,
+}
+
+/// What the end of the process has to do with.
+#[derive(Default)]
+struct Ending {
     /// What an interruption leaves behind.
     unfinished: Option<Unfinished>,
     /// What asked the run to stop.
@@ -74,6 +82,8 @@ struct State {
     locks: Vec<Weak<FolderLock>>,
     /// A folder that an interruption removes.
     temporary: Option<PathBuf>,
+    /// Why a result did not reach standard output, though somebody was there to read it.
+    lost: Option<std::io::Error>,
 }
 
 impl Default for Console {
@@ -102,6 +112,7 @@ impl Console {
             prints_json: args.json,
             is_stopping: AtomicBool::new(false),
             state: Mutex::default(),
+            ending: Mutex::default(),
         }
     }
 
@@ -113,6 +124,7 @@ impl Console {
             prints_json: false,
             is_stopping: AtomicBool::new(false),
             state: Mutex::default(),
+            ending: Mutex::default(),
         }
     }
 
@@ -138,20 +150,48 @@ impl Console {
     /// A result, on standard output.
     pub fn result(&self, text: &str) {
         self.clear();
-        // A reader who has left (`prune eval | true`) does not turn a finished run into a failed one.
-        let _ = std::io::stdout().write_all(text.as_bytes());
-        let _ = std::io::stdout().flush();
+        self.write(text);
+    }
+
+    /// Writes to standard output and says whether somebody reads it. A reader who has left (`prune eval | true`) does not turn a finished
+    /// run into a failed one; a full disk does.
+    fn write(&self, text: &str) -> bool {
+        let mut stdout = std::io::stdout();
+        let written = stdout
+            .write_all(text.as_bytes())
+            .and_then(|()| stdout.flush());
+        match written {
+            Ok(()) => true,
+            Err(error) => {
+                if error.kind() != std::io::ErrorKind::BrokenPipe {
+                    self.ending().lost.get_or_insert(error);
+                }
+                false
+            }
+        }
+    }
+
+    /// Fails where a result was lost on its way to standard output.
+    ///
+    /// # Errors
+    /// Names the reason.
+    pub(super) fn check_results(&self) -> Result<()> {
+        match self.ending().lost.take() {
+            None => Ok(()),
+            Some(error) => Err(Failure::new("cannot write the result to standard output")
+                .detail(error.to_string())
+                .hint("what --save names is complete; give the command again where there is room")
+                .into()),
+        }
     }
 
     /// A part of a text that is written as it comes, on standard output. Says whether anybody reads it still.
     pub(super) fn stream(&self, part: &str) -> bool {
-        let written = std::io::stdout()
-            .write_all(part.as_bytes())
-            .and_then(|()| std::io::stdout().flush());
+        let is_read = self.write(part);
         if let Some(last) = part.chars().last() {
             self.state().is_within_line = last != '\n';
         }
-        written.is_ok()
+        is_read
     }
 
     /// A result that is a record: as one JSON object with `--json`, else as `text`.
@@ -173,7 +213,7 @@ impl Console {
     pub fn error(&self, text: &str) {
         self.clear();
         self.state().end_line();
-        let unfinished = self.state().unfinished.take();
+        let unfinished = self.ending().unfinished.take();
         let is_told = |unfinished: &Unfinished| unfinished.has_begun && self.level >= Level::Normal;
         if let Some(unfinished) = unfinished.filter(is_told) {
             self.state().print(self.form, "note", &unfinished.text);
@@ -207,39 +247,49 @@ impl Console {
 
     /// What to say when the run ends before its time from now on.
     pub(super) fn set_unfinished(&self, unfinished: Option<Unfinished>) {
-        self.state().unfinished = unfinished;
+        self.ending().unfinished = unfinished;
     }
 
     /// What a run that ends now leaves behind.
     pub(super) fn unfinished(&self) -> Option<Unfinished> {
-        self.state().unfinished.clone()
+        self.ending().unfinished.clone()
     }
 
-    /// Lets all folders go: the process ends.
-    pub(super) fn release_locks(&self) {
-        self.state().release_locks();
+    /// Lets all folders go, the inner one first, as it was taken last, and removes what is of no use any more: the process ends.
+    pub(super) fn let_go(&self) {
+        let Ending {
+            locks, temporary, ..
+        } = std::mem::take(&mut *self.ending());
+        for lock in locks.into_iter().rev().filter_map(|lock| lock.upgrade()) {
+            lock.release();
+        }
+        if let Some(folder) = temporary {
+            // What cannot be removed stays in the system's folder for such things.
+            let _ = std::fs::remove_dir_all(folder);
+        }
     }
 
     /// Asks the run to stop where nothing is half-done, because of this signal.
     pub(super) fn stop(&self, signal: &'static str) {
-        self.state().signal = Some(signal);
+        self.ending().signal = Some(signal);
         self.is_stopping.store(true, Ordering::Relaxed);
     }
 
     /// The last words of a run that has stopped because it was asked to.
     pub(super) fn stopped(&self) {
-        let signal = self.state().signal.unwrap_or("stopped");
+        let signal = self.ending().signal.unwrap_or("stopped");
         self.interrupted(signal);
+        self.let_go();
     }
 
     /// A folder to let go when the process ends before its time.
     pub(super) fn add_lock(&self, lock: &Arc<FolderLock>) {
-        self.state().locks.push(Arc::downgrade(lock));
+        self.ending().locks.push(Arc::downgrade(lock));
     }
 
     /// A folder to remove when the run is interrupted from now on.
     pub(super) fn set_temporary(&self, folder: Option<PathBuf>) {
-        self.state().temporary = folder;
+        self.ending().temporary = folder;
     }
 
     /// Where the time went, where `--profile` asked for it: behind the table, on standard error, so that `--json` stays one object.
@@ -281,14 +331,14 @@ impl Console {
             format!(" in {phase}")
         };
         state.print(self.form, event, &text(&place));
-        if let Some(unfinished) = state.unfinished.take() {
+        let unfinished = self.ending().unfinished.take();
+        if let Some(unfinished) = unfinished {
             state.print(self.form, "note", &unfinished.text);
         }
-        state.release_locks();
-        if let Some(folder) = state.temporary.take() {
-            // What cannot be removed stays in the system's folder for such things.
-            let _ = std::fs::remove_dir_all(folder);
-        }
+    }
+
+    fn ending(&self) -> MutexGuard<'_, Ending> {
+        self.ending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -303,15 +353,6 @@ pub(super) fn print_line(text: &str) {
 }
 
 impl State {
-    /// The inner folder first, as it was taken last.
-    fn release_locks(&mut self) {
-        for lock in std::mem::take(&mut self.locks).into_iter().rev() {
-            if let Some(lock) = lock.upgrade() {
-                lock.release();
-            }
-        }
-    }
-
     /// What is told next begins at the left of a terminal that shows both streams.
     fn end_line(&mut self) {
         if std::mem::take(&mut self.is_within_line) && std::io::stdout().is_terminal() {

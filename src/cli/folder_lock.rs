@@ -9,8 +9,8 @@
 //! | one that does not live any more, or the same batch job before it was started again | stale: said, and taken over |
 //! | another host, boot or container | watched: refused as soon as it is seen to live, stale after [`PATIENCE`] without a sign |
 //!
-//! Nothing is judged by clocks, which differ between hosts. Whoever finds, when it raises its count, that the lock has another owner
-//! ends at once: two processes must never write to one model.
+//! Nothing is judged by clocks, which differ between hosts. Whoever finds, when it raises its count, that the lock has another owner or
+//! none ends at once: two processes must never write to one model, and where the lock is gone another may have come, finished and left.
 
 use std::fs::{self, File};
 use std::io;
@@ -105,6 +105,9 @@ impl Owner {
             if !exists(self.pid)? {
                 return Some(false);
             }
+            if is_dead(self.pid) {
+                return Some(false);
+            }
             let began = began(self.pid);
             // Systems may hide other users' processes: then only its signs tell.
             let is_hidden = began.is_empty() && !self.process_began.is_empty();
@@ -155,14 +158,21 @@ fn exists(pid: u32) -> Option<bool> {
 
 /// When a process began, in the system's ticks since it was started.
 fn began(pid: u32) -> String {
+    stat(pid, 19)
+}
+
+/// Whether a process has ended, and its number is kept only because nobody has asked how it did: containers may never ask.
+fn is_dead(pid: u32) -> bool {
+    ["Z", "X"].contains(&stat(pid, 0).as_str())
+}
+
+/// What the system tells of a process, by its place after the name; empty where it does not tell.
+fn stat(pid: u32, field: usize) -> String {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name before the last parenthesis may hold anything; the start is the 20th field after it.
+    // The name before the last parenthesis may hold anything.
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-    fields
-        .split_whitespace()
-        .nth(19)
-        .unwrap_or_default()
-        .to_string()
+    let field = fields.split_whitespace().nth(field);
+    field.unwrap_or_default().to_string()
 }
 
 /// A folder that no other process may write to, until this is dropped.
@@ -178,7 +188,8 @@ pub(super) struct FolderLock {
 }
 
 impl FolderLock {
-    /// Takes the folder, which is made where there is none. `lost` is called, from another thread, where another process took it.
+    /// Takes the folder, which is made where there is none. `lost` is called, from another thread, where this process has it no more, with
+    /// the reason.
     ///
     /// # Errors
     /// Fails when another process works there, and when the folder cannot be written.
@@ -206,8 +217,12 @@ impl FolderLock {
                         return;
                     };
                     beat += 1;
-                    if let Some(other) = lock.beat(beat) {
-                        return lost(other);
+                    if let Some(why) = lock.beat(beat) {
+                        // One that was let go just now is gone as it should be.
+                        if !lock.is_released.load(Ordering::SeqCst) {
+                            lost(why);
+                        }
+                        return;
                     }
                 }
             })
@@ -224,7 +239,9 @@ impl FolderLock {
         let owner = Owner::me();
         let path = folder.join(FILE);
         let cannot = |error: io::Error| {
-            Failure::new(format!("cannot write `{}`", path.display())).detail(error.to_string())
+            Failure::new(format!("cannot write `{}`", path.display()))
+                .detail(error.to_string())
+                .hint("choose a --save folder that can be made and written to")
         };
         fs::create_dir_all(folder).map_err(cannot)?;
         for new in &made {
@@ -268,24 +285,29 @@ impl FolderLock {
             .into())
     }
 
-    /// Gives a sign. Returns who has the lock where this process has it no more.
+    /// Gives a sign. Returns the reason where this process has the lock no more.
     fn beat(&self, beat: u64) -> Option<String> {
         let mut owner = self.owner.clone();
-        if let Ok(Some(other)) = read(&self.path) {
-            let found = parse(&other);
-            owner.beat = found.as_ref().map_or(0, |found| found.beat);
-            if found.as_ref().is_some_and(|found| *found != owner) {
-                return found.map(|found| found.name());
+        let found = read(&self.path);
+        if let Ok(None) = found {
+            return Some(format!(
+                "`{}` is gone: another process has worked there while this one slept, or somebody removed it",
+                self.path.display()
+            ));
+        }
+        if let Some(found) = found.ok().flatten().as_deref().and_then(parse) {
+            owner.beat = found.beat;
+            if found != owner {
+                return Some(format!(
+                    "{} has it, because this process gave no sign for long",
+                    found.name()
+                ));
             }
         }
         owner.beat = beat;
         // In its place and of its length: a full disk does not matter, and nobody ever finds half of it. A server that does not answer will be
         // noticed by the work itself.
-        let open = File::options()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&self.path);
+        let open = File::options().write(true).open(&self.path);
         let _ = open.and_then(|file| positioned::write_all_at(&file, &text(&owner), 0));
         None
     }
@@ -487,6 +509,25 @@ mod tests {
     }
 
     #[test]
+    #[cfg(target_os = "linux")]
+    fn a_process_that_nobody_has_buried_does_not_work_any_more() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let began = Instant::now();
+        while !is_dead(child.id()) && began.elapsed() < Duration::from_secs(20) {
+            std::thread::sleep(BRIEFLY);
+        }
+        let me = Owner::me();
+        let gone = Owner {
+            pid: child.id(),
+            process_began: super::began(child.id()),
+            ..me.clone()
+        };
+        assert_eq!(exists(child.id()), Some(true));
+        assert_eq!((gone.lives(&me), me.lives(&me)), (Some(false), Some(true)));
+        child.wait().unwrap();
+    }
+
+    #[test]
     fn another_host_is_watched() {
         let folder = tempfile::tempdir().unwrap();
         let elsewhere = |owner: &mut Owner| owner.host = "elsewhere".to_string();
@@ -542,6 +583,16 @@ mod tests {
         );
         drop(lock);
         assert!(folder.path().join(FILE).is_file());
+    }
+
+    #[test]
+    fn a_lock_that_is_gone_is_lost_and_not_made_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let lock = FolderLock::take_within(folder.path(), SHORT, &Silent).unwrap();
+        assert_eq!(lock.beat(1), None);
+        fs::remove_file(folder.path().join(FILE)).unwrap();
+        assert!(lock.beat(2).is_some_and(|why| why.contains("is gone")));
+        assert!(!folder.path().join(FILE).exists());
     }
 
     #[test]

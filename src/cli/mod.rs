@@ -179,7 +179,8 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let console = Arc::new(Console::new(cli.messages()));
     interrupt::end_on_panic(&console);
     interrupt::watch(&console);
-    match dispatch(cli, arguments, &console) {
+    let done = dispatch(cli, arguments, &console);
+    match done.and_then(|outcome| console.check_results().map(|()| outcome)) {
         Ok(outcome) => outcome.exit_code(),
         Err(error) if error.is::<Stopped>() => {
             console.stopped();

@@ -4,13 +4,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use serde::Deserialize;
 
 use super::console::{Console, Unfinished};
 use super::folder_lock::{self, FolderLock};
 use super::{interrupt, memory_log, shell};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    MASKS_FILE, PARTIAL_SUFFIX, is_model_file, refuse_source_folder, write_atomic,
+    CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, Verification, VerifiedFile, is_model_file,
+    refuse_source_folder, write_atomic,
 };
 use crate::disk;
 use crate::failure::Failure;
@@ -38,6 +40,9 @@ impl Drop for RunFolder {
     }
 }
 
+/// Where a run's model is in its folder, unless said otherwise.
+const MODEL: &str = "model";
+
 /// The record of a finished run in its folder.
 pub(super) const MANIFEST: &str = "run.json";
 
@@ -57,7 +62,7 @@ impl RunFolder {
             .then(|| {
                 save_model
                     .map(Path::to_path_buf)
-                    .or_else(|| save.map(|save| save.join("model")))
+                    .or_else(|| save.map(|save| save.join(MODEL)))
             })
             .flatten();
         for folder in [save, model.as_deref()].into_iter().flatten() {
@@ -96,8 +101,8 @@ impl RunFolder {
         let model = model.filter(|model| self.run.as_ref() != Some(model));
         for folder in self.run.clone().into_iter().chain(model) {
             let place = folder.display().to_string();
-            let lock = FolderLock::take(&folder, console, move |other| {
-                interrupt::end_for_another(&place, &other)
+            let lock = FolderLock::take(&folder, console, move |why| {
+                interrupt::end_for_another(&place, &why)
             })?;
             console.add_lock(&lock);
             self.locks.push(lock);
@@ -117,7 +122,7 @@ impl RunFolder {
             .as_ref()
             .is_some_and(|run| run.join(MANIFEST).exists());
         if is_finished && self.is_forced {
-            return Ok(None);
+            return self.refuse_to_part().map(|()| None);
         }
         let Some(folder) = self.state() else {
             self.refuse_unfinished()?;
@@ -132,6 +137,27 @@ impl RunFolder {
             Err(_) if self.is_forced => Ok(None),
             state => state,
         }
+    }
+
+    /// Refuses to replace the record of a run whose model would stay, described by another's.
+    fn refuse_to_part(&self) -> Result<()> {
+        let Some(run) = self.run.as_ref().filter(|_| self.model.is_none()) else {
+            return Ok(());
+        };
+        let model = run.join(MODEL);
+        if !model.join(CONFIG_FILE).exists() {
+            return Ok(());
+        }
+        Err(Failure::new(format!(
+            "`{}` holds a finished run and its model, and this one writes no model",
+            run.display()
+        ))
+        .detail(format!(
+            "--force would leave `{}` beside a record that is not its own",
+            model.display()
+        ))
+        .hint("choose another --save folder, or remove that one first")
+        .into())
     }
 
     fn is_finished(&self) -> anyhow::Error {
@@ -168,7 +194,8 @@ impl RunFolder {
         }
     }
 
-    /// The record of a run that was cut off when only its state was left to remove; removes the state.
+    /// The record of a run that was cut off when only its state was left to remove; removes the state. `None` where the model is not
+    /// what the record says: then the state is what to go on from.
     ///
     /// # Errors
     /// Fails when the record cannot be read.
@@ -182,9 +209,25 @@ impl RunFolder {
         }
         let reading = || format!("reading `{}`", path.display());
         let text = std::fs::read(&path).with_context(reading)?;
-        let manifest = serde_json::from_slice(&text).with_context(reading)?;
+        let manifest: Manifest = serde_json::from_slice(&text).with_context(reading)?;
+        if !self.has_the_model_of(&manifest) {
+            return Ok(None);
+        }
         remove(StateFile::path(folder))?;
         Ok(Some(manifest))
+    }
+
+    /// Whether the model is there that a record speaks of: its configuration, which comes last, and weight files of their lengths.
+    fn has_the_model_of(&self, manifest: &Manifest) -> bool {
+        let (Some(model), Some(output)) = (&self.model, &manifest.output) else {
+            return false;
+        };
+        let verification = Verification::deserialize(&output.verification);
+        let has = |file: &VerifiedFile| {
+            let metadata = std::fs::metadata(model.join(&file.file));
+            metadata.is_ok_and(|metadata| metadata.len() == file.bytes)
+        };
+        model.join(CONFIG_FILE).is_file() && verification.is_ok_and(|all| all.files.iter().all(has))
     }
 
     /// Refuses the folder of an unfinished run, for commands that do not go on with one.
@@ -203,8 +246,8 @@ impl RunFolder {
         }
     }
 
-    /// Makes room for a new run: with `--force`, the old run's files go, `config.json` first, so that what is left never looks
-    /// finished. Files that are no part of a checkpoint stay.
+    /// Makes room for a new run: with `--force`, the old run's files go, its record and `config.json` first, so that what is left never
+    /// looks finished. Files that are no part of a checkpoint stay.
     ///
     /// # Errors
     /// Fails when a folder cannot be made or a file not be removed.
@@ -212,16 +255,22 @@ impl RunFolder {
         if let Some(folder) = self.state() {
             remove(StateFile::path(folder))?;
         }
-        if let (Some(model), true) = (&self.model, self.is_forced) {
-            remove(model.join("config.json"))?;
+        if let Some(run) = &self.run {
+            std::fs::create_dir_all(run)
+                .with_context(|| format!("creating the run folder `{}`", run.display()))?;
+            remove(run.join(MANIFEST))?;
+            sync(run)?;
+        }
+        if let (Some(model), true) = (&self.model, self.is_forced)
+            && model.is_dir()
+        {
+            remove(model.join(CONFIG_FILE))?;
+            sync(model)?;
             for name in files_in(model)?.iter().filter(|name| is_model_file(name)) {
                 remove(model.join(name))?;
             }
         }
         if let Some(run) = &self.run {
-            std::fs::create_dir_all(run)
-                .with_context(|| format!("creating the run folder `{}`", run.display()))?;
-            remove(run.join(MANIFEST))?;
             remove(run.join(memory_log::FILE))?;
             remove(run.join(MASKS_FILE))?;
             remove(run.join(format!("{MASKS_FILE}{PARTIAL_SUFFIX}")))?;
@@ -331,6 +380,10 @@ impl RunFolder {
 
 fn remove(path: PathBuf) -> Result<()> {
     disk::remove(&path).with_context(|| format!("removing `{}`", path.display()))
+}
+
+fn sync(folder: &Path) -> Result<()> {
+    disk::sync_folder(folder).with_context(|| format!("syncing `{}`", folder.display()))
 }
 
 /// `.run.json.1234.tmp`: a small file on its way to its name.

@@ -43,7 +43,7 @@ pub fn evaluation(
     if seqlen == 0 || max_windows == Some(0) {
         return Err(
             Failure::usage("no windows to evaluate: seqlen or --eval-windows is 0")
-                .hint("use numbers above zero, or --eval none to skip the evaluation")
+                .hint("use numbers above zero, or prune with --eval none")
                 .into(),
         );
     }
@@ -58,7 +58,7 @@ pub fn evaluation(
         .detail(format!("`{}` has {} tokens", source.path(), tokens.len()))
         .hint(shorter(
             tokens.len(),
-            "name a longer text with --eval-dataset, or use --eval none",
+            "name a longer text with --eval-dataset, or prune with --eval none",
         ))
         .into());
     }

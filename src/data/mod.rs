@@ -72,7 +72,7 @@ impl Role {
     fn or_not_at_all(self) -> &'static str {
         match self {
             Self::Calibration => "",
-            Self::Evaluation => ", or --eval none",
+            Self::Evaluation => ", or prune with --eval none",
         }
     }
 }

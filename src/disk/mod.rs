@@ -108,6 +108,29 @@ pub fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
+/// Whether `path` is still the name of an open file: somebody else may have removed or replaced it.
+///
+/// # Errors
+/// As the system.
+pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let named = match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        named => named?,
+    };
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let open = file.metadata()?;
+        Ok((open.dev(), open.ino()) == (named.dev(), named.ino()))
+    }
+    // Elsewhere open files keep their names.
+    #[cfg(not(unix))]
+    {
+        let _ = (file, named);
+        Ok(true)
+    }
+}
+
 /// Makes new names, renames and removals in `folder` survive a power cut.
 ///
 /// # Errors

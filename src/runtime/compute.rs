@@ -7,8 +7,9 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::thread;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 
 use super::engine::CopyAhead;
 use super::hidden_states::HiddenStates;
@@ -337,17 +338,21 @@ fn share<R: Send>(
             }
         }
     };
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         let work = &work;
         let threads: Vec<_> = seats
             .iter_mut()
-            .map(|seat| scope.spawn(move || work(seat)))
+            .map(|seat| thread::Builder::new().spawn_scoped(scope, move || work(seat)))
             .collect();
         let mut outcome = Ok(());
         for thread in threads {
             let ended = thread
-                .join()
-                .unwrap_or_else(|_| Err(anyhow!("the thread of a device panicked")));
+                .context("starting the thread of a device")
+                .and_then(|thread| {
+                    thread
+                        .join()
+                        .unwrap_or_else(|_| Err(anyhow!("the thread of a device panicked")))
+                });
             if outcome.is_ok() {
                 outcome = ended;
             }

@@ -68,12 +68,15 @@ impl LayerLoader {
             let (source, config) = (Arc::clone(&self.source), Arc::clone(&self.config));
             let held = self.knobs.weights;
             let copy = Arc::clone(&self.copy);
-            let reading = std::thread::spawn(move || {
-                let layer = load(&source, &config, held, index)?;
-                copy(&layer);
-                Ok(layer)
-            });
-            self.ahead = Some((index, reading));
+            let reading = std::thread::Builder::new()
+                .name("reading ahead".to_string())
+                .spawn(move || {
+                    let layer = load(&source, &config, held, index)?;
+                    copy(&layer);
+                    Ok(layer)
+                });
+            // Where no thread can be had, the layer is read when it is asked for.
+            self.ahead = reading.ok().map(|reading| (index, reading));
         }
     }
 }

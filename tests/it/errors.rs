@@ -407,6 +407,71 @@ fn a_tensor_of_another_shape_is_named_with_both() {
 }
 
 #[test]
+fn tensors_that_the_config_has_no_place_for_are_a_warning() {
+    let place = Place::new();
+    edit_config(&place, |config| config["num_hidden_layers"] = json!(1));
+    let ran = place.run(&arguments(&["--eval", "none"]));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let warning = "warning: config.json (1 layers) has no place for 9 tensors of this checkpoint, \
+                   `model.layers.1.";
+    assert!(ran.stderr.contains(warning), "{}", ran.stderr);
+
+    let place = Place::with(&prune::demo::RandomCheckpoint {
+        attention_bias: true,
+        ..Default::default()
+    });
+    let ran = place.run(&arguments(&["--eval", "none", "--save", "with"]));
+    assert!(!ran.stderr.contains("has no place for"), "{}", ran.stderr);
+    edit_config(&place, |config| config["attention_bias"] = json!(false));
+    let ran = place.run(&arguments(&["--eval", "none"]));
+    assert!(
+        ran.stderr.contains("has no place for 8 tensors"),
+        "{}",
+        ran.stderr
+    );
+}
+
+#[test]
+fn two_checkpoints_in_one_folder_are_refused() {
+    let place = Place::with(&prune::demo::RandomCheckpoint {
+        max_shard: prune::bytes::ByteSize(150_000),
+        ..Default::default()
+    });
+    let names = place.names("m");
+    let shard = names.iter().find(|name| name.starts_with("model-"));
+    let shard = place.path("m").join(shard.expect("several shards"));
+    fs::copy(shard, place.path("m/model.safetensors")).unwrap();
+    refuses_at_once(
+        &place,
+        &[],
+        1,
+        "error: `m` holds two checkpoints",
+        "hint: move `model.safetensors`, or the index and its files, somewhere else",
+    );
+}
+
+#[test]
+#[cfg(unix)]
+fn links_that_lead_nowhere_are_named() {
+    let place = Place::new();
+    let link = |name: &str| {
+        let _ = fs::remove_file(place.path(name));
+        std::os::unix::fs::symlink("blob", place.path(name)).unwrap();
+    };
+    for name in ["m/generation_config.json", "m/model.safetensors"] {
+        link(name);
+        let ran = place.run(&arguments(&["--eval", "none"]));
+        assert_eq!(ran.code, 1, "{}", ran.stderr);
+        let error = format!(
+            "error: `{name}` is a link to a file that is not there\n\
+             hint: download the checkpoint again, this file at least\n"
+        );
+        assert!(ran.stderr.ends_with(&error), "{}", ran.stderr);
+        assert!(!place.path("out").exists());
+    }
+}
+
+#[test]
 fn a_missing_tensor_is_named() {
     for name in [
         "model.layers.1.self_attn.k_proj.weight",
@@ -540,14 +605,14 @@ fn an_evaluation_text_that_is_missing_can_be_left_out() {
         &["--eval-dataset", "-"],
         1,
         "error: `wikitext-2-raw-v1/test-00000-of-00001.parquet` of the dataset `Salesforce/wikitext` (revision `main`) is not in the cache, and HF_HUB_OFFLINE forbids to download it",
-        "hint: run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give the text's path; or use --eval-dataset wikitext2:PATH for a text on disk, or --eval none",
+        "hint: run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give the text's path; or use --eval-dataset wikitext2:PATH for a text on disk, or prune with --eval none",
     );
     refuses_at_once(
         &place,
         &["--eval-dataset", "c4:nowhere"],
         1,
         "error: no such file or folder for --eval-dataset: `nowhere`",
-        "hint: check the path after the colon, or --eval none",
+        "hint: check the path after the colon, or prune with --eval none",
     );
 }
 
@@ -595,7 +660,7 @@ fn a_text_too_short_for_one_sample_is_refused_with_a_length_that_fits() {
         &["--eval-dataset", "short.txt"],
         1,
         "error: the evaluation text is too short for one window of 64 tokens",
-        "hint: use --seqlen 32, or name a longer text with --eval-dataset, or use --eval none",
+        "hint: use --seqlen 32, or name a longer text with --eval-dataset, or prune with --eval none",
     );
 }
 
@@ -621,7 +686,7 @@ fn sequences_longer_than_the_model_are_refused() {
 #[test]
 fn the_models_own_folder_is_no_output() {
     let place = Place::new();
-    let hint = "hint: choose another folder with --save";
+    let hint = "hint: choose another folder with --save or --save-model";
     for flags in [&["--save", "-", "--save-model", "m"][..], &["--save", "m"]] {
         let first = "error: the output folder `m` is the model's folder";
         refuses_at_once(&place, flags, 1, first, hint);
@@ -644,7 +709,7 @@ fn force_does_not_delete_the_model_it_is_to_read() {
         &["--save", "-", "--save-model", "m", "--force"],
         1,
         "error: the output folder `m` is the model's folder",
-        "hint: choose another folder with --save",
+        "hint: choose another folder with --save or --save-model",
     );
     // The way it happens: prune again what was pruned, into the same run.
     fs::create_dir(place.path("out")).unwrap();
@@ -654,7 +719,7 @@ fn force_does_not_delete_the_model_it_is_to_read() {
         &["--model", "out/model", "--force"],
         1,
         "error: the output folder `out/model` is the model's folder",
-        "hint: choose another folder with --save",
+        "hint: choose another folder with --save or --save-model",
     );
 }
 
@@ -691,6 +756,20 @@ fn a_finished_run_is_refused_without_force() {
         1,
         "error: `out` holds a finished run",
         "hint: choose another --save folder, or replace it with --force",
+    );
+}
+
+#[test]
+fn force_does_not_leave_a_model_beside_the_record_of_another() {
+    let place = Place::new();
+    let ran = place.run(&arguments(&["--eval", "none"]));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    refuses(
+        &place,
+        &["--force", "--no-save-model", "--eval", "none"],
+        1,
+        "error: `out` holds a finished run and its model, and this one writes no model",
+        "hint: choose another --save folder, or remove that one first",
     );
 }
 
@@ -947,7 +1026,7 @@ fn eval_refuses_what_prune_refuses() {
         ],
         1,
         "error: the output folder `m` is the model's folder",
-        "hint: choose another folder with --save",
+        "hint: choose another folder with --save or --save-model",
     );
 }
 
@@ -974,6 +1053,64 @@ fn a_reader_who_left_is_no_panic() {
     let output = child.wait_with_output().unwrap();
     let messages = String::from_utf8_lossy(&output.stderr);
     assert!(!messages.contains("panicked"), "{messages}");
+}
+
+/// A result that nobody gets is no success, unless nobody wants it.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_behind_standard_output_is_an_error() {
+    let place = Place::new();
+    for command in [&["inspect", "m"][..], &["plan", "--model", "m", "--json"]] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full");
+        let output = place
+            .command(command)
+            .stdout(full.unwrap())
+            .output()
+            .unwrap();
+        let messages = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{messages}");
+        assert!(
+            messages.contains("error: cannot write the result to standard output\n  No space left"),
+            "{messages}"
+        );
+    }
+}
+
+/// Whoever reads the messages may have stopped reading, and their pipe is full: a signal ends the process all the same.
+#[test]
+#[cfg(unix)]
+fn a_signal_is_heard_while_nobody_reads() {
+    use std::io::Write;
+    let place = Place::new();
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let filled = writer.try_clone().unwrap();
+    let filling = std::thread::spawn(move || {
+        // More than a pipe holds; ends with an error when the last reader is gone.
+        while writer.write_all(&[b'x'; 4096]).is_ok() {}
+    });
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    let mut child = place
+        .command(&arguments(&["--verbose"]))
+        .stderr(filled)
+        .spawn()
+        .unwrap();
+    // It stands at its first message.
+    std::thread::sleep(std::time::Duration::from_millis(700));
+    assert!(child.try_wait().unwrap().is_none(), "nothing stops it");
+    let sent = std::process::Command::new("kill")
+        .arg(child.id().to_string())
+        .status();
+    assert!(sent.unwrap().success());
+    let ended = (0..600).find_map(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        child.try_wait().unwrap()
+    });
+    if ended.is_none() {
+        child.kill().unwrap();
+    }
+    drop(reader);
+    filling.join().unwrap();
+    assert_eq!(ended.and_then(|status| status.code()), Some(3));
 }
 
 #[test]

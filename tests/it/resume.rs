@@ -537,10 +537,14 @@ fn a_run_cut_off_at_its_last_step_is_finished() {
     let place = of_layers(2);
     let expected = undisturbed(&place, &MAGNITUDE);
     place.prune(&MAGNITUDE);
-    let record = fs::read(place.path("out/run.json")).expect("a record");
-    fs::remove_dir_all(place.path("out")).expect("removed");
-    assert!(with_fault(&place, &MAGNITUDE, "kill:60").is_none());
-    fs::write(place.path("out/run.json"), record).expect("written");
+    let is_there = |name: &str| place.path(&format!("out/{name}")).exists();
+    let at = (60..400).find(|at| {
+        let _ = fs::remove_dir_all(place.path("out"));
+        let ran = with_fault(&place, &MAGNITUDE, &format!("kill:{at}"));
+        assert!(ran.is_none(), "no run ends between its last two steps");
+        is_there("run.json") && is_there("unfinished.json")
+    });
+    assert!(at.is_some() && is_there("model/config.json"));
     let ran = place.run(&command(&MAGNITUDE));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(
@@ -552,6 +556,44 @@ fn a_run_cut_off_at_its_last_step_is_finished() {
     let found = outcome(&place.path("out"));
     assert_eq!(found["run.json"], expected["run.json"]);
     assert!(!found.contains_key("unfinished.json"));
+}
+
+#[test]
+fn a_record_whose_model_is_gone_does_not_end_a_run() {
+    let place = of_layers(2);
+    let expected = undisturbed(&place, &MAGNITUDE);
+    place.prune(&MAGNITUDE);
+    let record = fs::read(place.path("out/run.json")).expect("a record");
+    fs::remove_dir_all(place.path("out")).expect("removed");
+    assert!(with_fault(&place, &MAGNITUDE, "kill:60").is_none());
+    fs::write(place.path("out/run.json"), record).expect("written");
+    let ran = place.run(&command(&MAGNITUDE));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(
+        !ran.stderr.contains("this run is finished"),
+        "{}",
+        ran.stderr
+    );
+    assert_same(&outcome(&place.path("out")), &expected, "gone on with");
+}
+
+#[test]
+fn force_never_leaves_the_record_of_a_model_that_is_gone() {
+    let place = of_layers(2);
+    let forced: Vec<&str> = MAGNITUDE.iter().copied().chain(["--force"]).collect();
+    let mut gone = 0;
+    for at in 1..16 {
+        let _ = fs::remove_dir_all(place.path("out"));
+        place.prune(&MAGNITUDE);
+        assert!(with_fault(&place, &forced, &format!("kill:{at}")).is_none());
+        let is_there = |name: &str| place.path(&format!("out/{name}")).exists();
+        gone += usize::from(!is_there("model/config.json"));
+        assert!(
+            is_there("model/config.json") || !is_there("run.json"),
+            "killed at operation {at}"
+        );
+    }
+    assert!(gone > 0, "no model was ever removed");
 }
 
 #[test]

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use super::texts::{Located, Texts};
 use super::{PruneArgs, unfinished};
 use crate::bytes::ByteSize;
-use crate::checkpoint::output_bytes;
+use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::cli::args::EvalSides;
 use crate::cli::console::Console;
 use crate::cli::run_folder::RunFolder;
@@ -71,6 +71,9 @@ impl<'a> Job<'a> {
             !args.output.no_save_model,
             args.output.force,
         )?;
+        if folder.model.is_some() {
+            check_sidecars(&session.folder)?;
+        }
         let masks = args.output.save_masks.then(|| folder.masks()).transpose()?;
         let targets = TargetPlan::resolve(&args.sparsity.selection()?, method, &session.config)?;
         folder.lock(console)?;

@@ -25,6 +25,9 @@ use crate::runtime::Finished;
 /// How the setting is called that says how products are computed.
 const ARITHMETIC: &str = "arithmetic";
 
+/// The settings that are the checkpoint's, not a flag's.
+const OF_THE_SOURCE: [&str; 2] = ["source", "config"];
+
 /// What decides the outcome and is known before texts are tokenised.
 ///
 /// # Errors
@@ -154,12 +157,9 @@ pub(super) fn same_run(
     } else {
         format!("`{place}` holds an unfinished run with other settings")
     });
-    let shown = |value: &str| match value.char_indices().nth(60) {
-        Some((end, _)) => format!("{}...", &value[..end]),
-        None => value.to_string(),
-    };
     for (name, then, now) in &differences {
-        failure = failure.detail(format!("{name}: {} there, {} now", shown(then), shown(now)));
+        let (then, now) = where_they_differ(then, now);
+        failure = failure.detail(format!("{name}: {then} there, {now} now"));
     }
     let then = differences.iter().find(|(name, _, _)| name == ARITHMETIC);
     let hint = match then.filter(|_| only_arithmetic) {
@@ -169,12 +169,46 @@ pub(super) fn same_run(
                 "go on where there is {then}; or start over with --force --dtype f32 --use-cpu, which every CPU with fused multiply-adds computes alike"
             ),
         },
+        None if differences
+            .iter()
+            .any(|(name, ..)| OF_THE_SOURCE.contains(&name.as_str())) =>
+        {
+            format!(
+                "bring the checkpoint back to what it was and go on with `{}`, choose another --save folder, or start over with --force",
+                shell::quoted(&state.arguments)
+            )
+        }
         None => format!(
             "go on with `{}`, choose another --save folder, or start over with --force",
             shell::quoted(&state.arguments)
         ),
     };
     Err(failure.hint(hint).into())
+}
+
+/// Two values, long ones from shortly before the place where they part.
+fn where_they_differ(then: &str, now: &str) -> (String, String) {
+    /// Characters that are shown, and those of them before the difference.
+    const SHOWN: usize = 60;
+    const BEFORE: usize = 30;
+    let alike = then.chars().zip(now.chars());
+    let alike = alike.take_while(|(then, now)| then == now).count();
+    let is_long = |value: &str| value.chars().nth(SHOWN).is_some();
+    let skipped = if is_long(then) || is_long(now) {
+        alike.saturating_sub(BEFORE)
+    } else {
+        0
+    };
+    let shown = |value: &str| {
+        let some: String = value.chars().skip(skipped).take(SHOWN).collect();
+        let is_cut = value.chars().nth(skipped + SHOWN).is_some();
+        let (before, behind) = (
+            if skipped > 0 { "..." } else { "" },
+            if is_cut { "..." } else { "" },
+        );
+        format!("{before}{some}{behind}")
+    };
+    (shown(then), shown(now))
 }
 
 /// What to give `--dtype` for this arithmetic, where the CPU has it.
@@ -332,4 +366,20 @@ pub(super) fn finished(outputs: &Outputs) -> Result<Option<Finished>> {
         layers,
         written: Arc::new(writer.written()?),
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_values_are_shown_where_they_differ() {
+        let config = |epsilon: &str| format!("{{{}\"rms_norm_eps\":{epsilon}}}", "x".repeat(500));
+        let (then, now) = where_they_differ(&config("1e-5"), &config("1e-6"));
+        assert!(then.ends_with("\"rms_norm_eps\":1e-5}"), "{then}");
+        assert!(now.ends_with("\"rms_norm_eps\":1e-6}"), "{now}");
+        assert!(then.starts_with("...x") && then.len() < 80, "{then}");
+        let (then, now) = where_they_differ("0.5", "0.6");
+        assert_eq!((then.as_str(), now.as_str()), ("0.5", "0.6"));
+    }
 }
