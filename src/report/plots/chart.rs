@@ -70,7 +70,8 @@ impl Ranged for Axis {
 
     fn map(&self, value: &f64, (low, high): (i32, i32)) -> i32 {
         let share = (value - self.from) / (self.to - self.from);
-        low + (share * f64::from(high - low)).round() as i32
+        // A value off the axis (a spoilt record's) stays within reach of plotters' whole numbers.
+        low + (share.clamp(-1.0, 2.0) * f64::from(high - low)).round() as i32
     }
 
     fn key_points<Hint: KeyPointHint>(&self, _hint: Hint) -> Vec<f64> {
@@ -217,6 +218,16 @@ mod tests {
         let at = |x: &str, y: &str| svg.contains(&format!("<circle cx=\"{x}\" cy=\"{y}\""));
         assert!(at("64", "347") || at("64", "348"), "{svg}");
         assert!(at("463", "104") || at("464", "104"), "{svg}");
+    }
+
+    #[test]
+    fn values_off_an_axis_are_drawn_near_it() {
+        let axis = Axis::up_to(0.0, 1.0, 5);
+        let at = |value: f64| axis.map(&value, (64, 464));
+        assert_eq!([at(0.0), at(0.5), at(1.0)], [64, 264, 464]);
+        assert_eq!([at(-1e308), at(1e308)], [64 - 400, 464 + 400]);
+        assert_eq!([at(f64::NEG_INFINITY), at(f64::INFINITY)], [-336, 864]);
+        assert_eq!(at(f64::NAN), 64);
     }
 
     #[test]

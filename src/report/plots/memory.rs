@@ -22,7 +22,10 @@ pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
 
 fn over_time(manifest: &Manifest) -> Result<Figure> {
     let samples = &manifest.memory;
-    let last = samples.last().map_or(0.0, |sample| sample.seconds);
+    let last = samples
+        .iter()
+        .map(|sample| sample.seconds)
+        .fold(0.0, f64::max);
     let most = samples
         .iter()
         .map(|sample| {
@@ -168,6 +171,17 @@ mod tests {
         for color in ["#0072B2", "#D55E00"] {
             let line = format!("stroke=\"{color}\" stroke-width=\"2\" points=");
             assert!(figure.svg.contains(&line), "{}", figure.svg);
+        }
+    }
+
+    #[test]
+    fn samples_in_no_order_are_drawn_up_to_the_latest() {
+        let mut manifest = made_up::manifest("wanda", 0.5);
+        for latest in [400.0, 1e308] {
+            manifest.memory = vec![sample(0.0, 20), sample(latest, 90), sample(10.0, 60)];
+            let figure = figure(&manifest).unwrap().unwrap();
+            let duration = format!("over {latest:.0} seconds");
+            assert!(figure.svg.contains(&duration), "{}", figure.svg);
         }
     }
 

@@ -41,7 +41,7 @@ impl Axis {
 
     /// The decimal logarithms of a little more than `from..to`, both positive. Ticks are logarithms too.
     pub(super) fn logarithmic(from: f64, to: f64) -> Self {
-        let margin = ((to / from).log10() * 0.06).max(0.01);
+        let margin = ((to.log10() - from.log10()) * 0.06).max(0.01);
         let (low, high) = (from.log10() - margin, to.log10() + margin);
         let candidates: [&[f64]; 4] = [
             &[1.0],
@@ -89,7 +89,11 @@ fn step(span: f64, count: usize) -> f64 {
     factor * power
 }
 
+/// None where the numbers leave no step: spoilt records hold the smallest and the largest there are.
 fn multiples(from: f64, to: f64, step: f64) -> Vec<f64> {
+    if !(step.is_normal() && from.is_finite() && to.is_finite()) {
+        return Vec::new();
+    }
     let first = (from / step - 1e-9).ceil() as i64;
     let last = (to / step + 1e-9).floor() as i64;
     (first..=last).map(|number| number as f64 * step).collect()
@@ -161,6 +165,22 @@ mod tests {
         );
         assert_eq!(labels(5.1, 230.0), ["5", "10", "20", "50", "100", "200"]);
         assert_eq!(labels(5.2, 6.1), ["5.2", "5.4", "5.6", "5.8", "6", "6.2"]);
+    }
+
+    #[test]
+    fn the_smallest_and_largest_numbers_have_axes_too() {
+        let (least, most) = (f64::from_bits(1), f64::MAX);
+        for axis in [
+            Axis::up_to(0.0, least, 5),
+            Axis::up_to(0.0, most, 5),
+            Axis::around(least, 3.0 * least, 5),
+            Axis::around(-most, most, 5),
+            Axis::around(most / 2.0, most, 5),
+            Axis::logarithmic(least, most),
+            Axis::logarithmic(least, 5.0 * least),
+        ] {
+            assert!(axis.ticks.len() < 1000, "{axis:?}");
+        }
     }
 
     #[test]

@@ -156,9 +156,11 @@ fn gzipped(text: &[u8]) -> Vec<u8> {
     encoder.finish().expect("memory")
 }
 
+/// As many cases, or as many as `PROPTEST_CASES` asks for.
 fn cases(cases: u32) -> ProptestConfig {
+    let asked = std::env::var_os("PROPTEST_CASES").map(|_| ProptestConfig::default().cases);
     ProptestConfig {
-        cases,
+        cases: asked.unwrap_or(cases),
         failure_persistence: None,
         ..ProptestConfig::default()
     }
