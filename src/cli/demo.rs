@@ -255,7 +255,7 @@ fn refuse_used(folder: &Path) -> Result<()> {
     if is_used {
         return Err(
             Failure::new(format!("`{}` is not an empty folder", folder.display()))
-                .hint("choose another --save folder, or leave --save out to keep nothing")
+                .hint("choose another --save folder, remove this one (a demo that was interrupted begins anew), or leave --save out to keep nothing")
                 .into(),
         );
     }

@@ -11,7 +11,7 @@ use crate::checkpoint::{self, HeadersOnly, WeightSource, is_model_file};
 use crate::data::{DatasetSpec, Role};
 use crate::failure::Failure;
 use crate::hub::{Hub, HubRepo, ModelFiles, Settings};
-use crate::model::{DecoderLayer, Dtypes, LlamaConfig, stored_dtypes};
+use crate::model::{DecoderLayer, Dtypes, Embedding, Head, LlamaConfig, stored_dtypes};
 use crate::run::Events;
 
 /// A model that came from the hub, for the manifest.
@@ -63,14 +63,15 @@ pub(super) fn model(args: &ModelArgs, events: &dyn Events) -> Result<(PathBuf, O
     Ok((snapshot.folder, Some(model)))
 }
 
-/// Shape and dtype of a checkpoint from `config.json` and headers alone.
+/// Shape and dtype of a checkpoint from `config.json` and headers alone; where it will be evaluated, its ends are looked at, too.
 ///
 /// # Errors
-/// Fails when the model is neither a folder nor an id, or its headers cannot be read.
+/// Fails when the model is neither a folder nor an id, or its headers cannot be read, and for tensors a run would refuse.
 pub(super) fn headers(
     model: &Path,
     revision: Option<&str>,
     cache_dir: Option<&Path>,
+    is_evaluated: bool,
     events: &dyn Events,
 ) -> Result<(LlamaConfig, Dtypes)> {
     let source: Box<dyn WeightSource>;
@@ -93,6 +94,10 @@ pub(super) fn headers(
     }
     for layer in 0..config.num_hidden_layers {
         DecoderLayer::check(&*source, &config, layer)?;
+    }
+    if is_evaluated {
+        Embedding::open(&*source, &config)?;
+        Head::check(&*source, &config)?;
     }
     let dtypes = stored_dtypes(&*source, &config);
     Ok((config, dtypes))

@@ -223,6 +223,7 @@ impl PlanArgs {
             model,
             self.revision.as_deref(),
             self.cache_dir.as_deref(),
+            !self.eval.sides().is_empty(),
             console,
         )?;
         Ok(Subject {

@@ -176,9 +176,26 @@ impl Session {
         args: &EvaluationArgs,
         events: &dyn Events,
     ) -> Result<DatasetSpec> {
-        Head::check(&*self.checkpoint, &self.config)?;
-        Embedding::open(&*self.checkpoint, &self.config)?;
+        self.check_ends(events)?;
         self.check_text(&args.eval_dataset, Role::Evaluation, events)
+    }
+
+    /// Checks that the embedding, the last norm and the head can be read, and says where another head is passed over.
+    ///
+    /// # Errors
+    /// Fails when one is missing or of another shape.
+    pub fn check_ends(&self, events: &dyn Events) -> Result<()> {
+        Embedding::open(&*self.checkpoint, &self.config)?;
+        Head::check(&*self.checkpoint, &self.config)?;
+        if Head::is_passed_over(&*self.checkpoint, &self.config)? {
+            events.warn(
+                "config.json says that the embedding is the head (`tie_word_embeddings`), and this checkpoint has another `lm_head.weight`: \
+                 the embedding is used. Other programs may use the head (transformers 5 does); `\"tie_word_embeddings\": false` in \
+                 config.json makes all of them do so"
+                    .to_string(),
+            );
+        }
+        Ok(())
     }
 
     /// Checks that a text is there, from the hub where it was named without a path, and gives back where.

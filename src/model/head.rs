@@ -44,6 +44,9 @@ pub(super) fn largest_tokens(seqlen: usize, bytes: ByteSize, vocabulary: usize) 
 /// A part of the vocabulary this large has the bits of the whole in a product of any number of tokens from two.
 const LEAST_VOCABULARY: usize = 129;
 
+/// Bytes of two tensors that are compared at once.
+const COMPARED_BYTES: usize = 1 << 20;
+
 /// The last norm's weight.
 pub const NORM: &str = "model.norm.weight";
 const LM_HEAD: &str = "lm_head.weight";
@@ -89,6 +92,32 @@ impl Head {
             &[config.vocab_size, config.hidden_size],
         )?;
         Ok(())
+    }
+
+    /// Whether there is a head that is passed over: `lm_head.weight` with other bytes than the embedding that `config.json` says is the head.
+    /// Both are read up to the first difference.
+    ///
+    /// # Errors
+    /// Fails when reading fails.
+    pub fn is_passed_over(source: &dyn WeightSource, config: &LlamaConfig) -> Result<bool> {
+        let tensors = (source.entry(EMBEDDING), source.entry(LM_HEAD));
+        let (true, (Some(embedding), Some(lm_head))) = (config.tie_word_embeddings, tensors) else {
+            return Ok(false);
+        };
+        if (embedding.dtype, &embedding.shape) != (lm_head.dtype, &lm_head.shape) {
+            return Ok(true);
+        }
+        let mut buffers = [vec![0; COMPARED_BYTES], vec![0; COMPARED_BYTES]];
+        for start in (0..embedding.bytes).step_by(COMPARED_BYTES) {
+            let length = (embedding.bytes - start).min(COMPARED_BYTES as u64) as usize;
+            for (entry, buffer) in [embedding, lm_head].into_iter().zip(&mut buffers) {
+                source.read(entry, start, &mut buffer[..length])?;
+            }
+            if buffers[0][..length] != buffers[1][..length] {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Reads norm and head.

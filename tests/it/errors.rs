@@ -484,6 +484,66 @@ fn a_missing_tensor_is_named() {
         rewrite(&place, |found, _, _| found != name);
         let first = format!("error: tensor `{name}` is missing in `m`");
         refuses_at_once(&place, &[], 1, &first, TOGETHER_HINT);
+        let planned = place.run(&["plan", "--model", "m"]);
+        assert_eq!(planned.code, 1, "{name}: {}", planned.stdout);
+        assert!(planned.stderr.starts_with(&first), "{}", planned.stderr);
+    }
+    // What a run does not read need not be there.
+    let place = Place::new();
+    rewrite(&place, |found, _, _| found != "lm_head.weight");
+    let ran = place.run(&["plan", "--model", "m", "--eval", "none"]);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+}
+
+#[test]
+fn a_head_that_is_passed_over_for_the_embedding_is_a_warning() {
+    const WARNING: &str = "warning: config.json says that the embedding is the head (`tie_word_embeddings`), \
+                           and this checkpoint has another `lm_head.weight`";
+    let place = Place::new();
+    let ran = place.run(&arguments(&["--save", "untied"]));
+    assert!(!ran.stderr.contains(WARNING), "{}", ran.stderr);
+
+    edit_config(&place, |config| config["tie_word_embeddings"] = json!(true));
+    let ran = place.run(&arguments(&["--save", "tied"]));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(ran.stderr.contains(WARNING), "{}", ran.stderr);
+    let perplexity = |folder| place.manifest(folder).perplexity.pruned.unwrap().perplexity;
+    assert_ne!(perplexity("untied"), perplexity("tied"));
+    assert_eq!(place.manifest("tied").warnings.len(), 1);
+    let ran = place.run(&[
+        "generate",
+        "--model",
+        "m",
+        "--prompt",
+        "a",
+        "--max-tokens",
+        "1",
+    ]);
+    assert!(ran.stderr.contains(WARNING), "{}", ran.stderr);
+    // Nothing is computed with a head.
+    let ran = place.run(&arguments(&["--eval", "none", "--save", "none"]));
+    assert!(!ran.stderr.contains(WARNING), "{}", ran.stderr);
+
+    // A copy of the embedding is no other head, unless its last byte differs.
+    let checkpoint = Checkpoint::open(&place.path("m")).expect("a good checkpoint");
+    let entry = checkpoint
+        .entry("model.embed_tokens.weight")
+        .expect("it was written");
+    let mut embedding = vec![0; entry.bytes as usize];
+    checkpoint
+        .read(entry, 0, &mut embedding)
+        .expect("a good checkpoint");
+    for (last, is_said) in [(0, false), (1, true)] {
+        *embedding.last_mut().expect("it has rows") ^= last;
+        rewrite(&place, |name, _, bytes| {
+            if name == "lm_head.weight" {
+                bytes.clone_from(&embedding);
+            }
+            true
+        });
+        let ran = place.run(&arguments(&["--save", &format!("copy-{last}")]));
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        assert_eq!(ran.stderr.contains(WARNING), is_said, "{}", ran.stderr);
     }
 }
 

@@ -14,7 +14,6 @@ use crate::data::{ChatTemplate, Tokenizer};
 use crate::generation::{
     Generator, Order, Sampler, Sampling, TextStream, Written, stop_ids, write,
 };
-use crate::model::{Embedding, Head};
 use crate::placement::planner::USABLE;
 use crate::placement::{Budget, Residency, inventory};
 use crate::run::{Events, GenerationReport};
@@ -45,8 +44,7 @@ impl Writer {
         console: &Console,
     ) -> Result<Self> {
         let session = Session::open(model, &args.device, None, console)?;
-        Head::check(&*session.checkpoint, &session.config)?;
-        Embedding::open(&*session.checkpoint, &session.config)?;
+        session.check_ends(console)?;
         let tokenizer = session.tokenizer()?;
         let of_model = stop_ids(&session.folder, tokenizer.id_of("</s>"))?;
         let (prompt, prompt_ids) = if args.prompt.chat {
