@@ -3,12 +3,13 @@
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
 use serde_json::json;
 
 use super::args::{MessageArgs, ProgressArg};
+use super::ending::{Ending, Unfinished};
 use super::folder_lock::FolderLock;
 use super::memory_log::MemoryLog;
 use super::progress::{Bars, JSON_INTERVAL, PLAIN_INTERVAL, Progress};
@@ -50,17 +51,6 @@ pub struct Console {
     ending: Mutex<Ending>,
 }
 
-/// What a run that ends before its time leaves behind.
-#[derive(Debug, Clone)]
-pub(super) struct Unfinished {
-    /// In words.
-    pub(super) text: String,
-    /// Whether another process can go on with it.
-    pub(super) is_resumable: bool,
-    /// Whether anything was written yet.
-    pub(super) has_begun: bool,
-}
-
 #[derive(Default)]
 struct State {
     warnings: Vec<String>,
@@ -69,21 +59,6 @@ struct State {
     memory_log: Option<MemoryLog>,
     /// Standard output stands within a line of streamed text.
     is_within_line: bool,
-}
-
-/// What the end of the process has to do with.
-#[derive(Default)]
-struct Ending {
-    /// What an interruption leaves behind.
-    unfinished: Option<Unfinished>,
-    /// What asked the run to stop.
-    signal: Option<&'static str>,
-    /// Folders this process keeps others out of.
-    locks: Vec<Weak<FolderLock>>,
-    /// A folder that an interruption removes.
-    temporary: Option<PathBuf>,
-    /// Why a result did not reach standard output, though somebody was there to read it.
-    lost: Option<std::io::Error>,
 }
 
 impl Default for Console {
@@ -255,18 +230,10 @@ impl Console {
         self.ending().unfinished.clone()
     }
 
-    /// Lets all folders go, the inner one first, as it was taken last, and removes what is of no use any more: the process ends.
+    /// Lets all folders go: the process ends.
     pub(super) fn let_go(&self) {
-        let Ending {
-            locks, temporary, ..
-        } = std::mem::take(&mut *self.ending());
-        for lock in locks.into_iter().rev().filter_map(|lock| lock.upgrade()) {
-            lock.release();
-        }
-        if let Some(folder) = temporary {
-            // What cannot be removed stays in the system's folder for such things.
-            let _ = std::fs::remove_dir_all(folder);
-        }
+        let ending = std::mem::take(&mut *self.ending());
+        ending.let_go();
     }
 
     /// Asks the run to stop where nothing is half-done, because of this signal.

@@ -5,6 +5,7 @@
 pub mod args;
 pub mod console;
 pub mod demo;
+mod ending;
 pub mod eval;
 mod folder_lock;
 pub mod generate;

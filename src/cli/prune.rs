@@ -14,7 +14,8 @@ use super::args::{
     CalibrationArgs, DeviceArgs, EvalSides, EvaluationArgs, MessageArgs, ModelArgs, OutputArgs,
     SparsityArgs,
 };
-use super::console::{Console, Unfinished};
+use super::console::Console;
+use super::ending::Unfinished;
 use super::memory_log::{self, MemoryLog};
 use super::outcome::{Outcome, gate};
 use super::{profile, shell};

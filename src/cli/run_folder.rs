@@ -6,7 +6,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::console::{Console, Unfinished};
+use super::console::Console;
+use super::ending::Unfinished;
 use super::folder_lock::{self, FolderLock};
 use super::{interrupt, memory_log, shell};
 use crate::bytes::ByteSize;

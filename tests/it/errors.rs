@@ -1136,6 +1136,22 @@ fn a_full_disk_behind_standard_output_is_an_error() {
     }
 }
 
+/// Waits until a process catches SIGTERM, where the system tells: one that is told before ends otherwise.
+#[cfg(unix)]
+fn listens(pid: u32) {
+    const SIGTERM: u64 = 1 << 14;
+    for _ in 0..600 {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        match caught.map(|caught| u64::from_str_radix(caught.trim(), 16)) {
+            Some(Ok(caught)) if caught & SIGTERM == 0 => {
+                std::thread::sleep(std::time::Duration::from_millis(50));
+            }
+            _ => return,
+        }
+    }
+}
+
 /// Whoever reads the messages may have stopped reading, and their pipe is full: a signal ends the process all the same.
 #[test]
 #[cfg(unix)]
@@ -1155,6 +1171,7 @@ fn a_signal_is_heard_while_nobody_reads() {
         .spawn()
         .unwrap();
     // It stands at its first message.
+    listens(child.id());
     std::thread::sleep(std::time::Duration::from_millis(700));
     assert!(child.try_wait().unwrap().is_none(), "nothing stops it");
     let sent = std::process::Command::new("kill")
