@@ -28,7 +28,7 @@ use prune::linalg::matmul::{Threads, View, matmul};
 use prune::linalg::peak;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Linear, Panel, Products, StoredDtype, StoredMatrix, tensor};
-use prune::model::{DecoderLayer, LayerContext, LlamaConfig, Observation, Observer, observe::Need};
+use prune::model::{DecoderLayer, LayerContext, ModelConfig, Observation, Observer, observe::Need};
 use prune::pruning::{METHODS, Pattern, Request, Target};
 use prune::run::Silent;
 
@@ -294,7 +294,7 @@ fn layer_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Product
     seven_b()
         .write(&path, &Silent)
         .expect("there is room for one layer");
-    let config = LlamaConfig::load(&path).expect("it was just written");
+    let config = ModelConfig::load(&path).expect("it was just written");
     let source = Checkpoint::open(&path).expect("it was just written");
     let layer = DecoderLayer::load(&source, &config, 0).expect("it was just written");
     let seqlen = 2048;

@@ -28,7 +28,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use prune::data::PythonRandom;
 use prune::data::stories::Part;
-use prune::model::{LlamaConfig, Projection};
+use prune::model::{ModelConfig, Projection};
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
@@ -91,7 +91,7 @@ fn main() -> Result<()> {
         test.len()
     );
 
-    let config = LlamaConfig::from_json(&config)?;
+    let config = ModelConfig::from_json(&config)?;
     let twin = Twin::new(&config, SEQLEN)?;
     let mut random = PythonRandom::new(SEED);
     let variables = initial(&config, &mut random)?;
@@ -168,7 +168,7 @@ fn config_json(newline: u32) -> serde_json::Value {
 
 /// Matrices of deviation 1/√(2 · in_features), those that write to the residual stream less by √(2 · layers); the norms
 /// inside layers spread by [`CHANNEL_SPREAD`], the columns that read them divided by the norm's weight.
-fn initial(config: &LlamaConfig, random: &mut PythonRandom) -> Result<BTreeMap<String, Var>> {
+fn initial(config: &ModelConfig, random: &mut PythonRandom) -> Result<BTreeMap<String, Var>> {
     let shapes = twin::shapes(config);
     let mut values: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     for (name, shape) in &shapes {

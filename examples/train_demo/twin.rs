@@ -12,14 +12,14 @@
 use std::collections::BTreeMap;
 
 use candle_core::{D, Device, Result, Tensor};
-use prune::model::{LlamaConfig, Projection};
+use prune::model::{ModelConfig, Projection};
 
 /// The weights by their names in the checkpoint; a map with an order, so that a run is the same every time.
 pub(crate) type Weights = BTreeMap<String, Tensor>;
 
 /// Tables and shape; the weights are passed in, so that threads can share them.
 pub(crate) struct Twin {
-    config: LlamaConfig,
+    config: ModelConfig,
     /// cos and sin of every position, `[seqlen, head_dim / 2]`.
     rotary: (Tensor, Tensor),
     /// 0 where a token may look, −∞ where it may not: `[seqlen, seqlen]`.
@@ -28,7 +28,7 @@ pub(crate) struct Twin {
 
 impl Twin {
     /// For sequences of exactly `seqlen` tokens.
-    pub(crate) fn new(config: &LlamaConfig, seqlen: usize) -> Result<Self> {
+    pub(crate) fn new(config: &ModelConfig, seqlen: usize) -> Result<Self> {
         let half = config.head_dim / 2;
         let frequency = |i: usize| {
             1.0 / (config.rope_theta as f32).powf((2 * i) as f32 / config.head_dim as f32)
@@ -76,7 +76,7 @@ impl Twin {
         let norm = |x: &Tensor, name: &str| {
             self.norm(x, &weights[&format!("model.layers.{layer}.{name}.weight")])
         };
-        let LlamaConfig {
+        let ModelConfig {
             num_attention_heads,
             num_key_value_heads,
             head_dim,
@@ -155,7 +155,7 @@ pub(crate) fn loss(logits: &Tensor, next: &Tensor) -> Result<Tensor> {
 }
 
 /// The names and shapes of all weights: the embedding is also the head.
-pub(crate) fn shapes(config: &LlamaConfig) -> BTreeMap<String, Vec<usize>> {
+pub(crate) fn shapes(config: &ModelConfig) -> BTreeMap<String, Vec<usize>> {
     let hidden = config.hidden_size;
     let mut shapes = BTreeMap::from([
         (

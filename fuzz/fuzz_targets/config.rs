@@ -2,14 +2,14 @@
 #![no_main]
 
 use prune::linalg::StoredDtype;
-use prune::model::{LlamaConfig, Rotary, footprint};
+use prune::model::{ModelConfig, Rotary, footprint};
 use prune::run::Knobs;
 
 prune_fuzz::target!(input, {
     let path = prune_fuzz::put("m/config.json", input);
     let folder = path.parent().expect("the model's folder");
     let _ = prune::generation::stop_ids(folder, None);
-    if let Ok(config) = LlamaConfig::load(folder) {
+    if let Ok(config) = ModelConfig::load(folder) {
         let knobs = Knobs::default();
         for seqlen in [2, config.longest_sequence()] {
             let _ = footprint::activations(&config, seqlen, &knobs);

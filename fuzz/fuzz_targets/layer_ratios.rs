@@ -3,12 +3,12 @@
 
 use std::sync::LazyLock;
 
-use prune::model::LlamaConfig;
+use prune::model::ModelConfig;
 use prune::pipeline::{LayerRatios, Selection, TargetPlan};
 
-static CONFIG: LazyLock<LlamaConfig> = LazyLock::new(|| {
+static CONFIG: LazyLock<ModelConfig> = LazyLock::new(|| {
     let folder = prune_fuzz::put("m/eos", b"");
-    LlamaConfig::load(folder.parent().expect("the model's folder")).expect("a good config")
+    ModelConfig::load(folder.parent().expect("the model's folder")).expect("a good config")
 });
 
 prune_fuzz::target!(input, {

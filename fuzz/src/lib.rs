@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::data::{self, Role, TextCache, Tokenizer};
 use prune::demo::RandomCheckpoint;
-use prune::model::{DecoderLayer, Head, LlamaConfig};
+use prune::model::{DecoderLayer, Head, ModelConfig};
 use prune::run::Silent;
 use tempfile::TempDir;
 
@@ -56,7 +56,7 @@ pub fn put(name: &str, input: &[u8]) -> PathBuf {
 /// Opens the model `m` or `s` as a run does; what opens can be read.
 pub fn open(model: &str) {
     let folder = BENCH.folder.path().join(model);
-    let Ok(config) = LlamaConfig::load(&folder) else {
+    let Ok(config) = ModelConfig::load(&folder) else {
         return;
     };
     let Ok(checkpoint) = Checkpoint::open(&folder) else {

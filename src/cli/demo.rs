@@ -15,7 +15,7 @@ use crate::data::Tokenizer;
 use crate::demo::embedded;
 use crate::failure::Failure;
 use crate::generation::{self, Generator};
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 use crate::report::demo_table::{DemoRow, DemoTable};
 use crate::run::{Events, Manifest, Silent};
 
@@ -216,7 +216,7 @@ fn prune_once(args: &DemoArgs, root: &Path, run: &DemoRun, sides: &str) -> Resul
 
 /// What a checkpoint writes after the prompt.
 fn sentence(folder: &Path) -> Result<String> {
-    let config = Arc::new(LlamaConfig::load(folder)?);
+    let config = Arc::new(ModelConfig::load(folder)?);
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
     let tokenizer = Tokenizer::load(folder)?;
     let mut model = Generator::load_all(checkpoint, config, &Silent)?;

@@ -10,7 +10,7 @@ use super::console::Console;
 use crate::checkpoint::Checkpoint;
 use crate::eval;
 use crate::failure::Failure;
-use crate::model::LlamaConfig;
+use crate::model::ModelConfig;
 use crate::report;
 use crate::run::Inspection;
 
@@ -77,7 +77,7 @@ fn open(folder: &Path) -> Result<Checkpoint> {
     })
 }
 
-fn load_config(folder: &Path) -> Result<LlamaConfig> {
+fn load_config(folder: &Path) -> Result<ModelConfig> {
     if !folder.join("config.json").is_file() {
         return Err(
             Failure::new(format!("there is no config.json in `{}`", folder.display()))
@@ -85,7 +85,7 @@ fn load_config(folder: &Path) -> Result<LlamaConfig> {
                 .into(),
         );
     }
-    LlamaConfig::load(folder)
+    ModelConfig::load(folder)
 }
 
 /// The failures a script can rely on.

@@ -11,7 +11,7 @@ use crate::checkpoint::{self, HeadersOnly, WeightSource, is_model_file};
 use crate::data::{DatasetSpec, Role};
 use crate::failure::Failure;
 use crate::hub::{Hub, HubRepo, ModelFiles, Settings};
-use crate::model::{DecoderLayer, Dtypes, Embedding, Head, LlamaConfig, stored_dtypes};
+use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, stored_dtypes};
 use crate::run::Events;
 
 /// A model that came from the hub, for the manifest.
@@ -31,7 +31,7 @@ impl ModelFiles for Checkpoint {
     }
 
     fn check_config(&self, folder: &Path) -> Result<()> {
-        LlamaConfig::load(folder).map(drop)
+        ModelConfig::load(folder).map(drop)
     }
 }
 
@@ -73,21 +73,21 @@ pub(super) fn headers(
     cache_dir: Option<&Path>,
     is_evaluated: bool,
     events: &dyn Events,
-) -> Result<(LlamaConfig, Dtypes)> {
+) -> Result<(ModelConfig, Dtypes)> {
     let source: Box<dyn WeightSource>;
     let config;
     if model.exists() {
         if let Some(revision) = revision {
             return Err(revision_of_a_folder(revision, model).into());
         }
-        config = LlamaConfig::load(model)?;
+        config = ModelConfig::load(model)?;
         source = Box::new(checkpoint::Checkpoint::open(model)?);
     } else {
         let repo = model.to_str().and_then(HubRepo::model);
         let repo = repo.ok_or_else(|| missing_folder(model))?;
         let repo = repo.at(revision.unwrap_or("main"))?;
         let headers = hub(cache_dir)?.model_headers(&repo, &Checkpoint, events)?;
-        config = LlamaConfig::load(&headers.snapshot.folder)?;
+        config = ModelConfig::load(&headers.snapshot.folder)?;
         let shards = headers.shards.into_iter();
         let shards = shards.map(|shard| (shard.name, shard.json, shard.file_bytes));
         source = Box::new(HeadersOnly::new(repo.id(), shards)?);

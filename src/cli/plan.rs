@@ -17,7 +17,7 @@ use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::{self, SHAPES, Shape};
-use crate::model::{Dtypes, LlamaConfig, footprint};
+use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::pipeline::Job;
 use crate::placement::device_map;
 use crate::placement::inventory::Cpu;
@@ -149,7 +149,7 @@ pub struct PlanArgs {
 /// A model to plan for.
 struct Subject {
     name: String,
-    config: LlamaConfig,
+    config: ModelConfig,
     dtypes: Dtypes,
 }
 

@@ -21,7 +21,7 @@ use crate::linalg::StoredDtype;
 use crate::model::observe::Need;
 use crate::model::on_device::{Cut, Seen};
 use crate::model::{
-    DecoderLayer, Embedding, Head, LayerContext, LlamaConfig, Observation, Observer, Projection,
+    DecoderLayer, Embedding, Head, LayerContext, ModelConfig, Observation, Observer, Projection,
 };
 use crate::pipeline::{PrunedMatrix, Watcher};
 use crate::pruning::Mask;
@@ -136,7 +136,7 @@ struct Bench {
 
 /// A model with its first layer in memory.
 struct Model {
-    config: LlamaConfig,
+    config: ModelConfig,
     source: Arc<dyn WeightSource>,
     layer: DecoderLayer,
     context: LayerContext,
@@ -146,7 +146,7 @@ struct Model {
 
 impl Model {
     fn open(folder: &Path, seqlen: usize) -> Result<Self> {
-        let config = LlamaConfig::load(folder)?;
+        let config = ModelConfig::load(folder)?;
         let source: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder)?);
         let layer = DecoderLayer::load(&*source, &config, 0)?;
         let context = LayerContext::new(&config, seqlen)?;
@@ -525,7 +525,7 @@ struct SelftestRun {
 struct Sums([Vec<f32>; 4]);
 
 impl Sums {
-    fn new(config: &LlamaConfig) -> Self {
+    fn new(config: &ModelConfig) -> Self {
         let queries = config.num_attention_heads * config.head_dim;
         let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
         Self([hidden, queries, hidden, intermediate].map(|width| vec![0.0; width]))

@@ -22,7 +22,7 @@ use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype, kernel};
 use crate::model::on_device::candle_dtype;
-use crate::model::{DecoderLayer, Dtypes, Embedding, Head, LlamaConfig, Projection};
+use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, Projection};
 use crate::pipeline::{Job, embed};
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, Perplexities, SCHEMA};
 use crate::run::{Event, Events, Knobs, Plan};
@@ -39,7 +39,7 @@ pub struct Session {
     /// The weights.
     pub checkpoint: Arc<Checkpoint>,
     /// The shape.
-    pub config: Arc<LlamaConfig>,
+    pub config: Arc<ModelConfig>,
     /// The folder as given, or a model's snapshot in the hub's cache.
     pub folder: PathBuf,
     /// Whose snapshot that is.
@@ -82,7 +82,7 @@ impl Session {
             .map_or(0, |elapsed| elapsed.as_secs());
         let started = (Instant::now(), unix_seconds);
         let (folder, hub_model) = located::model(model, events)?;
-        let config = Arc::new(LlamaConfig::load(&folder)?);
+        let config = Arc::new(ModelConfig::load(&folder)?);
         let checkpoint = Arc::new(Checkpoint::open(&folder)?);
         for layer in 0..config.num_hidden_layers {
             DecoderLayer::check(&*checkpoint, &config, layer)?;
@@ -558,7 +558,7 @@ pub fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Products> {
 }
 
 /// Says which tensors of the decoder the configuration knows nothing of: they are copied as they are and computed with by nobody.
-fn warn_of_unused(checkpoint: &Checkpoint, config: &LlamaConfig, events: &dyn Events) {
+fn warn_of_unused(checkpoint: &Checkpoint, config: &ModelConfig, events: &dyn Events) {
     let is_unused = |name: &&str| {
         let Some((layer, rest)) = name
             .strip_prefix("model.layers.")
@@ -587,7 +587,7 @@ fn warn_of_unused(checkpoint: &Checkpoint, config: &LlamaConfig, events: &dyn Ev
 }
 
 /// Tokens per sample: as asked, else the default.
-pub(super) fn check_seqlen(seqlen: Option<usize>, config: &LlamaConfig) -> Result<usize> {
+pub(super) fn check_seqlen(seqlen: Option<usize>, config: &ModelConfig) -> Result<usize> {
     let limit = config.longest_sequence();
     let seqlen = seqlen.unwrap_or(DEFAULT_SEQLEN.min(config.max_position_embeddings));
     if seqlen < 2 {

@@ -12,7 +12,7 @@ use safetensors::Dtype;
 use super::comparison::Against;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, GROUP_SIZES, Meter, Scan, TensorEntry, scan_tensor};
-use crate::model::{LlamaConfig, Projection};
+use crate::model::{ModelConfig, Projection};
 use crate::run::Events;
 use crate::run::inspection::{
     DtypeShare, Group, InspectedLayer, InspectedMatrix, Inspection, OtherTensors, PatternCount,
@@ -32,7 +32,7 @@ const KINDS: [&str; 5] = ["embedding", "head", "norms", "biases", "others"];
 /// Fails only when a file cannot be read; everything that is odd about the tensors is part of the result.
 pub fn inspect(
     model: &Checkpoint,
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dense: Option<&Checkpoint>,
     events: &dyn Events,
 ) -> Result<Inspection> {
@@ -116,7 +116,7 @@ pub fn inspect(
 }
 
 /// The tensors of the decoder linears, by name.
-fn linears(config: &LlamaConfig) -> HashMap<String, (usize, Projection)> {
+fn linears(config: &ModelConfig) -> HashMap<String, (usize, Projection)> {
     (0..config.num_hidden_layers)
         .flat_map(|layer| Projection::ALL.map(|projection| (layer, projection)))
         .map(|(layer, projection)| (projection.tensor_name(layer), (layer, projection)))

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::model::{Dtypes, Embedding, Head, KvCache, LayerContext, LlamaConfig, footprint};
+use crate::model::{Dtypes, Embedding, Head, KvCache, LayerContext, ModelConfig, footprint};
 use crate::placement::{Residency, Sizes};
 use crate::run::{Events, Knobs};
 use crate::runtime::LayerStore;
@@ -18,7 +18,7 @@ pub const PROMPT_BLOCK: usize = 512;
 /// A model, its layers in memory or read at each use.
 pub struct Generator {
     source: Arc<dyn WeightSource>,
-    config: Arc<LlamaConfig>,
+    config: Arc<ModelConfig>,
     layers: LayerStore,
     head: Head,
 }
@@ -38,7 +38,7 @@ impl Generator {
     /// Fails when a tensor is missing, of another shape, or cannot be read.
     pub fn load(
         source: Arc<dyn WeightSource>,
-        config: Arc<LlamaConfig>,
+        config: Arc<ModelConfig>,
         residency: Residency,
         events: &dyn Events,
     ) -> Result<Self> {
@@ -59,7 +59,7 @@ impl Generator {
     /// As [`Generator::load`].
     pub fn load_all(
         source: Arc<dyn WeightSource>,
-        config: Arc<LlamaConfig>,
+        config: Arc<ModelConfig>,
         events: &dyn Events,
     ) -> Result<Self> {
         let residency = Residency::all(config.num_hidden_layers);
@@ -68,7 +68,7 @@ impl Generator {
 
     /// What a sequence of `capacity` tokens takes beside a process that holds `held` bytes.
     pub fn sizes(
-        config: &LlamaConfig,
+        config: &ModelConfig,
         dtypes: Dtypes,
         capacity: usize,
         threads: usize,
@@ -85,7 +85,7 @@ impl Generator {
     }
 
     /// The model's shape.
-    pub fn config(&self) -> &LlamaConfig {
+    pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 

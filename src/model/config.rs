@@ -45,7 +45,7 @@ pub enum RopeScaling {
 
 /// The numbers that fix a Llama's shape and arithmetic.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct LlamaConfig {
+pub struct ModelConfig {
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Width of the MLP.
@@ -88,7 +88,7 @@ const LARGEST_ROPE: f64 = 1e12;
 const TAKE_ANOTHER: &str =
     "take the config.json this checkpoint was published with, or correct the value";
 
-impl LlamaConfig {
+impl ModelConfig {
     /// Reads `config.json` in a model folder.
     ///
     /// # Errors
@@ -112,7 +112,7 @@ impl LlamaConfig {
             .with_context(|| format!("in `{}`", path.display()))
     }
 
-    /// Checks a parsed `config.json`; see [`LlamaConfig::load`].
+    /// Checks a parsed `config.json`; see [`ModelConfig::load`].
     pub fn from_json(json: &Value) -> Result<Self> {
         family::identify(json)?;
         let keys = Keys(json);
@@ -377,7 +377,7 @@ mod tests {
 
     #[test]
     fn defaults_are_those_of_transformers() {
-        let config = LlamaConfig::from_json(&tiny()).unwrap();
+        let config = ModelConfig::from_json(&tiny()).unwrap();
         assert_eq!(
             (
                 config.num_key_value_heads,
@@ -397,13 +397,13 @@ mod tests {
     fn rotary_scaling_is_read_under_the_old_and_the_new_key() {
         let llama3 = json!({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192});
-        let old = LlamaConfig::from_json(&with("rope_scaling", llama3.clone())).unwrap();
+        let old = ModelConfig::from_json(&with("rope_scaling", llama3.clone())).unwrap();
         let mut new = llama3;
         new["rope_theta"] = json!(500_000.0);
-        let new = LlamaConfig::from_json(&with("rope_parameters", new)).unwrap();
+        let new = ModelConfig::from_json(&with("rope_parameters", new)).unwrap();
         assert_eq!(old.rope_scaling, new.rope_scaling);
         assert_eq!(new.rope_theta, 500_000.0);
-        let linear = LlamaConfig::from_json(&with(
+        let linear = ModelConfig::from_json(&with(
             "rope_scaling",
             json!({"type": "linear", "factor": 2.0}),
         ))
@@ -492,7 +492,7 @@ mod tests {
             (with("rope_theta", json!("x")), "`rope_theta` is \"x\""),
         ];
         for (config, message) in refusals {
-            let error = LlamaConfig::from_json(&config).unwrap_err().to_string();
+            let error = ModelConfig::from_json(&config).unwrap_err().to_string();
             assert!(error.contains(message), "{error}");
         }
     }

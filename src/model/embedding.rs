@@ -4,7 +4,7 @@ use anyhow::{Result, anyhow};
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::config::LlamaConfig;
+use super::config::ModelConfig;
 use super::stored_dtype;
 use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::linalg::{StoredMatrix, tensor};
@@ -24,7 +24,7 @@ impl<'a> Embedding<'a> {
     ///
     /// # Errors
     /// Fails when it is missing or of another shape.
-    pub fn open(source: &'a dyn WeightSource, config: &LlamaConfig) -> Result<Self> {
+    pub fn open(source: &'a dyn WeightSource, config: &ModelConfig) -> Result<Self> {
         let entry = source.require(EMBEDDING, &[config.vocab_size, config.hidden_size])?;
         stored_dtype(entry)?;
         Ok(Self {

@@ -19,7 +19,7 @@
 //! [`score`] comes on top of it ([`workspace`]), and [`head`] takes it over. Not counted here, because others own it: statistics
 //! and rows for output errors (`pipeline`), one state per stream on its way to disk, the program, tokens and tokenizer.
 
-use super::config::LlamaConfig;
+use super::config::ModelConfig;
 use super::head::{largest_chunk, largest_tokens};
 use super::layer::{AttentionLayout, Projection};
 use super::rotary::Rotary;
@@ -57,7 +57,7 @@ const PACKED_PER_THREAD: usize = 2 << 20;
 
 /// One decoder layer: e · (2·H·Q + 2·H·K + 3·H·I) of weights; 1 bit per weight of masks instead where matrices rest on disk;
 /// 4 · 2·H of norms, 4 bytes per bias.
-pub fn layer_weights(config: &LlamaConfig, dtype: StoredDtype, knobs: &Knobs) -> ByteSize {
+pub fn layer_weights(config: &ModelConfig, dtype: StoredDtype, knobs: &Knobs) -> ByteSize {
     let mut bytes = ByteSize::of(2 * config.hidden_size, F32);
     for projection in Projection::ALL {
         let (rows, columns) = projection.shape(config);
@@ -75,7 +75,7 @@ pub fn layer_weights(config: &LlamaConfig, dtype: StoredDtype, knobs: &Knobs) ->
 
 /// One decoder layer's weights packed, beside [`layer_weights`]: 2·p · (2·H·Q + 2·H·K + 3·H·I), rows rounded up to 32 and columns to
 /// 32; p parts of an element, 1 in bf16, and as many as hold its bits where f32 is split (bf16 1, f16 2, f32 3).
-pub fn layer_packed(config: &LlamaConfig, kernel: Kernel) -> ByteSize {
+pub fn layer_packed(config: &ModelConfig, kernel: Kernel) -> ByteSize {
     let bytes = Projection::ALL.map(|projection| {
         let (rows, columns) = projection.shape(config);
         ByteSize::of(PackedWeight::bytes(kernel, rows, columns), 1)
@@ -84,7 +84,7 @@ pub fn layer_packed(config: &LlamaConfig, kernel: Kernel) -> ByteSize {
 }
 
 /// All weights of a model without biases: decoder linears, norms, embedding and, where it has one of its own, the head.
-pub fn parameters(config: &LlamaConfig) -> u64 {
+pub fn parameters(config: &ModelConfig) -> u64 {
     let linears: usize = Projection::ALL
         .iter()
         .map(|projection| projection.shape(config))
@@ -98,13 +98,13 @@ pub fn parameters(config: &LlamaConfig) -> u64 {
 }
 
 /// The hidden states of one sample of `seqlen` tokens: 4·L·H.
-pub fn hidden_states(config: &LlamaConfig, seqlen: usize) -> ByteSize {
+pub fn hidden_states(config: &ModelConfig, seqlen: usize) -> ByteSize {
     ByteSize::of(seqlen * config.hidden_size, F32)
 }
 
 /// What stands beside every phase from the first layer on: rotary tables, 4·L·head_dim. What products pack and keep comes on top
 /// ([`products`]).
-pub fn context(config: &LlamaConfig, seqlen: usize) -> ByteSize {
+pub fn context(config: &ModelConfig, seqlen: usize) -> ByteSize {
     ByteSize::of(Rotary::bytes(config.head_dim, seqlen), 1)
 }
 
@@ -126,7 +126,7 @@ pub fn keeps_packed(kernel: Kernel, knobs: &Knobs) -> bool {
 /// # Arguments
 /// * `head`: what multiplies the head's weight, where logits are made, too
 pub fn products(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     kernel: Kernel,
     seqlen: usize,
     threads: usize,
@@ -174,7 +174,7 @@ pub fn products(
 
 /// What stays from sample to sample once one has passed a layer: [`activations`] and the [`widest_panel`].
 pub fn workspace(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtype: StoredDtype,
     seqlen: usize,
     knobs: &Knobs,
@@ -186,7 +186,7 @@ pub fn workspace(
 ///
 /// * attention: L·max(H, Q) + L·Q + 2·L·K; in p groups of heads L·H + L·Q + (L·Q + 2·L·K) / p
 /// * MLP: t·(H + 2·I), t the tokens it takes at once
-pub fn activations(config: &LlamaConfig, seqlen: usize, knobs: &Knobs) -> ByteSize {
+pub fn activations(config: &ModelConfig, seqlen: usize, knobs: &Knobs) -> ByteSize {
     let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, knobs);
     let attention: usize = layout.buffers().iter().sum();
     let tokens = largest_part(seqlen, knobs.mlp_tokens, LEAST_ROWS);
@@ -196,7 +196,7 @@ pub fn activations(config: &LlamaConfig, seqlen: usize, knobs: &Knobs) -> ByteSi
 
 /// The rows of a weight that are read at once where matrices rest on disk, of the matrix where that is most: e·in·r, r rows with
 /// r·in about 2²². Nothing where they are in memory.
-pub fn widest_panel(config: &LlamaConfig, dtype: StoredDtype, knobs: &Knobs) -> ByteSize {
+pub fn widest_panel(config: &ModelConfig, dtype: StoredDtype, knobs: &Knobs) -> ByteSize {
     if knobs.weights == WeightsHeld::Layer {
         return ByteSize::ZERO;
     }
@@ -213,7 +213,7 @@ pub fn widest_panel(config: &LlamaConfig, dtype: StoredDtype, knobs: &Knobs) -> 
 /// # Arguments
 /// * `kernel`: what multiplies activations with one another
 pub fn forward(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtype: StoredDtype,
     seqlen: usize,
     threads: usize,
@@ -228,7 +228,7 @@ pub fn forward(
 /// A model writes: the prompt passes in blocks of `block` tokens, the last of which sees `capacity` cached ones, as
 /// [`forward`] without reading ahead; one row of logits, 4·V; the [`context`] of all positions.
 pub fn writing(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtype: StoredDtype,
     block: usize,
     capacity: usize,
@@ -248,13 +248,13 @@ pub fn writing(
 }
 
 /// The head's weight in its stored dtype: e·V·H.
-pub fn head_weight(config: &LlamaConfig, dtype: StoredDtype) -> ByteSize {
+pub fn head_weight(config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
     ByteSize::of(config.vocab_size * config.hidden_size, dtype.bytes())
 }
 
 /// A sample is observed inside a layer (calibrate): as [`forward`], since what leaves attention is the MLP's input too.
 pub fn capture(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtype: StoredDtype,
     seqlen: usize,
     threads: usize,
@@ -268,7 +268,7 @@ pub fn capture(
 /// counted twice for one of them); e·in·out of the matrix where it is not part of the layer; per thread a row of scores, 4·in, and
 /// the larger of a row of their keys, 4·in, and 2¹⁹ of counters for a threshold over the whole matrix; a list of rows, 8·out;
 /// column factors, 4·in.
-pub fn score(config: &LlamaConfig, dtype: StoredDtype, threads: usize, knobs: &Knobs) -> ByteSize {
+pub fn score(config: &ModelConfig, dtype: StoredDtype, threads: usize, knobs: &Knobs) -> ByteSize {
     let scored = Projection::ALL.map(|projection| {
         let (rows, columns) = projection.shape(config);
         let matrix = match knobs.weights {
@@ -295,7 +295,7 @@ const COUNTERS: usize = 8 << 16;
 /// * the [`widest_panel`] that layers left
 /// * 24 bytes per token of all windows of one side: largest logit, sum of exponentials, the next token's logit
 pub fn head(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtypes: Dtypes,
     seqlen: usize,
     windows: usize,
@@ -319,8 +319,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn llama_2_7b() -> LlamaConfig {
-        LlamaConfig::from_json(
+    fn llama_2_7b() -> ModelConfig {
+        ModelConfig::from_json(
             &json!({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
             "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}),
         )

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use candle_core::Tensor;
 
-use super::config::LlamaConfig;
+use super::config::ModelConfig;
 use super::embedding::EMBEDDING;
 use super::layer::LayerContext;
 use super::{matrix_at_rest, read_matrix, read_vector};
@@ -73,7 +73,7 @@ pub struct HeadChunk<'a> {
 
 impl Head {
     /// The tensor the head's weight is read from: `lm_head.weight`, or the embedding where they are tied.
-    pub fn tensor_name(config: &LlamaConfig) -> &'static str {
+    pub fn tensor_name(config: &ModelConfig) -> &'static str {
         if config.tie_word_embeddings {
             EMBEDDING
         } else {
@@ -85,7 +85,7 @@ impl Head {
     ///
     /// # Errors
     /// Fails when the norm or the head is missing or of another shape.
-    pub fn check(source: &dyn WeightSource, config: &LlamaConfig) -> Result<()> {
+    pub fn check(source: &dyn WeightSource, config: &ModelConfig) -> Result<()> {
         source.require(NORM, &[config.hidden_size])?;
         source.require(
             Self::tensor_name(config),
@@ -99,7 +99,7 @@ impl Head {
     ///
     /// # Errors
     /// Fails when reading fails.
-    pub fn is_passed_over(source: &dyn WeightSource, config: &LlamaConfig) -> Result<bool> {
+    pub fn is_passed_over(source: &dyn WeightSource, config: &ModelConfig) -> Result<bool> {
         let tensors = (source.entry(EMBEDDING), source.entry(LM_HEAD));
         let (true, (Some(embedding), Some(lm_head))) = (config.tie_word_embeddings, tensors) else {
             return Ok(false);
@@ -124,7 +124,7 @@ impl Head {
     ///
     /// # Errors
     /// As [`Head::check`], and when reading fails.
-    pub fn load(source: &dyn WeightSource, config: &LlamaConfig) -> Result<Self> {
+    pub fn load(source: &dyn WeightSource, config: &ModelConfig) -> Result<Self> {
         let (name, rows) = (Self::tensor_name(config), config.vocab_size);
         let weight = read_matrix(source, name, rows, config.hidden_size)?;
         Self::with_weight(source, config, weight.into(), None)
@@ -136,7 +136,7 @@ impl Head {
     /// As [`Head::check`], and when reading fails.
     pub fn at_rest(
         source: &Arc<dyn WeightSource>,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         rows_at_once: usize,
     ) -> Result<Self> {
         let (name, rows) = (Self::tensor_name(config), config.vocab_size);
@@ -151,7 +151,7 @@ impl Head {
 
     fn with_weight(
         source: &dyn WeightSource,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         weight: Weight,
         rows_at_once: Option<usize>,
     ) -> Result<Self> {

@@ -5,7 +5,7 @@
 
 use anyhow::{Result, ensure};
 
-use super::config::LlamaConfig;
+use super::config::ModelConfig;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
@@ -67,7 +67,7 @@ impl KvCache {
     ///
     /// # Errors
     /// Fails when the memory cannot be had.
-    pub fn new(config: &LlamaConfig, capacity: usize) -> Result<Self> {
+    pub fn new(config: &ModelConfig, capacity: usize) -> Result<Self> {
         let width = config.num_key_value_heads * config.head_dim;
         let reserve = || {
             let mut values = Vec::new();
@@ -96,7 +96,7 @@ impl KvCache {
     }
 
     /// What [`KvCache::new`] takes.
-    pub fn bytes(config: &LlamaConfig, capacity: usize) -> ByteSize {
+    pub fn bytes(config: &ModelConfig, capacity: usize) -> ByteSize {
         let of_a_token = 2 * 4 * config.num_key_value_heads * config.head_dim;
         ByteSize::of(
             capacity,
@@ -135,8 +135,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn config() -> LlamaConfig {
-        LlamaConfig::from_json(&json!({"model_type": "llama", "hidden_size": 64, "intermediate_size": 8,
+    fn config() -> ModelConfig {
+        ModelConfig::from_json(&json!({"model_type": "llama", "hidden_size": 64, "intermediate_size": 8,
             "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 10}))
         .unwrap()
     }

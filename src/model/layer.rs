@@ -29,7 +29,7 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use candle_core::Tensor;
 
-use super::config::LlamaConfig;
+use super::config::ModelConfig;
 use super::kv_cache::LayerCache;
 use super::observe::{Need, Observation, Observer};
 use super::rotary::Rotary;
@@ -101,7 +101,7 @@ impl Projection {
     }
 
     /// (out_features, in_features) in a model of this configuration.
-    pub fn shape(self, config: &LlamaConfig) -> (usize, usize) {
+    pub fn shape(self, config: &ModelConfig) -> (usize, usize) {
         let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
         let queries = config.num_attention_heads * config.head_dim;
         let keys = config.num_key_value_heads * config.head_dim;
@@ -115,7 +115,7 @@ impl Projection {
     }
 
     /// Whether the configuration says that there is a bias.
-    pub fn has_bias(self, config: &LlamaConfig) -> bool {
+    pub fn has_bias(self, config: &ModelConfig) -> bool {
         match self {
             Self::Q | Self::K | Self::V | Self::O => config.attention_bias,
             Self::Gate | Self::Up | Self::Down => config.mlp_bias,
@@ -136,7 +136,7 @@ impl LayerContext {
     ///
     /// # Errors
     /// None so far.
-    pub fn new(config: &LlamaConfig, seqlen: usize) -> Result<Self> {
+    pub fn new(config: &ModelConfig, seqlen: usize) -> Result<Self> {
         Self::with_knobs(config, seqlen, Knobs::default())
     }
 
@@ -144,7 +144,7 @@ impl LayerContext {
     ///
     /// # Errors
     /// None so far.
-    pub fn with_knobs(config: &LlamaConfig, seqlen: usize, knobs: Knobs) -> Result<Self> {
+    pub fn with_knobs(config: &ModelConfig, seqlen: usize, knobs: Knobs) -> Result<Self> {
         Ok(Self {
             rotary: Rotary::new(config, seqlen),
             workspace: Workspace::new(),
@@ -194,7 +194,7 @@ impl DecoderLayer {
     ///
     /// # Errors
     /// Fails for the first tensor that is missing or of another shape, by its name.
-    pub fn check(source: &dyn WeightSource, config: &LlamaConfig, index: usize) -> Result<()> {
+    pub fn check(source: &dyn WeightSource, config: &ModelConfig, index: usize) -> Result<()> {
         for projection in Projection::ALL {
             let (rows, columns) = projection.shape(config);
             super::stored_dtype(source.require(&projection.tensor_name(index), &[rows, columns])?)?;
@@ -215,7 +215,7 @@ impl DecoderLayer {
     ///
     /// # Errors
     /// As [`DecoderLayer::check`], and when reading fails.
-    pub fn load(source: &dyn WeightSource, config: &LlamaConfig, index: usize) -> Result<Self> {
+    pub fn load(source: &dyn WeightSource, config: &ModelConfig, index: usize) -> Result<Self> {
         Self::with_weights(source, config, index, |name, rows, columns| {
             Ok(read_matrix(source, name, rows, columns)?.into())
         })
@@ -227,7 +227,7 @@ impl DecoderLayer {
     /// As [`DecoderLayer::check`], and when reading fails.
     pub fn at_rest(
         source: &Arc<dyn WeightSource>,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         index: usize,
     ) -> Result<Self> {
         Self::with_weights(&**source, config, index, |name, rows, columns| {
@@ -237,7 +237,7 @@ impl DecoderLayer {
 
     fn with_weights(
         source: &dyn WeightSource,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         index: usize,
         weight: impl Fn(&str, usize, usize) -> Result<Weight>,
     ) -> Result<Self> {

@@ -15,7 +15,7 @@ pub mod on_device;
 pub mod rotary;
 pub mod shapes;
 
-pub use config::{LlamaConfig, RopeScaling};
+pub use config::{ModelConfig, RopeScaling};
 pub use embedding::Embedding;
 pub use footprint::Dtypes;
 pub use head::Head;
@@ -52,7 +52,7 @@ pub fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype> {
 
 /// The dtypes of a checkpoint's decoder layers and head, which [`DecoderLayer::check`] and [`Head::check`] look at one by one; what they
 /// would refuse is left out.
-pub fn stored_dtypes(source: &dyn WeightSource, config: &LlamaConfig) -> Dtypes {
+pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes {
     let of = |name: &str| stored_dtype(source.entry(name)?).ok();
     let layers = (0..config.num_hidden_layers)
         .flat_map(|layer| Projection::ALL.map(|projection| projection.tensor_name(layer)))

@@ -8,7 +8,7 @@
 use anyhow::{Result, ensure};
 use rayon::prelude::*;
 
-use super::config::{LlamaConfig, RopeScaling};
+use super::config::{ModelConfig, RopeScaling};
 
 /// cos and sin tables, `[seqlen, head_dim / 2]` each.
 #[derive(Debug, Clone)]
@@ -22,7 +22,7 @@ const TOKENS_PER_TASK: usize = 16;
 
 impl Rotary {
     /// Tables for sequences of up to `seqlen` tokens.
-    pub fn new(config: &LlamaConfig, seqlen: usize) -> Self {
+    pub fn new(config: &ModelConfig, seqlen: usize) -> Self {
         let frequencies = frequencies(config, seqlen);
         let table = |function: fn(f32) -> f32| {
             (0..seqlen)
@@ -87,7 +87,7 @@ impl Rotary {
 }
 
 /// One frequency per pair of elements, in rad per token.
-fn frequencies(config: &LlamaConfig, seqlen: usize) -> Vec<f32> {
+fn frequencies(config: &ModelConfig, seqlen: usize) -> Vec<f32> {
     let dim = config.head_dim as f32;
     let base = match config.rope_scaling {
         RopeScaling::Dynamic { factor } if seqlen > config.max_position_embeddings => {
@@ -140,8 +140,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn config(rope_scaling: serde_json::Value) -> LlamaConfig {
-        LlamaConfig::from_json(&json!({"model_type": "llama", "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1,
+    fn config(rope_scaling: serde_json::Value) -> ModelConfig {
+        ModelConfig::from_json(&json!({"model_type": "llama", "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1,
             "num_attention_heads": 2, "vocab_size": 300, "rope_theta": 500000.0, "max_position_embeddings": 4096,
             "rope_scaling": rope_scaling}))
         .unwrap()

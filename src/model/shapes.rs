@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::config::LlamaConfig;
+use super::config::ModelConfig;
 use crate::linalg::StoredDtype;
 
 /// A published model's shape.
@@ -73,7 +73,7 @@ impl Shape {
     ///
     /// # Errors
     /// Never for a shape of the table; a test reads them all.
-    pub fn config(&self) -> anyhow::Result<LlamaConfig> {
+    pub fn config(&self) -> anyhow::Result<ModelConfig> {
         let [
             hidden,
             intermediate,
@@ -83,7 +83,7 @@ impl Shape {
             vocabulary,
             positions,
         ] = self.numbers;
-        LlamaConfig::from_json(&json!({
+        ModelConfig::from_json(&json!({
             "model_type": "llama",
             "hidden_size": hidden,
             "intermediate_size": intermediate,

@@ -5,7 +5,7 @@ use anyhow::Result;
 
 use super::output_error::{self, InputRows, SampleRows};
 use crate::model::{
-    DecoderLayer, Embedding, LlamaConfig, Observation, Observer, Projection, observe::Need,
+    DecoderLayer, Embedding, ModelConfig, Observation, Observer, Projection, observe::Need,
 };
 use crate::pruning::{ColumnSquares, SampleSquares};
 use crate::run::{Event, Events};
@@ -36,7 +36,7 @@ pub struct LayerStatistics {
 }
 
 impl LayerStatistics {
-    fn new(config: &LlamaConfig, samples: usize, seqlen: usize) -> Self {
+    fn new(config: &ModelConfig, samples: usize, seqlen: usize) -> Self {
         let widths = output_error::widths(config);
         Self {
             points: widths.map(ColumnSquares::new),
@@ -92,12 +92,12 @@ impl Observer for SampleStatistics {
 /// The samples on their way through the model.
 pub struct CalibrationStream {
     hidden: HiddenStates,
-    config: LlamaConfig,
+    config: ModelConfig,
 }
 
 impl CalibrationStream {
     /// A stream whose states are embedded already.
-    pub fn new(hidden: HiddenStates, config: LlamaConfig) -> Self {
+    pub fn new(hidden: HiddenStates, config: ModelConfig) -> Self {
         Self { hidden, config }
     }
 

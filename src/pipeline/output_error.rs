@@ -21,13 +21,13 @@ use anyhow::Result;
 use crate::bytes::ByteSize;
 use crate::linalg::profile::Part;
 use crate::linalg::{Linear, Panel};
-use crate::model::{LlamaConfig, Observation, Projection};
+use crate::model::{ModelConfig, Observation, Projection};
 
 /// Tokens kept per layer, at most: 25 MiB of input rows for Llama-2-7B's shape.
 const TOKENS: usize = 256;
 
 /// Elements per row at the four observation points.
-pub(super) fn widths(config: &LlamaConfig) -> [usize; 4] {
+pub(super) fn widths(config: &ModelConfig) -> [usize; 4] {
     [
         config.hidden_size,
         config.num_attention_heads * config.head_dim,
@@ -38,7 +38,7 @@ pub(super) fn widths(config: &LlamaConfig) -> [usize; 4] {
 
 /// Bytes held while a layer that saw this many calibration samples is pruned: the rows of the four points, and the output of one
 /// matrix twice.
-pub(super) fn bytes(config: &LlamaConfig, samples: usize, seqlen: usize) -> ByteSize {
+pub(super) fn bytes(config: &ModelConfig, samples: usize, seqlen: usize) -> ByteSize {
     let tokens = samples * seqlen;
     let widest = Projection::ALL
         .iter()

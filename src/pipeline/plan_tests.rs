@@ -3,7 +3,7 @@
 use crate::bytes::ByteSize;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::shape;
-use crate::model::{Dtypes, LlamaConfig};
+use crate::model::{Dtypes, ModelConfig};
 use crate::pipeline::Job;
 use crate::placement::device_map::Prefixes;
 use crate::placement::{Budget, DeviceMap, Inventory, PlanError, Policy, plan};
@@ -21,7 +21,7 @@ fn planned(name: &str, machine: serde_json::Value, policy: &Policy) -> Result<Pl
 }
 
 fn planned_for(
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtype: StoredDtype,
     machine: serde_json::Value,
     policy: &Policy,

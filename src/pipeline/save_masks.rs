@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::prune::{PrunedMatrix, Watcher};
 use super::targets::TargetPlan;
 use crate::checkpoint::MaskWriter;
-use crate::model::{LlamaConfig, Projection};
+use crate::model::{ModelConfig, Projection};
 use crate::pruning::PruningMethod;
 use crate::run::Events;
 
@@ -27,7 +27,7 @@ impl SaveMasks {
         path: &Path,
         method: &dyn PruningMethod,
         targets: &TargetPlan,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         events: &dyn Events,
     ) -> Result<Self> {
         let (matrices, metadata) = layout(method, targets, config);
@@ -44,7 +44,7 @@ impl SaveMasks {
         path: &Path,
         method: &dyn PruningMethod,
         targets: &TargetPlan,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         finished: &BTreeMap<String, String>,
     ) -> Result<Option<(Self, Vec<String>)>> {
         let (matrices, metadata) = layout(method, targets, config);
@@ -70,7 +70,7 @@ impl SaveMasks {
 fn layout(
     method: &dyn PruningMethod,
     targets: &TargetPlan,
-    config: &LlamaConfig,
+    config: &ModelConfig,
 ) -> (BTreeMap<String, [usize; 2]>, BTreeMap<String, String>) {
     let mut matrices = BTreeMap::new();
     for layer in 0..config.num_hidden_layers {

@@ -5,7 +5,7 @@ use glob::Pattern as Glob;
 
 use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
-use crate::model::{LlamaConfig, Projection};
+use crate::model::{ModelConfig, Projection};
 use crate::pruning::method::check_groups;
 use crate::pruning::{Pattern, PruningMethod, Target};
 
@@ -49,7 +49,7 @@ impl TargetPlan {
     pub fn resolve(
         selection: &Selection,
         method: &dyn PruningMethod,
-        config: &LlamaConfig,
+        config: &ModelConfig,
     ) -> Result<Self> {
         let pattern = selection.pattern.unwrap_or(Pattern::Unstructured);
         let sparsity_ratio = overall_ratio(selection, pattern, config)?;
@@ -189,7 +189,7 @@ impl TargetPlan {
     }
 }
 
-fn overall_ratio(selection: &Selection, pattern: Pattern, config: &LlamaConfig) -> Result<f64> {
+fn overall_ratio(selection: &Selection, pattern: Pattern, config: &ModelConfig) -> Result<f64> {
     if let Pattern::NOfM { n, m } = pattern {
         let implied = n as f64 / m as f64;
         if selection.layer_ratios.is_some() {
@@ -314,8 +314,8 @@ mod tests {
     use crate::pruning::METHODS;
     use serde_json::json;
 
-    fn config() -> LlamaConfig {
-        LlamaConfig::from_json(
+    fn config() -> ModelConfig {
+        ModelConfig::from_json(
             &json!({"model_type": "llama", "hidden_size": 64, "intermediate_size": 172,
             "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 512}),
         )

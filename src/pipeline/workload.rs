@@ -7,7 +7,7 @@ use super::{on_gpu, output_error};
 use crate::bytes::ByteSize;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
-use crate::model::{Dtypes, LlamaConfig, Projection, footprint};
+use crate::model::{Dtypes, ModelConfig, Projection, footprint};
 use crate::placement::planner::ON_THEIR_WAY;
 use crate::placement::{Need, Resting, Way, Work, Workload};
 use crate::pruning::ColumnSquares;
@@ -33,7 +33,7 @@ const F32: usize = size_of::<f32>();
 #[derive(Debug, Clone)]
 pub struct Job<'a> {
     /// The model's shape.
-    pub config: &'a LlamaConfig,
+    pub config: &'a ModelConfig,
     /// The dtypes of its weights.
     pub dtypes: Dtypes,
     /// Tokens per sample and window.

@@ -18,14 +18,14 @@ use super::sweep::Swept;
 use crate::linalg::Workspace;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::Seen;
-use crate::model::{DecoderLayer, LayerContext, LlamaConfig, Observer};
+use crate::model::{DecoderLayer, LayerContext, ModelConfig, Observer};
 use crate::run::Events;
 use candle_core::Tensor;
 
 /// The devices of a sweep, the CPU among them.
 pub struct Compute<'a> {
     context: LayerContext,
-    config: &'a LlamaConfig,
+    config: &'a ModelConfig,
     seats: Vec<Seat>,
     /// By layer, the names of the devices that compute it.
     devices: Vec<Vec<String>>,
@@ -34,7 +34,7 @@ pub struct Compute<'a> {
 
 impl<'a> Compute<'a> {
     /// Computes on the CPU alone.
-    pub fn on_cpu(context: LayerContext, config: &'a LlamaConfig, events: &'a dyn Events) -> Self {
+    pub fn on_cpu(context: LayerContext, config: &'a ModelConfig, events: &'a dyn Events) -> Self {
         Self::new(context, config, Vec::new(), Vec::new(), events)
     }
 
@@ -42,7 +42,7 @@ impl<'a> Compute<'a> {
     /// * `devices`: by layer, who computes it; the CPU where there is no entry
     pub fn new(
         context: LayerContext,
-        config: &'a LlamaConfig,
+        config: &'a ModelConfig,
         seats: Vec<Seat>,
         devices: Vec<Vec<String>>,
         events: &'a dyn Events,
@@ -251,7 +251,7 @@ fn ready<'s>(
     seats: &'s mut [Seat],
     devices: &[Vec<String>],
     layer: &DecoderLayer,
-    config: &LlamaConfig,
+    config: &ModelConfig,
     events: &dyn Events,
 ) -> Result<Vec<&'s mut Seat>> {
     let named = devices.get(layer.index()).map_or(&[][..], Vec::as_slice);

@@ -10,7 +10,7 @@ use super::seat::Seat;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredDtype;
 use crate::model::on_device::{CONTEXT, Cut};
-use crate::model::{LayerContext, LlamaConfig, Rotary};
+use crate::model::{LayerContext, ModelConfig, Rotary};
 use crate::run::{Knobs, Plan};
 
 /// GPUs that are none, for tests of placement and fallback.
@@ -120,7 +120,7 @@ impl Devices {
     /// Fails when a device has no memory for the rotary tables.
     pub(super) fn seats(
         &self,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         seqlen: usize,
         knobs: &Knobs,
         context: &dyn Fn() -> Result<LayerContext>,
@@ -162,7 +162,7 @@ impl Devices {
     fn engine(
         &self,
         _opened: &Opened,
-        _config: &LlamaConfig,
+        _config: &ModelConfig,
         context: &dyn Fn() -> Result<LayerContext>,
     ) -> Result<Box<dyn Engine>> {
         Ok(Box::new(Simulated::new(context()?)))
@@ -172,7 +172,7 @@ impl Devices {
     fn engine(
         &self,
         opened: &Opened,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         context: &dyn Fn() -> Result<LayerContext>,
     ) -> Result<Box<dyn Engine>> {
         use super::engine::OnCandle;

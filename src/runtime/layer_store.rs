@@ -13,7 +13,7 @@ use anyhow::{Context, Result, anyhow};
 
 use super::memory;
 use crate::checkpoint::WeightSource;
-use crate::model::{DecoderLayer, LlamaConfig};
+use crate::model::{DecoderLayer, ModelConfig};
 use crate::placement::Residency;
 use crate::run::{Event, Events};
 
@@ -23,7 +23,7 @@ const PHASE: &str = "read layers";
 /// Hands out layers in ascending order, any number of times over.
 pub struct LayerStore {
     source: Arc<dyn WeightSource>,
-    config: Arc<LlamaConfig>,
+    config: Arc<ModelConfig>,
     residency: Residency,
     /// By index; none where a layer is streamed.
     resident: Vec<Option<DecoderLayer>>,
@@ -37,7 +37,7 @@ impl LayerStore {
     /// Fails when a layer cannot be read, or a thread not be started.
     pub fn load(
         source: Arc<dyn WeightSource>,
-        config: Arc<LlamaConfig>,
+        config: Arc<ModelConfig>,
         residency: Residency,
         events: &dyn Events,
     ) -> Result<Self> {
@@ -136,7 +136,7 @@ struct Reader {
 }
 
 impl Reader {
-    fn start(source: Arc<dyn WeightSource>, config: Arc<LlamaConfig>) -> Result<Self> {
+    fn start(source: Arc<dyn WeightSource>, config: Arc<ModelConfig>) -> Result<Self> {
         let (asked, questions) = sync_channel::<usize>(1);
         // Capacity 0: a layer that is read waits in the thread's hands, and no second one is begun.
         let (answers, read) = sync_channel(0);

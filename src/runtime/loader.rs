@@ -12,13 +12,13 @@ use anyhow::{Result, anyhow};
 
 use super::engine::CopyAhead;
 use crate::checkpoint::WeightSource;
-use crate::model::{DecoderLayer, LlamaConfig};
+use crate::model::{DecoderLayer, ModelConfig};
 use crate::run::knobs::{Knobs, WeightsHeld};
 
 /// Hands out layers in ascending order.
 pub struct LayerLoader {
     source: Arc<dyn WeightSource>,
-    config: Arc<LlamaConfig>,
+    config: Arc<ModelConfig>,
     knobs: Knobs,
     /// Takes every layer on, onto a device, as soon as it is read ahead.
     copy: Arc<CopyAhead>,
@@ -31,7 +31,7 @@ impl LayerLoader {
     /// Begins to read the first of `layers`, where it may read ahead; `copy` sees every layer that is, in the thread that reads.
     pub fn new(
         source: Arc<dyn WeightSource>,
-        config: Arc<LlamaConfig>,
+        config: Arc<ModelConfig>,
         knobs: Knobs,
         copy: CopyAhead,
         layers: Range<usize>,
@@ -83,7 +83,7 @@ impl LayerLoader {
 
 fn load(
     source: &Arc<dyn WeightSource>,
-    config: &LlamaConfig,
+    config: &ModelConfig,
     held: WeightsHeld,
     index: usize,
 ) -> Result<DecoderLayer> {

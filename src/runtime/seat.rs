@@ -21,7 +21,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::Weight;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{CONTEXT, Cut, Seen};
-use crate::model::{DecoderLayer, LlamaConfig, Observer, Projection};
+use crate::model::{DecoderLayer, ModelConfig, Observer, Projection};
 use crate::run::fallback::{DeviceMemoryReport, FallOutcome, FallReport};
 use crate::run::{Event, Events};
 use candle_core::Tensor;
@@ -100,7 +100,7 @@ impl Seat {
     pub(super) fn take_layer(
         &mut self,
         layer: &DecoderLayer,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         events: &dyn Events,
     ) -> Result<bool> {
         let wanted = Loaded::Layer(layer.index(), layer.revision());
@@ -152,7 +152,7 @@ impl Seat {
     pub(super) fn take_head(
         &mut self,
         chunk: &HeadChunk<'_>,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         events: &dyn Events,
     ) -> Result<bool> {
         let wanted = Loaded::Head(chunk.rows.start);
@@ -235,7 +235,7 @@ impl Seat {
         sample: usize,
         layer: &DecoderLayer,
         state: &Tensor,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         events: &dyn Events,
     ) -> Result<Option<Tensor>> {
         let unit = unit_name(layer, phase, sample);
@@ -255,7 +255,7 @@ impl Seat {
         layer: &DecoderLayer,
         state: &Tensor,
         new: &(dyn Fn(usize) -> O + Sync),
-        config: &LlamaConfig,
+        config: &ModelConfig,
         events: &dyn Events,
     ) -> Result<Option<O>> {
         let unit = unit_name(layer, "calibrate", sample);
@@ -278,7 +278,7 @@ impl Seat {
         chunk: &HeadChunk<'_>,
         state: &Tensor,
         tokens: &[u32],
-        config: &LlamaConfig,
+        config: &ModelConfig,
         events: &dyn Events,
     ) -> Result<Option<Vec<Seen>>> {
         let unit = format!("lm_head (window {window})");
@@ -291,7 +291,7 @@ impl Seat {
         })
     }
 
-    fn pass_bytes(&self, config: &LlamaConfig) -> impl Fn(&Cut) -> ByteSize + use<> {
+    fn pass_bytes(&self, config: &ModelConfig) -> impl Fn(&Cut) -> ByteSize + use<> {
         let (seqlen, element) = (self.seqlen, self.engine.element());
         let config = config.clone();
         move |cut| cut.pass_bytes(&config, seqlen, element)

@@ -20,7 +20,7 @@ use super::memory;
 use crate::checkpoint::WeightSource;
 use crate::linalg::Products;
 use crate::linalg::profile::Watch;
-use crate::model::{DecoderLayer, Head, LayerContext, LlamaConfig};
+use crate::model::{DecoderLayer, Head, LayerContext, ModelConfig};
 use crate::run::fallback::{DeviceMemoryReport, FallReport};
 use crate::run::{Events, Knobs};
 
@@ -94,7 +94,7 @@ pub struct Sweep<'a> {
     /// What need not be done again; `None` to begin with the first layer.
     pub finished: Option<Finished>,
     /// The model's shape.
-    pub config: Arc<LlamaConfig>,
+    pub config: Arc<ModelConfig>,
     /// Tokens per sample, at most.
     pub seqlen: usize,
     /// How the work is cut up.

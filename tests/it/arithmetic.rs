@@ -6,7 +6,7 @@ use prune::run::Manifest;
 
 use half::bf16;
 use prune::checkpoint::Checkpoint;
-use prune::model::{Dtypes, LlamaConfig, stored_dtypes};
+use prune::model::{Dtypes, ModelConfig, stored_dtypes};
 
 use crate::cli::Place;
 use crate::errors::rewrite;
@@ -258,7 +258,7 @@ fn dtypes_may_be_mixed_within_a_layer() {
     let path = place.path("m");
     let (source, config) = (
         Checkpoint::open(&path).expect("just written"),
-        LlamaConfig::load(&path).expect("just written"),
+        ModelConfig::load(&path).expect("just written"),
     );
     let dtypes = Dtypes {
         layers: StoredDtype::F32,

@@ -13,7 +13,7 @@ use prune::checkpoint::Checkpoint;
 use prune::data::{self, DatasetSpec, TextCache, Tokenizer};
 use prune::demo::{RandomCheckpoint, embedded};
 use prune::generation::{Finish, Generator, Order, Sampler, Sampling, sentence, write};
-use prune::model::LlamaConfig;
+use prune::model::ModelConfig;
 use prune::run::Silent;
 use twin::{Twin, Weights};
 
@@ -26,8 +26,8 @@ fn dense() -> Result<tempfile::TempDir> {
     Ok(folder)
 }
 
-fn open(folder: &Path) -> Result<(Generator, LlamaConfig, Tokenizer)> {
-    let config = LlamaConfig::load(folder)?;
+fn open(folder: &Path) -> Result<(Generator, ModelConfig, Tokenizer)> {
+    let config = ModelConfig::load(folder)?;
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
     let model = Generator::load_all(checkpoint, Arc::new(config.clone()), &Silent)?;
     Ok((model, config, Tokenizer::load(folder)?))

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource, encode_header};
 use prune::demo::RandomCheckpoint;
-use prune::model::{DecoderLayer, LlamaConfig};
+use prune::model::{DecoderLayer, ModelConfig};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde_json::{Value, json};
@@ -1229,7 +1229,7 @@ fn a_run_outlives_the_reader_of_its_messages() {
 
 /// Opens a folder as a run does, down to the shapes; what it says does not matter here.
 fn open(folder: &Path) -> anyhow::Result<()> {
-    let config = LlamaConfig::load(folder)?;
+    let config = ModelConfig::load(folder)?;
     let checkpoint = Checkpoint::open(folder)?;
     for layer in 0..config.num_hidden_layers {
         DecoderLayer::check(&checkpoint, &config, layer)?;

@@ -15,7 +15,7 @@ use prune::generation::{
     Finish, Generator, Order, PROMPT_BLOCK, Sampler, Sampling, Written, write,
 };
 use prune::linalg::StoredDtype;
-use prune::model::{Dtypes, LlamaConfig};
+use prune::model::{Dtypes, ModelConfig};
 use prune::placement::Residency;
 use prune::run::{GenerationReport, Silent};
 use serde_json::{Value, json};
@@ -29,7 +29,7 @@ use crate::support;
 const RESTS: [fn(usize) -> Residency; 2] = [Residency::all, Residency::none];
 
 fn open(folder: &Path, rest: fn(usize) -> Residency) -> Result<Generator> {
-    let config = Arc::new(LlamaConfig::load(folder)?);
+    let config = Arc::new(ModelConfig::load(folder)?);
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
     let residency = rest(config.num_hidden_layers);
     Generator::load(checkpoint, config, residency, &Silent)
@@ -172,7 +172,7 @@ fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
         num_hidden_layers: 5,
         ..RandomCheckpoint::default()
     })?;
-    let config = LlamaConfig::load(folder.path())?;
+    let config = ModelConfig::load(folder.path())?;
     let sizes = Generator::sizes(
         &config,
         Dtypes::all(StoredDtype::F32),

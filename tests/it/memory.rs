@@ -21,7 +21,7 @@ use prune::data::{self, DatasetSpec, Role, TextCache, Tokenizer};
 use prune::demo::RandomCheckpoint;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
-use prune::model::{Dtypes, LlamaConfig};
+use prune::model::{Dtypes, ModelConfig};
 use prune::pipeline::Job;
 use prune::placement::{Need, Resting, Way};
 use prune::run::{Knobs, Silent};
@@ -247,7 +247,7 @@ fn automatic(dtype: StoredDtype) -> Products {
 
 /// The phase of the peak that is planned for the run of [`flat_in_depth`], tokenising left out: a text of a few kilobytes.
 fn planned(place: &Place, dtype: StoredDtype, resting: Resting) -> Need {
-    let config = LlamaConfig::load(&place.path("m")).expect("just written");
+    let config = ModelConfig::load(&place.path("m")).expect("just written");
     let job = Job {
         config: &config,
         dtypes: Dtypes::all(dtype),

@@ -11,7 +11,7 @@ use prune::demo::RandomCheckpoint;
 use prune::linalg::{StoredDtype, tensor};
 use prune::model::observe::Need;
 use prune::model::on_device::{Cut, Seen};
-use prune::model::{DecoderLayer, Head, LayerContext, LlamaConfig, Observation, Observer};
+use prune::model::{DecoderLayer, Head, LayerContext, ModelConfig, Observation, Observer};
 use prune::model::{Embedding, Projection};
 use prune::run::Knobs;
 use prune::runtime::engine::{Engine, OnCandle};
@@ -110,7 +110,7 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
     ] {
         let folder = tempfile::tempdir()?;
         model(folder.path(), stored)?;
-        let config = LlamaConfig::load(folder.path())?;
+        let config = ModelConfig::load(folder.path())?;
         let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
         let mut context = LayerContext::new(&config, SEQLEN)?;
         let tokens: Vec<u32> = (0..SEQLEN as u32).map(|t| t * 31 % 307).collect();
@@ -226,7 +226,7 @@ fn a_panic_ends_the_process_with_one_error() {
 fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     let folder = tempfile::tempdir()?;
     model(folder.path(), StoredDtype::F32)?;
-    let config = LlamaConfig::load(folder.path())?;
+    let config = ModelConfig::load(folder.path())?;
     let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
     let mut context = LayerContext::new(&config, SEQLEN)?;
     let tokens: Vec<u32> = (0..SEQLEN as u32).collect();
@@ -265,7 +265,7 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
 fn a_weight_that_is_not_in_memory_is_an_error() -> Result<()> {
     let folder = tempfile::tempdir()?;
     model(folder.path(), StoredDtype::F32)?;
-    let config = LlamaConfig::load(folder.path())?;
+    let config = ModelConfig::load(folder.path())?;
     let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
     let context = LayerContext::new(&config, SEQLEN)?;
     let layer = DecoderLayer::at_rest(&checkpoint, &config, 0)?;

@@ -18,7 +18,7 @@ use prune::bytes::ByteSize;
 use prune::checkpoint::Checkpoint;
 use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
-use prune::model::{DecoderLayer, Embedding, Head, LayerContext, LlamaConfig};
+use prune::model::{DecoderLayer, Embedding, Head, LayerContext, ModelConfig};
 use prune::run::Silent;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -36,7 +36,7 @@ const SHARPER: f64 = 8.0;
 
 /// The logits after the last token, through our embedding, layers and head.
 pub(crate) fn ours(folder: &Path, tokens: &[u32]) -> Result<Vec<f32>> {
-    let config = LlamaConfig::load(folder)?;
+    let config = ModelConfig::load(folder)?;
     let checkpoint = Checkpoint::open(folder)?;
     let mut context = LayerContext::new(&config, tokens.len())?;
     let mut hidden = Embedding::open(&checkpoint, &config)?.rows(tokens)?;
@@ -122,7 +122,7 @@ pub(crate) fn prompt(length: usize, vocab_size: usize) -> Vec<u32> {
 
 /// Compares the last position's logits for prompts of these lengths.
 fn compare(folder: &Path, lengths: &[usize]) -> Result<()> {
-    let vocab_size = LlamaConfig::load(folder)?.vocab_size;
+    let vocab_size = ModelConfig::load(folder)?.vocab_size;
     for &length in lengths {
         let tokens = prompt(length, vocab_size);
         let (ours, candles) = (ours(folder, &tokens)?, candles(folder, &tokens)?);

@@ -13,7 +13,7 @@
 //! ```
 
 use crate::bytes::ByteSize;
-use crate::model::{LlamaConfig, Projection};
+use crate::model::{ModelConfig, Projection};
 use crate::run::Knobs;
 
 /// What a device takes before anything is computed: CUDA context, cuBLAS workspace, kernels. From the literature (0.3 to 0.6 GiB);
@@ -42,7 +42,7 @@ pub struct Cut {
 
 impl Cut {
     /// What a plan's knobs mean for a device.
-    pub fn of(knobs: &Knobs, config: &LlamaConfig) -> Self {
+    pub fn of(knobs: &Knobs, config: &ModelConfig) -> Self {
         Self {
             key_value_heads: knobs
                 .attention_heads
@@ -76,7 +76,7 @@ impl Cut {
     }
 
     /// What a sample takes on its way through a layer, the larger of attention and MLP; `element` is e.
-    pub fn pass_bytes(&self, config: &LlamaConfig, seqlen: usize, element: usize) -> ByteSize {
+    pub fn pass_bytes(&self, config: &ModelConfig, seqlen: usize, element: usize) -> ByteSize {
         let (s, h, i) = (seqlen, config.hidden_size, config.intermediate_size);
         let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
         let heads = self.key_value_heads.min(config.num_key_value_heads) * per_key;
@@ -96,7 +96,7 @@ impl Cut {
     /// What a window takes at the end of the model, for `rows` rows of the vocabulary; `element` is e.
     pub fn head_bytes(
         &self,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         seqlen: usize,
         rows: usize,
         element: usize,
@@ -107,7 +107,7 @@ impl Cut {
     }
 
     /// What copying a matrix holds for a moment where it is stored in another dtype: the largest one, as stored.
-    pub fn cast_bytes(config: &LlamaConfig, stored: usize, element: usize) -> ByteSize {
+    pub fn cast_bytes(config: &ModelConfig, stored: usize, element: usize) -> ByteSize {
         if stored == element {
             return ByteSize::ZERO;
         }
@@ -120,7 +120,7 @@ impl Cut {
     }
 
     /// A layer's weights on a device: e · (2·H·Q + 2·H·K + 3·H·I + 2·H).
-    pub fn layer_bytes(config: &LlamaConfig, element: usize) -> ByteSize {
+    pub fn layer_bytes(config: &ModelConfig, element: usize) -> ByteSize {
         let matrices: usize = Projection::ALL
             .iter()
             .map(|projection| projection.shape(config))

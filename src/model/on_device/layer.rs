@@ -16,7 +16,7 @@ use candle_nn::ops;
 use super::{CopyMatrix, Cut, upload_vector};
 use crate::linalg::attention::Heads;
 use crate::model::observe::{Need, Observation, Observer};
-use crate::model::{DecoderLayer, LayerContext, LlamaConfig, Projection};
+use crate::model::{DecoderLayer, LayerContext, ModelConfig, Projection};
 
 /// Rotary tables on a device, `[seqlen, head_dim / 2]` each.
 #[derive(Debug, Clone)]
@@ -32,7 +32,7 @@ impl DeviceTables {
     /// Fails when the device has no memory for them.
     pub fn new(
         context: &LayerContext,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {

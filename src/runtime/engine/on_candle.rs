@@ -12,7 +12,7 @@ use crate::model::head::HeadChunk;
 #[cfg(feature = "cuda")]
 use crate::model::on_device::candle_dtype;
 use crate::model::on_device::{Cut, DeviceHead, DeviceLayer, DeviceTables, Seen, copy};
-use crate::model::{DecoderLayer, LayerContext, LlamaConfig, Observer, Projection};
+use crate::model::{DecoderLayer, LayerContext, ModelConfig, Observer, Projection};
 
 /// One device of candle's.
 #[derive(Debug)]
@@ -70,7 +70,7 @@ impl OnCandle {
         device: Device,
         dtype: DType,
         name: String,
-        config: &LlamaConfig,
+        config: &ModelConfig,
         context: &LayerContext,
     ) -> Result<Self> {
         let tables = DeviceTables::new(context, config, dtype, &device)?;

@@ -13,7 +13,7 @@ use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::data::{self, Role, TextCache, Tokenizer};
 use prune::demo::RandomCheckpoint;
-use prune::model::{DecoderLayer, Head, LlamaConfig};
+use prune::model::{DecoderLayer, Head, ModelConfig};
 use prune::pipeline::LayerRatios;
 use prune::placement::Device;
 use prune::placement::device_map::Prefixes;
@@ -110,7 +110,7 @@ fn spoilt(good: &[u8], seed: u64) -> Vec<u8> {
 
 /// Opens a folder as a run does, down to the shapes; where that succeeds, every tensor can be read.
 fn open(folder: &Path) -> Result<(), TestCaseError> {
-    let Ok(config) = LlamaConfig::load(folder) else {
+    let Ok(config) = ModelConfig::load(folder) else {
         return Ok(());
     };
     let Ok(checkpoint) = Checkpoint::open(folder) else {

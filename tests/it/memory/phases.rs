@@ -16,7 +16,7 @@ use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
 use prune::model::observe::Need;
 use prune::model::{
-    DecoderLayer, Dtypes, Head, LayerContext, LlamaConfig, Observation, Observer, Projection,
+    DecoderLayer, Dtypes, Head, LayerContext, ModelConfig, Observation, Observer, Projection,
     footprint,
 };
 use prune::pruning::{self, Pattern, Request, Target};
@@ -77,7 +77,7 @@ fn counted<R>(body: impl FnOnce() -> Result<R>) -> Result<(R, u64)> {
 
 fn load(
     source: &Arc<dyn WeightSource>,
-    config: &LlamaConfig,
+    config: &ModelConfig,
     knobs: &Knobs,
 ) -> Result<DecoderLayer> {
     match knobs.weights {
@@ -113,7 +113,7 @@ fn score(layer: &mut DecoderLayer, method: &str, projection: Projection) -> Resu
 /// Runs one phase and returns what was predicted and what was counted.
 fn phase(
     name: &str,
-    config: &LlamaConfig,
+    config: &ModelConfig,
     dtype: StoredDtype,
     knobs: &Knobs,
 ) -> Result<(ByteSize, u64)> {
@@ -228,7 +228,7 @@ fn child() -> Result<()> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(THREADS)
         .build_global()?;
-    let config = LlamaConfig::load("m".as_ref())?;
+    let config = ModelConfig::load("m".as_ref())?;
     let dtype = match &*std::fs::read_to_string("dtype")? {
         "f32" => StoredDtype::F32,
         _ => StoredDtype::Bf16,

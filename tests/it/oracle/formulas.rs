@@ -10,7 +10,7 @@ use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::model::observe::Need;
 use prune::model::{
-    DecoderLayer, Embedding, LayerContext, LlamaConfig, Observation, Observer, Projection,
+    DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer, Projection,
     RopeScaling,
 };
 use serde_json::json;
@@ -54,7 +54,7 @@ fn relative(ours: &[f32], plain: &[f64]) -> f64 {
 
 /// Our layer and the plain one on the same hidden states.
 fn both(folder: &Path, plain: &PlainLayer, tokens: usize) -> Result<(f64, Vec<(Projection, f64)>)> {
-    let (config, checkpoint) = (LlamaConfig::load(folder)?, Checkpoint::open(folder)?);
+    let (config, checkpoint) = (ModelConfig::load(folder)?, Checkpoint::open(folder)?);
     let layer = DecoderLayer::load(&checkpoint, &config, 0)?;
     let mut context = LayerContext::new(&config, tokens)?;
     let hidden = Embedding::open(&checkpoint, &config)?.rows(&prompt(tokens, config.vocab_size))?;
@@ -182,7 +182,7 @@ fn the_plain_layer_notices_a_missing_bias_and_a_missing_scaling() {
         ..RandomCheckpoint::default()
     };
     let folder = sharp(&shape).unwrap();
-    type Break = fn(&mut LlamaConfig);
+    type Break = fn(&mut ModelConfig);
     let breaks: [(&str, Break); 3] = [
         ("attention_bias", |config| config.attention_bias = false),
         ("mlp_bias", |config| config.mlp_bias = false),

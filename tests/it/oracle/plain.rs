@@ -8,11 +8,11 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, safetensors};
-use prune::model::{LlamaConfig, Projection, RopeScaling};
+use prune::model::{ModelConfig, Projection, RopeScaling};
 
 /// One layer's tensors by their names inside it, `[out_features, in_features]` row-major.
 pub(super) struct PlainLayer {
-    pub(super) config: LlamaConfig,
+    pub(super) config: ModelConfig,
     tensors: HashMap<String, Vec<f64>>,
 }
 
@@ -36,7 +36,7 @@ impl PlainLayer {
             }
         }
         Ok(Self {
-            config: LlamaConfig::load(folder)?,
+            config: ModelConfig::load(folder)?,
             tensors,
         })
     }
@@ -172,7 +172,7 @@ fn sum(one: &[f64], other: &[f64]) -> Vec<f64> {
 }
 
 /// θ_i = base^(−2i / head_dim), stretched.
-fn frequencies(config: &LlamaConfig, tokens: usize) -> Vec<f64> {
+fn frequencies(config: &ModelConfig, tokens: usize) -> Vec<f64> {
     let dim = config.head_dim as f64;
     let max = config.max_position_embeddings as f64;
     let base = match config.rope_scaling {
