@@ -3,22 +3,22 @@
 
 use prune::linalg::StoredDtype;
 use prune::model::{ModelConfig, Rotary, footprint};
-use prune::run::Knobs;
+use prune::run::MemorySettings;
 
 prune_fuzz::target!(input, {
     let path = prune_fuzz::put("m/config.json", input);
     let folder = path.parent().expect("the model's folder");
     let _ = prune::generation::stop_ids(folder, None);
     if let Ok(config) = ModelConfig::load(folder) {
-        let knobs = Knobs::default();
+        let settings = MemorySettings::default();
         for seqlen in [2, config.longest_sequence()] {
-            let _ = footprint::activations(&config, seqlen, &knobs);
+            let _ = footprint::activations(&config, seqlen, &settings);
             let _ = footprint::hidden_states(&config, seqlen);
-            let _ = footprint::head(&config, StoredDtype::F32, seqlen, 1 << 20, &knobs);
+            let _ = footprint::head(&config, StoredDtype::F32, seqlen, 1 << 20, &settings);
         }
         let _ = footprint::parameters(&config);
-        let _ = footprint::layer_weights(&config, StoredDtype::F32, &knobs);
-        let _ = footprint::score(&config, StoredDtype::F32, 1024, &knobs);
+        let _ = footprint::layer_weights(&config, StoredDtype::F32, &settings);
+        let _ = footprint::score(&config, StoredDtype::F32, 1024, &settings);
         if config.head_dim <= 1 << 10 {
             let rotary = Rotary::new(&config, 16);
             let mut x = vec![1.0; 16 * config.head_dim];

@@ -16,9 +16,10 @@ use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Selection};
 use crate::placement::device_map::Prefixes;
 use crate::placement::inventory::Gpu;
-use crate::placement::{Budget, DeviceMap, Inventory, Policy, Resting};
+use crate::placement::{Budget, DeviceMap, Inventory, Policy};
 use crate::pruning::{METHODS, Pattern};
-use crate::run::Knobs;
+use crate::run::HiddenStatesStorage;
+use crate::run::MemorySettings;
 use crate::runtime::{Side, Simulation};
 
 /// What is read.
@@ -112,9 +113,9 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "DIR")]
     pub offload_folder: Option<PathBuf>,
 
-    /// How the work is cut up, as JSON; for tests
-    #[arg(long, value_name = "JSON", hide = true, value_parser = knobs)]
-    pub knobs: Option<Knobs>,
+    /// Settings that trade memory for time, as JSON; for tests
+    #[arg(long, alias = "knobs", value_name = "JSON", hide = true, value_parser = memory_settings)]
+    pub memory_settings: Option<MemorySettings>,
 
     /// GPUs that are none, as JSON; for tests
     #[arg(long, value_name = "JSON", hide = true, value_parser = simulation)]
@@ -125,7 +126,7 @@ fn simulation(json: &str) -> std::result::Result<Simulation, serde_json::Error> 
     serde_json::from_str(json)
 }
 
-fn knobs(json: &str) -> std::result::Result<Knobs, serde_json::Error> {
+fn memory_settings(json: &str) -> std::result::Result<MemorySettings, serde_json::Error> {
     serde_json::from_str(json)
 }
 
@@ -204,7 +205,7 @@ impl DeviceArgs {
                 _ => None,
             },
             must_use_gpu: matches!(self.device, DeviceArg::Cuda(_)),
-            resting: self.hidden_states.resting(),
+            storage: self.hidden_states.storage(),
         })
     }
 
@@ -315,12 +316,12 @@ pub enum HiddenStatesArg {
 }
 
 impl HiddenStatesArg {
-    /// What is decided; `None` leaves it to the plan.
-    pub fn resting(self) -> Option<Resting> {
+    /// Returns the chosen storage; `None` leaves the choice to the plan.
+    pub fn storage(self) -> Option<HiddenStatesStorage> {
         match self {
             Self::Auto => None,
-            Self::Ram => Some(Resting::Ram),
-            Self::Disk => Some(Resting::Disk),
+            Self::Ram => Some(HiddenStatesStorage::Ram),
+            Self::Disk => Some(HiddenStatesStorage::Disk),
         }
     }
 }

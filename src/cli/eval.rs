@@ -104,7 +104,7 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         ..expected
     };
     let plan = session.plan(&job, &args.device)?;
-    let rest = session.rest(&plan, &args.device, args.save.as_deref(), console);
+    let spill_folder = session.spill_folder(&plan, &args.device, args.save.as_deref(), console);
     console.line(&format!(
         "evaluating {} on {}: {} windows of {} tokens",
         session.folder.display(),
@@ -119,14 +119,20 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         .profile
         .then(|| profile::peak(session.products, session.threads));
     let devices = session.devices(&plan)?;
-    let mut perplexity = session.perplexity(Side::Dense, &rest, &devices, &windows, console)?;
+    let mut perplexity = session.perplexity(
+        Side::Dense,
+        spill_folder.as_deref(),
+        &devices,
+        &windows,
+        console,
+    )?;
     let source: Arc<dyn WeightSource> = session.checkpoint.clone();
     let sweep = Sweep {
         source,
         finished: None,
         config: Arc::clone(&session.config),
         seqlen: session.seqlen,
-        knobs: plan.knobs.clone(),
+        settings: plan.memory_settings.clone(),
         products: session.products,
         devices: &devices,
         clock: &session.clock,
@@ -141,7 +147,7 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     console.emit(Event::SweepDone);
     session.clock.mark("09_end", console);
     let watch = swept.watch.clone();
-    let mut manifest = session.manifest("eval", arguments, &rest, &plan, swept)?;
+    let mut manifest = session.manifest("eval", arguments, &plan, swept)?;
     manifest.profile = Some(profile::report(
         peak,
         (session.products, session.dtype()),

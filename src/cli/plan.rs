@@ -261,7 +261,7 @@ impl PlanArgs {
             threads,
             products: self.products(subject.dtypes.layers)?,
             tokenise: ByteSize::ZERO,
-            knobs: None,
+            settings: None,
         })
     }
 
@@ -284,7 +284,7 @@ impl PlanArgs {
             cpu_only: self.use_cpu,
             only_gpu: None,
             must_use_gpu: false,
-            resting: self.hidden_states.resting(),
+            storage: self.hidden_states.storage(),
         })
     }
 }
@@ -329,7 +329,7 @@ fn table(args: &PlanArgs, inventory: &Inventory) -> Result<Vec<TableRow>> {
             gpus: Vec::new(),
             ..inventory.clone()
         };
-        let plan = planner::plan(&workload, &unlimited, &Policy::default())?
+        let plan = planner::plan(&workload, &unlimited, &Policy::default())
             .map_err(|_| Failure::new("a plan without limits does not fit"))?;
         let least = planner::least_that_works(&workload);
         rows.push(TableRow {

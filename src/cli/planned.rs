@@ -2,8 +2,8 @@
 
 use crate::failure::Failure;
 use crate::pipeline::Job;
-use crate::placement::{self, Inventory, PlanError, Policy, Resting, Shortage};
-use crate::run::Plan;
+use crate::placement::{self, Inventory, PlanFailure, Policy, Shortage};
+use crate::run::{HiddenStatesStorage, Plan};
 
 /// Plans a job.
 ///
@@ -11,12 +11,19 @@ use crate::run::Plan;
 /// Where it does not fit: the devices that are too small, by how much, and the nearest settings that fit; as `placement::plan`
 /// for devices that are not there.
 pub(super) fn plan(job: &Job<'_>, inventory: &Inventory, policy: &Policy) -> Result<Plan, Failure> {
-    placement::plan(&job.workload(), inventory, policy)?
-        .map_err(|error| refusal(&error, job, inventory, policy))
+    placement::plan(&job.workload(), inventory, policy).map_err(|failure| match failure {
+        PlanFailure::DoesNotFit(shortages) => refusal(&shortages, job, inventory, policy),
+        PlanFailure::Unusable(failure) => failure,
+    })
 }
 
-fn refusal(error: &PlanError, job: &Job<'_>, inventory: &Inventory, policy: &Policy) -> Failure {
-    let Some(shortage) = error.shortages.first() else {
+fn refusal(
+    shortages: &[Shortage],
+    job: &Job<'_>,
+    inventory: &Inventory,
+    policy: &Policy,
+) -> Failure {
+    let Some(shortage) = shortages.first() else {
         return Failure::new("no device may be used for this job")
             .hint("allow a device in --max-memory, or leave --device-map out");
     };
@@ -24,10 +31,10 @@ fn refusal(error: &PlanError, job: &Job<'_>, inventory: &Inventory, policy: &Pol
         "this run does not fit into {} of {}",
         shortage.allowed, shortage.device
     ));
-    for shortage in &error.shortages {
+    for shortage in shortages {
         failure = failure.detail(describe(shortage));
     }
-    let advice = advice(error, job, inventory, policy);
+    let advice = advice(shortages, job, inventory, policy);
     if advice.is_empty() {
         failure
     } else {
@@ -59,12 +66,17 @@ fn describe(shortage: &Shortage) -> String {
 }
 
 /// Changes of one setting that make the plan fit, each tried.
-fn advice(error: &PlanError, job: &Job<'_>, inventory: &Inventory, policy: &Policy) -> Vec<String> {
+fn advice(
+    shortages: &[Shortage],
+    job: &Job<'_>,
+    inventory: &Inventory,
+    policy: &Policy,
+) -> Vec<String> {
     let fits = |job: &Job<'_>, policy: &Policy| {
-        placement::plan(&job.workload(), inventory, policy).is_ok_and(|planned| planned.is_ok())
+        placement::plan(&job.workload(), inventory, policy).is_ok()
     };
     let mut advice = Vec::new();
-    if let [only] = error.shortages.as_slice()
+    if let [only] = shortages
         && only.device == "cpu"
     {
         let mut larger = policy.clone();
@@ -74,9 +86,9 @@ fn advice(error: &PlanError, job: &Job<'_>, inventory: &Inventory, policy: &Poli
             advice.push(format!("--max-memory {}", larger.budget));
         }
     }
-    if policy.resting == Some(Resting::Ram) {
+    if policy.storage == Some(HiddenStatesStorage::Ram) {
         let free = Policy {
-            resting: None,
+            storage: None,
             ..policy.clone()
         };
         if fits(job, &free) {

@@ -101,7 +101,7 @@ pub fn execute(
         folder,
         texts,
         targets,
-        rest,
+        spill_folder,
         ..
     } = &*job;
 
@@ -143,13 +143,27 @@ pub fn execute(
         .calibration
         .as_ref()
         .filter(|_| first < session.config.num_hidden_layers)
-        .map(|samples| session.embedded(rest, &devices, "calibration", &samples.tokens, console))
+        .map(|samples| {
+            session.embedded(
+                spill_folder.as_deref(),
+                &devices,
+                "calibration",
+                &samples.tokens,
+                console,
+            )
+        })
         .transpose()?
         .map(|hidden| CalibrationStream::new(hidden, (*session.config).clone()));
     let mut passengers: Vec<Perplexity<'_>> = Vec::new();
     for side in args.eval.sides() {
         if let Some(windows) = texts.windows.as_ref().filter(|_| measured.is_none()) {
-            passengers.push(session.perplexity(*side, rest, &devices, windows, console)?);
+            passengers.push(session.perplexity(
+                *side,
+                spill_folder.as_deref(),
+                &devices,
+                windows,
+                console,
+            )?);
         }
     }
     let mut pruner = Pruner {
@@ -172,7 +186,7 @@ pub fn execute(
         finished,
         config: Arc::clone(&session.config),
         seqlen: session.seqlen,
-        knobs: job.plan.knobs.clone(),
+        settings: job.plan.memory_settings.clone(),
         products: session.products,
         devices: &devices,
         clock: &session.clock,
@@ -207,7 +221,7 @@ pub fn execute(
 
     let output = finish(&job, writer, masks, &expected, console)?;
     session.clock.mark("09_end", console);
-    let mut manifest = session.manifest("prune", arguments, rest, &job.plan, swept)?;
+    let mut manifest = session.manifest("prune", arguments, &job.plan, swept)?;
     manifest.profile = Some(profile::report(
         peak,
         (session.products, session.dtype()),

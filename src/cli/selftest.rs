@@ -26,11 +26,11 @@ use crate::model::{
 use crate::pipeline::{PrunedMatrix, Watcher};
 use crate::pruning::Mask;
 use crate::run::fallback::FallOutcome;
-use crate::run::{Knobs, Silent};
+use crate::run::{MemorySettings, Silent};
 use crate::runtime::engine::{Engine, OnCandle};
 use crate::runtime::ledger::{Ledger, Refusals};
 use crate::runtime::seat::Seat;
-use crate::runtime::{Compute, HiddenStates, Rest};
+use crate::runtime::{Compute, HiddenStates};
 
 /// Flags of `prune selftest`.
 #[derive(Debug, Clone, Args)]
@@ -319,13 +319,13 @@ impl Bench {
             embedded::write_model(&demo)?;
         }
         let mut model = Model::open(&demo, 256)?;
-        let cut = Cut::of(&Knobs::default(), &model.config);
+        let cut = Cut::of(&MemorySettings::default(), &model.config);
         Ok(Outcome::Held(self.compare(&mut model, &cut)?.join(", ")))
     }
 
     fn wide_rows(&self, folder: &Path) -> Result<Outcome> {
         let mut model = Model::random(folder, "wide", &wide(), 512)?;
-        let cut = Cut::of(&Knobs::default(), &model.config);
+        let cut = Cut::of(&MemorySettings::default(), &model.config);
         Ok(Outcome::Held(self.compare(&mut model, &cut)?.join(", ")))
     }
 
@@ -353,12 +353,12 @@ impl Bench {
             self.name.clone(),
             Box::new(self.engine(model, DType::F32)?),
             ledger,
-            Cut::of(&Knobs::default(), &model.config),
+            Cut::of(&MemorySettings::default(), &model.config),
             seqlen,
             ByteSize::ZERO,
         );
         let mut hidden = HiddenStates::new(
-            &Rest::Ram,
+            None,
             "selftest",
             1,
             seqlen,
@@ -441,7 +441,7 @@ impl Bench {
         }
         let seqlen = 1024;
         let model = Model::random(folder, "wide", &wide(), seqlen)?;
-        let cut = Cut::of(&Knobs::default(), &model.config);
+        let cut = Cut::of(&MemorySettings::default(), &model.config);
         cuda::reset_peaks(&self.device);
         let before = cuda::memory(&self.device).unwrap_or_default();
         let mut engine = self.loaded(&model, DType::BF16)?;
@@ -463,7 +463,7 @@ impl Bench {
     /// Fills the device but for a little, and lets a sample pass all the same.
     #[cfg(feature = "cuda")]
     fn out_of_memory(&self, folder: &Path) -> Result<Outcome> {
-        use crate::runtime::engine::{cuda, out_of_memory};
+        use crate::runtime::engine::{OutOfMemory, cuda};
         if matches!(self.device, Device::Cpu) {
             return Ok(Outcome::Skipped("the CPU's memory is not to be used up"));
         }
@@ -489,7 +489,7 @@ impl Bench {
                 Err(error) => {
                     let error = anyhow::Error::new(error);
                     ensure!(
-                        out_of_memory(&error).is_some(),
+                        OutOfMemory::of(&error).is_some(),
                         "not taken for an out-of-memory: {error:#}"
                     );
                     piece /= 2;

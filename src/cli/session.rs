@@ -25,8 +25,8 @@ use crate::model::on_device::candle_dtype;
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, Projection};
 use crate::pipeline::{Job, embed};
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, Perplexities, SCHEMA};
-use crate::run::{Event, Events, Knobs, Plan};
-use crate::runtime::{Clock, Devices, HiddenStates, Rest, Side, Simulation, Swept};
+use crate::run::{Event, Events, HiddenStatesStorage, MemorySettings, Plan};
+use crate::runtime::{Clock, Devices, HiddenStates, Side, Simulation, Swept};
 
 /// Worker threads that may be asked for.
 const MOST_THREADS: RangeInclusive<usize> = 1..=1024;
@@ -49,8 +49,8 @@ pub struct Session {
     pub seqlen: usize,
     /// Worker threads.
     pub threads: usize,
-    /// `--knobs`: the one setting that may be planned.
-    knobs: Option<Knobs>,
+    /// `--memory-settings`: the one setting that may be planned.
+    memory_settings: Option<MemorySettings>,
     /// How products with bf16 weights are computed on the CPU.
     pub products: Products,
     /// The dtype GPUs compute in.
@@ -98,7 +98,7 @@ impl Session {
             cache_dir: model.cache_dir.clone(),
             seqlen,
             threads,
-            knobs: device.knobs.clone(),
+            memory_settings: device.memory_settings.clone(),
             products: Products::F32,
             gpu_dtype: StoredDtype::F32,
             simulation: device.simulate.clone(),
@@ -248,7 +248,7 @@ impl Session {
             threads: self.threads,
             products: self.products,
             tokenise: ByteSize::ZERO,
-            knobs: self.knobs.clone(),
+            settings: self.memory_settings.clone(),
         }
     }
 
@@ -315,16 +315,16 @@ impl Session {
         })
     }
 
-    /// Where the plan lets hidden states rest, said aloud where that is the disk without having been asked for.
-    pub fn rest(
+    /// Returns the folder of the spill file where the plan keeps hidden states on disk. Warns unless the user chose the disk.
+    pub fn spill_folder(
         &self,
         plan: &Plan,
         device: &DeviceArgs,
         run_folder: Option<&Path>,
         events: &dyn Events,
-    ) -> Rest {
-        if plan.hidden_states.rest == "ram" {
-            return Rest::Ram;
+    ) -> Option<PathBuf> {
+        if plan.hidden_states.storage == HiddenStatesStorage::Ram {
+            return None;
         }
         let folder = device
             .offload_folder
@@ -338,7 +338,7 @@ impl Session {
                 folder.display()
             ));
         }
-        Rest::Spill(folder)
+        Some(folder)
     }
 
     /// A stream of embedded samples, `tokens` `[samples, seqlen]`.
@@ -347,7 +347,7 @@ impl Session {
     /// Fails when the embedding cannot be read or the spill file not be written.
     pub fn embedded(
         &self,
-        rest: &Rest,
+        spill_folder: Option<&Path>,
         devices: &Devices,
         stream: &str,
         tokens: &[u32],
@@ -361,7 +361,7 @@ impl Session {
         });
         let embedding = Embedding::open(&*self.checkpoint, &self.config)?;
         let mut hidden = HiddenStates::new(
-            rest,
+            spill_folder,
             stream,
             samples,
             self.seqlen,
@@ -383,12 +383,12 @@ impl Session {
     pub fn perplexity<'a>(
         &'a self,
         side: Side,
-        rest: &Rest,
+        spill_folder: Option<&Path>,
         devices: &Devices,
         windows: &'a Evaluation,
         events: &'a dyn Events,
     ) -> Result<Perplexity<'a>> {
-        let hidden = self.embedded(rest, devices, side.name(), &windows.tokens, events)?;
+        let hidden = self.embedded(spill_folder, devices, side.name(), &windows.tokens, events)?;
         Ok(Perplexity::new(
             side,
             hidden,
@@ -436,7 +436,6 @@ impl Session {
         &self,
         command: &str,
         arguments: Vec<String>,
-        rest: &Rest,
         plan: &Plan,
         swept: Swept,
     ) -> Result<Manifest> {
@@ -479,10 +478,7 @@ impl Session {
             perplexity: Perplexities::default(),
             evaluation: None,
             gate: None,
-            hidden_states: match rest {
-                Rest::Ram => "ram".to_string(),
-                Rest::Spill(_) => "spill".to_string(),
-            },
+            hidden_states: plan.hidden_states.storage,
             plan: Some(plan.clone()),
             fallbacks: swept.fallbacks,
             devices: swept.devices,

@@ -8,7 +8,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::model::{Dtypes, Embedding, Head, KvCache, LayerContext, ModelConfig, footprint};
 use crate::placement::{Residency, Sizes};
-use crate::run::{Events, Knobs};
+use crate::run::{Events, MemorySettings};
 use crate::runtime::LayerStore;
 
 /// Tokens of a prompt that pass through the model together: enough for products to be worth widening weights for, few
@@ -76,7 +76,7 @@ impl Generator {
     ) -> Sizes {
         Sizes {
             layers: config.num_hidden_layers,
-            layer: footprint::layer_weights(config, dtypes.layers, &Knobs::default()),
+            layer: footprint::layer_weights(config, dtypes.layers, &MemorySettings::default()),
             head: footprint::head_weight(config, dtypes.head),
             kv_cache: KvCache::bytes(config, capacity),
             workspace: footprint::writing(config, dtypes.layers, PROMPT_BLOCK, capacity, threads),

@@ -1,4 +1,4 @@
-//! What each phase of a run holds in memory, from the model's shape and the [`Knobs`]: the numbers a plan is made of.
+//! What each phase of a run holds in memory, from the model's shape and the [`MemorySettings`]: the numbers a plan is made of.
 //!
 //! Symbols: L tokens of a sample, H hidden_size, I intermediate_size, Q and K the widths of all queries and all keys, V
 //! vocab_size, e bytes of a stored element. Sizes are bytes; what is computed is f32, 4 bytes an element.
@@ -27,7 +27,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::product::{self, Kernel, PackedWeight, Product};
 use crate::linalg::{Linear, StoredDtype, attention};
-use crate::run::knobs::{Knobs, WeightsHeld};
+use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 
 /// What weights are stored in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,12 +57,16 @@ const PACKED_PER_THREAD: usize = 2 << 20;
 
 /// One decoder layer: e · (2·H·Q + 2·H·K + 3·H·I) of weights; 1 bit per weight of masks instead where matrices rest on disk;
 /// 4 · 2·H of norms, 4 bytes per bias.
-pub fn layer_weights(config: &ModelConfig, dtype: StoredDtype, knobs: &Knobs) -> ByteSize {
+pub fn layer_weights(
+    config: &ModelConfig,
+    dtype: StoredDtype,
+    settings: &MemorySettings,
+) -> ByteSize {
     let mut bytes = ByteSize::of(2 * config.hidden_size, F32);
     for projection in Projection::ALL {
         let (rows, columns) = projection.shape(config);
         bytes = bytes
-            + match knobs.weights {
+            + match settings.weights {
                 WeightsHeld::Layer => ByteSize::of(rows * columns, dtype.bytes()),
                 WeightsHeld::Matrix => ByteSize::of((rows * columns).div_ceil(8), 1),
             };
@@ -117,8 +121,8 @@ const TOGETHER: [&[Projection]; 4] = [
 ];
 
 /// Whether a layer's weights stay packed while it is in use.
-pub fn keeps_packed(kernel: Kernel, knobs: &Knobs) -> bool {
-    kernel.keeps() && knobs.keep_packed && knobs.weights == WeightsHeld::Layer
+pub fn keeps_packed(kernel: Kernel, settings: &MemorySettings) -> bool {
+    kernel.keeps() && settings.keep_packed && settings.weights == WeightsHeld::Layer
 }
 
 /// What products pack and keep for the next one, from the first on: X, and per thread a slab of W where it is not kept packed.
@@ -130,14 +134,14 @@ pub fn products(
     kernel: Kernel,
     seqlen: usize,
     threads: usize,
-    knobs: &Knobs,
+    settings: &MemorySettings,
     head: Option<Kernel>,
 ) -> ByteSize {
-    let mlp_tokens = largest_part(seqlen, knobs.mlp_tokens, LEAST_ROWS);
+    let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
     // Some heads whose first row is within a unit are packed anew.
     let begins_within =
-        knobs.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
-    let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, knobs);
+        settings.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
+    let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
     let of_layer = TOGETHER.iter().flat_map(|projections| {
         let is_mlp = projections[0].name().starts_with("mlp");
         let shapes = projections.iter().map(|one| one.shape(config));
@@ -154,15 +158,15 @@ pub fn products(
                 .map(|(_, columns)| columns)
                 .max()
                 .unwrap_or(0),
-            is_kept: keeps_packed(kernel, knobs) && (is_mlp || !begins_within),
+            is_kept: keeps_packed(kernel, settings) && (is_mlp || !begins_within),
         };
         columns.into_iter().map(product)
     });
     let of_head = head.map(|kernel| {
-        let rows = largest_chunk(config.vocab_size, knobs.head_rows);
+        let rows = largest_chunk(config.vocab_size, settings.head_rows);
         Product {
             kernel,
-            tokens: largest_tokens(seqlen, knobs.logits_bytes, rows),
+            tokens: largest_tokens(seqlen, settings.logits_bytes, rows),
             columns: vec![rows],
             inner: config.hidden_size,
             is_kept: false,
@@ -177,27 +181,31 @@ pub fn workspace(
     config: &ModelConfig,
     dtype: StoredDtype,
     seqlen: usize,
-    knobs: &Knobs,
+    settings: &MemorySettings,
 ) -> ByteSize {
-    activations(config, seqlen, knobs) + widest_panel(config, dtype, knobs)
+    activations(config, seqlen, settings) + widest_panel(config, dtype, settings)
 }
 
 /// 4 bytes times the larger of attention and MLP:
 ///
 /// * attention: L·max(H, Q) + L·Q + 2·L·K; in p groups of heads L·H + L·Q + (L·Q + 2·L·K) / p
 /// * MLP: t·(H + 2·I), t the tokens it takes at once
-pub fn activations(config: &ModelConfig, seqlen: usize, knobs: &Knobs) -> ByteSize {
-    let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, knobs);
+pub fn activations(config: &ModelConfig, seqlen: usize, settings: &MemorySettings) -> ByteSize {
+    let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
     let attention: usize = layout.buffers().iter().sum();
-    let tokens = largest_part(seqlen, knobs.mlp_tokens, LEAST_ROWS);
+    let tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
     let mlp = tokens * (config.hidden_size + 2 * config.intermediate_size);
     ByteSize::of(attention.max(mlp), F32)
 }
 
 /// The rows of a weight that are read at once where matrices rest on disk, of the matrix where that is most: e·in·r, r rows with
 /// r·in about 2²². Nothing where they are in memory.
-pub fn widest_panel(config: &ModelConfig, dtype: StoredDtype, knobs: &Knobs) -> ByteSize {
-    if knobs.weights == WeightsHeld::Layer {
+pub fn widest_panel(
+    config: &ModelConfig,
+    dtype: StoredDtype,
+    settings: &MemorySettings,
+) -> ByteSize {
+    if settings.weights == WeightsHeld::Layer {
         return ByteSize::ZERO;
     }
     let panels = Projection::ALL.map(|projection| {
@@ -217,11 +225,11 @@ pub fn forward(
     dtype: StoredDtype,
     seqlen: usize,
     threads: usize,
-    knobs: &Knobs,
+    settings: &MemorySettings,
     kernel: Kernel,
 ) -> ByteSize {
     let scratch = attention::scratch_bytes(kernel, config.head_dim, seqlen, seqlen, threads);
-    workspace(config, dtype, seqlen, knobs)
+    workspace(config, dtype, seqlen, settings)
         + ByteSize::of(scratch, 1).max(hidden_states(config, seqlen))
 }
 
@@ -238,11 +246,11 @@ pub fn writing(
     let kernel = Kernel::Fused;
     let scratch = |keys| attention::scratch_bytes(kernel, config.head_dim, block, keys, threads);
     let behind_a_cache = scratch(capacity).saturating_sub(scratch(block));
-    let knobs = Knobs::default();
-    forward(config, dtype, block, threads, &knobs, kernel)
+    let settings = MemorySettings::default();
+    forward(config, dtype, block, threads, &settings, kernel)
         + ByteSize::of(behind_a_cache, 1)
         + ByteSize::of(config.vocab_size, F32)
-        + products(config, kernel, block, threads, &knobs, None)
+        + products(config, kernel, block, threads, &settings, None)
         + ByteSize::of(threads, PACKED_PER_THREAD)
         + context(config, capacity)
 }
@@ -258,20 +266,25 @@ pub fn capture(
     dtype: StoredDtype,
     seqlen: usize,
     threads: usize,
-    knobs: &Knobs,
+    settings: &MemorySettings,
     kernel: Kernel,
 ) -> ByteSize {
-    forward(config, dtype, seqlen, threads, knobs, kernel)
+    forward(config, dtype, seqlen, threads, settings, kernel)
 }
 
 /// A matrix is scored, beside layer and workspace: 1 bit per weight of mask (part of the layer where matrices rest on disk, and
 /// counted twice for one of them); e·in·out of the matrix where it is not part of the layer; per thread a row of scores, 4·in, and
 /// the larger of a row of their keys, 4·in, and 2¹⁹ of counters for a threshold over the whole matrix; a list of rows, 8·out;
 /// column factors, 4·in.
-pub fn score(config: &ModelConfig, dtype: StoredDtype, threads: usize, knobs: &Knobs) -> ByteSize {
+pub fn score(
+    config: &ModelConfig,
+    dtype: StoredDtype,
+    threads: usize,
+    settings: &MemorySettings,
+) -> ByteSize {
     let scored = Projection::ALL.map(|projection| {
         let (rows, columns) = projection.shape(config);
-        let matrix = match knobs.weights {
+        let matrix = match settings.weights {
             WeightsHeld::Layer => ByteSize::ZERO,
             WeightsHeld::Matrix => ByteSize::of(rows * columns, dtype.bytes()),
         };
@@ -299,15 +312,15 @@ pub fn head(
     dtypes: Dtypes,
     seqlen: usize,
     windows: usize,
-    knobs: &Knobs,
+    settings: &MemorySettings,
 ) -> ByteSize {
     let columns = config.hidden_size;
-    let rows = largest_chunk(config.vocab_size, knobs.head_rows);
-    let tokens = largest_tokens(seqlen, knobs.logits_bytes, rows);
+    let rows = largest_chunk(config.vocab_size, settings.head_rows);
+    let tokens = largest_tokens(seqlen, settings.logits_bytes, rows);
     ByteSize::of(rows * columns, dtypes.head.bytes())
         + ByteSize::of(columns, F32)
-        + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, knobs))
-        + widest_panel(config, dtypes.layers, knobs)
+        + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, settings))
+        + widest_panel(config, dtypes.layers, settings)
         + ByteSize::of(windows * seqlen, PER_PREDICTION)
 }
 
@@ -329,16 +342,16 @@ mod tests {
 
     #[test]
     fn a_llama_2_7b_layer_weighs_what_its_parameters_say() {
-        let (config, mut knobs) = (llama_2_7b(), Knobs::default());
+        let (config, mut settings) = (llama_2_7b(), MemorySettings::default());
         // 4·4096² + 3·4096·11008 = 202,375,168 weights of two bytes, and two norms of 4096 f32.
         let norms = 2 * 4096 * 4;
         assert_eq!(
-            layer_weights(&config, StoredDtype::Bf16, &knobs),
+            layer_weights(&config, StoredDtype::Bf16, &settings),
             ByteSize(404_750_336 + norms)
         );
-        knobs.weights = WeightsHeld::Matrix;
+        settings.weights = WeightsHeld::Matrix;
         assert_eq!(
-            layer_weights(&config, StoredDtype::Bf16, &knobs),
+            layer_weights(&config, StoredDtype::Bf16, &settings),
             ByteSize(202_375_168 / 8 + norms)
         );
         assert_eq!(hidden_states(&config, 2048), ByteSize(32 << 20));
@@ -346,26 +359,27 @@ mod tests {
 
     #[test]
     fn every_knob_makes_its_phase_smaller() {
-        let (config, default) = (llama_2_7b(), Knobs::default());
+        let (config, default) = (llama_2_7b(), MemorySettings::default());
         let dtype = StoredDtype::Bf16;
-        let pass = |knobs: &Knobs| workspace(&config, dtype, 2048, knobs);
+        let pass = |settings: &MemorySettings| workspace(&config, dtype, 2048, settings);
         // Attention: four times 2048·4096 elements (128 MiB); MLP: 1024·(4096 + 2·11008) (102 MiB).
         assert_eq!(pass(&default), ByteSize(128 << 20));
-        let half = Knobs {
+        let half = MemorySettings {
             attention_heads: Some(16),
             mlp_tokens: 512,
             ..default.clone()
         };
         // normed and context, half of q, k and v: 2 + 1.5 times 32 MiB.
         assert_eq!(pass(&half), ByteSize(112 << 20));
-        let end = |knobs: &Knobs| head(&config, Dtypes::all(dtype), 2048, 166, knobs);
-        let parts = Knobs {
+        let end =
+            |settings: &MemorySettings| head(&config, Dtypes::all(dtype), 2048, 166, settings);
+        let parts = MemorySettings {
             head_rows: Some(4000),
             logits_bytes: ByteSize(8 << 20),
             ..default.clone()
         };
         assert!(end(&parts) < end(&half) && end(&half) <= end(&default));
-        let matrix = Knobs {
+        let matrix = MemorySettings {
             weights: WeightsHeld::Matrix,
             ..default.clone()
         };

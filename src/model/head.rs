@@ -195,7 +195,7 @@ impl Head {
         })
     }
 
-    /// Calls `body(first_token, logits)` with logits `[tokens, vocab_size]` of as many tokens at a time as the knobs allow.
+    /// Calls `body(first_token, logits)` with logits `[tokens, vocab_size]` of as many tokens at a time as the settings allow.
     ///
     /// # Arguments
     /// * `hidden`: `[seqlen, hidden_size]`, what left the last layer
@@ -255,7 +255,7 @@ impl Head {
             "hidden states are {hidden_size} wide, the head takes {}",
             self.norm.len()
         );
-        let at_most = logit_rows(context.knobs().logits_bytes, rows.len());
+        let at_most = logit_rows(context.settings().logits_bytes, rows.len());
         // On a thread of the pool, as a layer is.
         let mut pass = |hidden: &[f32]| -> Result<()> {
             for part in parts(seqlen, at_most, LEAST_ROWS) {

@@ -8,7 +8,7 @@
 //! norm(x) = x / √(mean(x²) + ε) ∘ w. Touvron et al. 2023, arXiv:2302.13971 §2.2; the arithmetic is that of transformers'
 //! `LlamaDecoderLayer` in f32 with eager attention. Everything works on slices with scratch from the workspace. The MLP runs over
 //! some tokens at a time, so its two wide activations never exist for a whole sequence; attention may run over some
-//! key/value heads at a time, with the queries that belong to them. How many is a matter of the [`Knobs`] and changes no bit.
+//! key/value heads at a time, with the queries that belong to them. How many is a matter of the [`MemorySettings`] and changes no bit.
 //!
 //! What exists at once, in f32 elements, with L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries
 //! and of all keys:
@@ -40,7 +40,7 @@ use crate::linalg::linear::forward_all;
 use crate::linalg::parts::{LEAST_COLUMNS, LEAST_ROWS, parts};
 use crate::linalg::profile::{Part, Watch};
 use crate::linalg::{Linear, Panel, Products, Weight, Workspace, elementwise, tensor};
-use crate::run::Knobs;
+use crate::run::MemorySettings;
 
 /// The seven linear layers of a decoder layer, in the order of the reference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -128,7 +128,7 @@ impl Projection {
 pub struct LayerContext {
     rotary: Rotary,
     workspace: Workspace,
-    knobs: Knobs,
+    settings: MemorySettings,
 }
 
 impl LayerContext {
@@ -137,18 +137,22 @@ impl LayerContext {
     /// # Errors
     /// None so far.
     pub fn new(config: &ModelConfig, seqlen: usize) -> Result<Self> {
-        Self::with_knobs(config, seqlen, Knobs::default())
+        Self::with_settings(config, seqlen, MemorySettings::default())
     }
 
     /// For sequences of up to `seqlen` tokens.
     ///
     /// # Errors
     /// None so far.
-    pub fn with_knobs(config: &ModelConfig, seqlen: usize, knobs: Knobs) -> Result<Self> {
+    pub fn with_settings(
+        config: &ModelConfig,
+        seqlen: usize,
+        settings: MemorySettings,
+    ) -> Result<Self> {
         Ok(Self {
             rotary: Rotary::new(config, seqlen),
             workspace: Workspace::new(),
-            knobs,
+            settings,
         })
     }
 
@@ -157,13 +161,13 @@ impl LayerContext {
     pub fn with_products(mut self, products: Products) -> Self {
         let panel = self.workspace.panel();
         panel.products = products;
-        panel.keeps_packed = self.knobs.keep_packed;
+        panel.keeps_packed = self.settings.keep_packed;
         self
     }
 
     /// How the work is cut up.
-    pub fn knobs(&self) -> &Knobs {
-        &self.knobs
+    pub fn settings(&self) -> &MemorySettings {
+        &self.settings
     }
 
     /// The rotary tables.
@@ -413,15 +417,15 @@ impl DecoderLayer {
         let LayerContext {
             rotary,
             workspace,
-            knobs,
+            settings,
         } = context;
         // Cached keys are those of all heads.
-        let whole = Knobs {
+        let whole = MemorySettings {
             attention_heads: None,
-            ..knobs.clone()
+            ..settings.clone()
         };
-        let knobs = if cache.is_some() { &whole } else { &*knobs };
-        let layout = AttentionLayout::new(self.heads, seqlen, hidden_size, knobs);
+        let settings = if cache.is_some() { &whole } else { &*settings };
+        let layout = AttentionLayout::new(self.heads, seqlen, hidden_size, settings);
         let ([shared, q, k, v, apart], panel) = workspace.buffers(layout.buffers());
         panel.watch.enter(Part::Qkv);
         let normed = &mut shared[..seqlen * hidden_size];
@@ -493,7 +497,7 @@ impl DecoderLayer {
         let hidden_size = norm.len();
         let intermediate_size = self.linear(Projection::Gate).out_features();
         let seqlen = hidden.len() / hidden_size;
-        for part in parts(seqlen, context.knobs.mlp_tokens, LEAST_ROWS) {
+        for part in parts(seqlen, context.settings.mlp_tokens, LEAST_ROWS) {
             let (tokens, rows) = (part.len(), part.start * hidden_size..part.end * hidden_size);
             let rows = &mut hidden[rows];
             let wide = tokens * intermediate_size;
@@ -545,12 +549,17 @@ pub(super) struct AttentionLayout {
 }
 
 impl AttentionLayout {
-    pub(super) fn new(heads: Heads, seqlen: usize, hidden_size: usize, knobs: &Knobs) -> Self {
+    pub(super) fn new(
+        heads: Heads,
+        seqlen: usize,
+        hidden_size: usize,
+        settings: &MemorySettings,
+    ) -> Self {
         Self {
             heads,
             seqlen,
             hidden_size,
-            at_most: knobs.attention_heads.unwrap_or(usize::MAX),
+            at_most: settings.attention_heads.unwrap_or(usize::MAX),
             // The keys of a group are a part of a product.
             at_least: LEAST_COLUMNS.div_ceil(heads.head_dim.max(1)),
         }

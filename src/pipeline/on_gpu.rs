@@ -13,13 +13,13 @@ use crate::bytes::ByteSize;
 use crate::model::Rotary;
 use crate::model::on_device::{CONTEXT, Cut};
 use crate::placement::Need;
-use crate::run::knobs::Knobs;
+use crate::run::memory_settings::MemorySettings;
 
 /// What each GPU that computes layers holds.
-pub(super) fn needs(job: &Job<'_>, knobs: &Knobs) -> Vec<Need> {
+pub(super) fn needs(job: &Job<'_>, settings: &MemorySettings) -> Vec<Need> {
     let config = job.config;
     let element = job.gpu_dtype.bytes();
-    let cut = Cut::of(knobs, config);
+    let cut = Cut::of(settings, config);
     let standing = vec![
         part("context", CONTEXT),
         part(
@@ -31,7 +31,7 @@ pub(super) fn needs(job: &Job<'_>, knobs: &Knobs) -> Vec<Need> {
     let layer = part("this layer", layer_bytes);
     let next = part(
         "the next layer",
-        if knobs.prefetch {
+        if settings.prefetch {
             layer_bytes
         } else {
             ByteSize::ZERO
@@ -54,7 +54,10 @@ pub(super) fn needs(job: &Job<'_>, knobs: &Knobs) -> Vec<Need> {
     }
     if job.windows > 0 {
         needs.push(need("evaluate", passes));
-        let rows = knobs.head_rows.unwrap_or(usize::MAX).min(config.vocab_size);
+        let rows = settings
+            .head_rows
+            .unwrap_or(usize::MAX)
+            .min(config.vocab_size);
         let stored = match job.dtypes.head.bytes() {
             stored if stored == element => 0,
             stored => stored,

@@ -1,4 +1,4 @@
-//! Plans of real models on machines people have, pinned: placement, knobs, peaks.
+//! Plans of real models on machines people have, pinned: placement, settings, peaks.
 
 use crate::bytes::ByteSize;
 use crate::linalg::{Products, StoredDtype};
@@ -6,15 +6,15 @@ use crate::model::shapes::shape;
 use crate::model::{Dtypes, ModelConfig};
 use crate::pipeline::Job;
 use crate::placement::device_map::Prefixes;
-use crate::placement::{Budget, DeviceMap, Inventory, PlanError, Policy, plan};
-use crate::run::Plan;
-use crate::run::knobs::WeightsHeld;
+use crate::placement::{Budget, DeviceMap, Inventory, PlanFailure, Policy, plan};
+use crate::run::memory_settings::WeightsHeld;
+use crate::run::{HiddenStatesStorage, Plan};
 use serde_json::json;
 
 const GIB: u64 = 1 << 30;
 
 /// The default job: Wanda with 128 samples, the windows of WikiText-2's test text, f16 or bf16 weights, the model saved.
-fn planned(name: &str, machine: serde_json::Value, policy: &Policy) -> Result<Plan, PlanError> {
+fn planned(name: &str, machine: serde_json::Value, policy: &Policy) -> Result<Plan, PlanFailure> {
     let shape = shape(name).unwrap();
     let config = shape.config().unwrap();
     planned_for(&config, shape.dtype, machine, policy)
@@ -25,7 +25,7 @@ fn planned_for(
     dtype: StoredDtype,
     machine: serde_json::Value,
     policy: &Policy,
-) -> Result<Plan, PlanError> {
+) -> Result<Plan, PlanFailure> {
     let machine: Inventory = serde_json::from_value(machine).unwrap();
     let job = Job {
         config,
@@ -40,9 +40,9 @@ fn planned_for(
         threads: machine.cpu.threads,
         products: Products::F32,
         tokenise: ByteSize(300 << 20),
-        knobs: None,
+        settings: None,
     };
-    plan(&job.workload(), &machine, policy).unwrap()
+    plan(&job.workload(), &machine, policy)
 }
 
 fn policy(text: &str) -> Policy {
@@ -76,11 +76,11 @@ fn one_12_gb_card_computes_all_of_a_7b() {
     )
     .unwrap();
     assert_eq!(devices(&plan), [(0, 31, "cuda:0".to_string())]);
-    assert_eq!(plan.hidden_states.rest, "ram");
+    assert_eq!(plan.hidden_states.storage, HiddenStatesStorage::Ram);
     // (128 + 166) samples of 2048 · 4096 in f16.
     assert_eq!(plan.hidden_states.bytes, ByteSize(294 * 2048 * 4096 * 2));
     assert!(
-        plan.knobs.prefetch && plan.knobs.attention_heads.is_none(),
+        plan.memory_settings.prefetch && plan.memory_settings.attention_heads.is_none(),
         "nothing is short: {plan:?}"
     );
     let gpu = peak(&plan, "cuda:0");
@@ -95,7 +95,7 @@ fn two_24_gb_cards_share_the_samples_of_a_70b() {
     let machine = json!({"cpu": {"memory": "64GiB", "threads": 16}, "gpus": [{"memory": "24GiB"}, {"memory": "24GiB"}]});
     let plan = planned("llama-2-70b", machine.clone(), &Policy::default()).unwrap();
     assert_eq!(devices(&plan), [(0, 79, "cuda:0+cuda:1".to_string())]);
-    assert_eq!(plan.hidden_states.rest, "ram");
+    assert_eq!(plan.hidden_states.storage, HiddenStatesStorage::Ram);
     assert!(peak(&plan, "cuda:1") < ByteSize(8 * GIB) && peak(&plan, "cpu") < ByteSize(51 * GIB));
     let balanced = Policy {
         map: DeviceMap::Balanced,
@@ -126,10 +126,10 @@ fn a_7b_on_a_laptop_of_8_gb_spills_its_hidden_states_and_keeps_its_speed() {
     assert_eq!(devices(&plan), [(0, 31, "cpu".to_string())]);
     // 294 samples of 32 MiB do not fit.
     assert_eq!(
-        (plan.hidden_states.rest.as_str(), plan.hidden_states.bytes),
-        ("spill", ByteSize(294 << 25))
+        (plan.hidden_states.storage, plan.hidden_states.bytes),
+        (HiddenStatesStorage::Disk, ByteSize(294 << 25))
     );
-    assert!(plan.knobs.prefetch && plan.knobs.weights == WeightsHeld::Layer);
+    assert!(plan.memory_settings.prefetch && plan.memory_settings.weights == WeightsHeld::Layer);
     assert!(
         peak(&plan, "cpu") < ByteSize(3 * GIB / 2),
         "{}",
@@ -146,7 +146,7 @@ fn a_405b_fits_an_80_gb_card_and_128_gb_of_memory() {
     )
     .unwrap();
     assert_eq!(devices(&plan), [(0, 125, "cuda:0".to_string())]);
-    assert!(plan.knobs.prefetch, "two layers are 12 GiB");
+    assert!(plan.memory_settings.prefetch, "two layers are 12 GiB");
     assert!(peak(&plan, "cuda:0") < ByteSize(16 * GIB) && peak(&plan, "cpu") < ByteSize(40 * GIB));
 }
 
@@ -198,8 +198,10 @@ fn a_manual_map_is_kept_also_where_it_mixes_devices() {
     assert!(workspace(&plan), "the layers on the CPU need its workspace");
     // A map that names a card too small for a layer is an error, not another map.
     let small = json!({"cpu": {"memory": "64GiB", "threads": 8}, "gpus": [{"memory": "24GiB"}, {"memory": "700MiB"}]});
-    let error = planned("llama-2-7b", small, &policy).unwrap_err();
-    assert_eq!(error.shortages[0].device, "cuda:1");
+    let Err(PlanFailure::DoesNotFit(shortages)) = planned("llama-2-7b", small, &policy) else {
+        panic!("a layer does not fit")
+    };
+    assert_eq!(shortages[0].device, "cuda:1");
 }
 
 #[test]
@@ -245,6 +247,10 @@ fn less_memory_turns_more_knobs_and_takes_more_time() {
         before = Some(plan);
     }
     let tight = before.unwrap();
-    assert!(!tight.knobs.prefetch, "{:?}", tight.knobs);
+    assert!(
+        !tight.memory_settings.prefetch,
+        "{:?}",
+        tight.memory_settings
+    );
     assert!(at(64).is_err());
 }

@@ -1,6 +1,6 @@
 //! A job in numbers: model, texts and settings → the ways it can be done, for the planner.
 //!
-//! Every way is a setting of the knobs and a place for hidden states. What a phase holds is put together from
+//! Every way is a setting of the settings and a place for hidden states. What a phase holds is put together from
 //! `model/footprint.rs` and, for GPUs, from `on_gpu`; docs/memory-model.md has the formulas and holds them against measurements.
 
 use super::{on_gpu, output_error};
@@ -9,9 +9,10 @@ use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::{Dtypes, ModelConfig, Projection, footprint};
 use crate::placement::planner::ON_THEIR_WAY;
-use crate::placement::{Need, Resting, Way, Work, Workload};
+use crate::placement::{Need, Way, Work, Workload};
 use crate::pruning::ColumnSquares;
-use crate::run::knobs::{Knobs, WeightsHeld};
+use crate::run::HiddenStatesStorage;
+use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 use crate::run::plan::Part;
 
 /// The program itself: what it has allocated before it opens a model, thread stacks, lists of tensors. Measured: 4 to 6 MiB.
@@ -56,8 +57,8 @@ pub struct Job<'a> {
     pub products: Products,
     /// What tokenising takes at its peak, tokenizer included.
     pub tokenise: ByteSize,
-    /// The one setting of the knobs that may be chosen; `None` leaves it to the plan.
-    pub knobs: Option<Knobs>,
+    /// The one setting of the settings that may be chosen; `None` leaves it to the plan.
+    pub settings: Option<MemorySettings>,
 }
 
 /// How many times as many operations a second bf16 products do as f32's: a round figure, between AVX-512's twice and AMX's six times.
@@ -78,17 +79,21 @@ impl Job<'_> {
     pub fn workload(&self) -> Workload {
         let mut workload = Workload {
             num_hidden_layers: self.config.num_hidden_layers,
-            layer: footprint::layer_weights(self.config, self.dtypes.layers, &Knobs::default()),
+            layer: footprint::layer_weights(
+                self.config,
+                self.dtypes.layers,
+                &MemorySettings::default(),
+            ),
             ..Workload::default()
         };
-        for resting in [Resting::Ram, Resting::Disk] {
-            if resting == Resting::Disk && !self.passes_samples() {
+        for storage in [HiddenStatesStorage::Ram, HiddenStatesStorage::Disk] {
+            if storage == HiddenStatesStorage::Disk && !self.passes_samples() {
                 continue;
             }
-            for knobs in self.settings() {
-                workload.on_cpu.push(self.on_cpu(&knobs, resting));
-                if knobs.weights == WeightsHeld::Layer {
-                    workload.on_gpu.push(self.on_gpu(&knobs, resting));
+            for settings in self.settings() {
+                workload.on_cpu.push(self.on_cpu(&settings, storage));
+                if settings.weights == WeightsHeld::Layer {
+                    workload.on_gpu.push(self.on_gpu(&settings, storage));
                 }
             }
         }
@@ -110,12 +115,12 @@ impl Job<'_> {
         self.samples + self.windows * self.sides > 0
     }
 
-    /// All settings of the knobs a plan chooses from, the default first.
-    fn settings(&self) -> Vec<Knobs> {
-        if let Some(knobs) = &self.knobs {
-            return vec![knobs.clone()];
+    /// All settings of the settings a plan chooses from, the default first.
+    fn settings(&self) -> Vec<MemorySettings> {
+        if let Some(settings) = &self.settings {
+            return vec![settings.clone()];
         }
-        let default = Knobs::default();
+        let default = MemorySettings::default();
         let groups = self.config.num_key_value_heads;
         let mut heads = vec![None];
         heads.extend(
@@ -125,7 +130,7 @@ impl Job<'_> {
                 .map(|parts| Some(groups.div_ceil(*parts))),
         );
         let vocabulary = self.config.vocab_size;
-        let mut settings = Vec::new();
+        let mut all = Vec::new();
         for weights in [WeightsHeld::Layer, WeightsHeld::Matrix] {
             for prefetch in [true, false] {
                 if weights == WeightsHeld::Matrix && prefetch {
@@ -141,7 +146,7 @@ impl Job<'_> {
                                 Some(vocabulary.div_ceil(4)),
                                 Some(vocabulary.div_ceil(16)),
                             ] {
-                                let knobs = Knobs {
+                                let settings = MemorySettings {
                                     prefetch,
                                     weights,
                                     mlp_tokens,
@@ -150,15 +155,15 @@ impl Job<'_> {
                                     head_rows,
                                     keep_packed: true,
                                 };
-                                if self.keeps_packed(&knobs) {
+                                if self.keeps_packed(&settings) {
                                     let keep_packed = false;
-                                    settings.push(knobs.clone());
-                                    settings.push(Knobs {
+                                    all.push(settings.clone());
+                                    all.push(MemorySettings {
                                         keep_packed,
-                                        ..knobs
+                                        ..settings
                                     });
                                 } else {
-                                    settings.push(knobs);
+                                    all.push(settings);
                                 }
                             }
                         }
@@ -166,11 +171,11 @@ impl Job<'_> {
                 }
             }
         }
-        settings
+        all
     }
 
     /// What the process holds beside a phase: itself, token ids, the states that rest in RAM or one per stream on its way to disk.
-    fn standing(&self, resting: Resting, element: usize, alive: Alive) -> Vec<Part> {
+    fn standing(&self, storage: HiddenStatesStorage, element: usize, alive: Alive) -> Vec<Part> {
         let ids = ByteSize::of(
             (self.samples + self.windows) * self.seqlen,
             size_of::<u32>(),
@@ -183,8 +188,8 @@ impl Job<'_> {
             Alive::All | Alive::Windows => self.windows * self.sides,
             Alive::None => 0,
         };
-        let (what, states) = match resting {
-            Resting::Ram => (
+        let (what, states) = match storage {
+            HiddenStatesStorage::Ram => (
                 "hidden states",
                 ByteSize(
                     self.state(element)
@@ -192,7 +197,7 @@ impl Job<'_> {
                         .saturating_mul((samples + windows) as u64),
                 ),
             ),
-            Resting::Disk => {
+            HiddenStatesStorage::Disk => {
                 let streams = usize::from(samples > 0) + if windows > 0 { self.sides } else { 0 };
                 let state = footprint::hidden_states(self.config, self.seqlen);
                 (
@@ -209,8 +214,8 @@ impl Job<'_> {
     }
 
     /// Whether a layer's weights stay packed while it is in use.
-    fn keeps_packed(&self, knobs: &Knobs) -> bool {
-        footprint::keeps_packed(self.kernel(), knobs)
+    fn keeps_packed(&self, settings: &MemorySettings) -> bool {
+        footprint::keeps_packed(self.kernel(), settings)
     }
 
     /// What multiplies.
@@ -219,14 +224,14 @@ impl Job<'_> {
     }
 
     /// Factors of products, kept from the first on.
-    fn packed(&self, knobs: &Knobs) -> ByteSize {
+    fn packed(&self, settings: &MemorySettings) -> ByteSize {
         let head = (self.windows > 0).then(|| self.products.kernel(self.dtypes.head));
         footprint::products(
             self.config,
             self.kernel(),
             self.seqlen,
             self.threads,
-            knobs,
+            settings,
             head,
         )
     }
@@ -249,8 +254,8 @@ impl Job<'_> {
         ]
     }
 
-    fn on_cpu(&self, knobs: &Knobs, resting: Resting) -> Way {
-        let mut way = self.on_host(knobs, resting, F32);
+    fn on_cpu(&self, settings: &MemorySettings, storage: HiddenStatesStorage) -> Way {
+        let mut way = self.on_host(settings, storage, F32);
         let times_f32 = match self.kernel() {
             Kernel::Fused => 1.0,
             Kernel::Split(_) => SPLIT_TIMES_F32,
@@ -262,7 +267,12 @@ impl Job<'_> {
     }
 
     /// What the process holds, with hidden states in elements of this size.
-    fn on_host(&self, knobs: &Knobs, resting: Resting, element: usize) -> Way {
+    fn on_host(
+        &self,
+        settings: &MemorySettings,
+        storage: HiddenStatesStorage,
+        element: usize,
+    ) -> Way {
         let Self {
             config,
             dtypes,
@@ -272,28 +282,28 @@ impl Job<'_> {
         } = *self;
         let dtype = dtypes.layers;
         let kernel = self.products.of_activations();
-        let layer = footprint::layer_weights(config, dtype, knobs);
-        let mut layers = match knobs.weights {
+        let layer = footprint::layer_weights(config, dtype, settings);
+        let mut layers = match settings.weights {
             WeightsHeld::Layer => vec![part("this layer", layer)],
             WeightsHeld::Matrix => vec![part("masks of this layer", layer)],
         };
-        if self.keeps_packed(knobs) {
+        if self.keeps_packed(settings) {
             layers.push(part(
                 "this layer, packed",
                 footprint::layer_packed(config, self.kernel()),
             ));
         }
-        if knobs.prefetch {
+        if settings.prefetch {
             layers.push(part("the next layer", layer));
         }
         let context = part(
             "rotary tables and packing",
-            footprint::context(config, seqlen) + self.packed(knobs),
+            footprint::context(config, seqlen) + self.packed(settings),
         );
         layers.push(context.clone());
         let need = |phase, alive, more: Vec<Part>| Need {
             phase,
-            parts: [self.standing(resting, element, alive), more].concat(),
+            parts: [self.standing(storage, element, alive), more].concat(),
         };
         let with_layers =
             |phase, more: Vec<Part>| need(phase, Alive::All, [layers.clone(), more].concat());
@@ -304,10 +314,10 @@ impl Job<'_> {
                 part("tokenizer and texts", self.tokenise),
             ],
         }];
-        let forward = footprint::forward(config, dtype, seqlen, threads, knobs, kernel);
-        let capture = footprint::capture(config, dtype, seqlen, threads, knobs, kernel);
+        let forward = footprint::forward(config, dtype, seqlen, threads, settings, kernel);
+        let capture = footprint::capture(config, dtype, seqlen, threads, settings, kernel);
         let kept = if self.passes_samples() {
-            footprint::workspace(config, dtype, seqlen, knobs)
+            footprint::workspace(config, dtype, seqlen, settings)
         } else {
             ByteSize::ZERO
         };
@@ -323,7 +333,7 @@ impl Job<'_> {
             ));
         }
         if self.prunes {
-            let score = footprint::score(config, dtype, threads, knobs);
+            let score = footprint::score(config, dtype, threads, settings);
             let scratch = vec![part("workspace", kept), part("scores and masks", score)];
             host.push(with_layers(
                 "score and mask",
@@ -341,7 +351,7 @@ impl Job<'_> {
                 vec![
                     part(
                         "head and logits",
-                        footprint::head(config, dtypes, seqlen, self.windows, knobs),
+                        footprint::head(config, dtypes, seqlen, self.windows, settings),
                     ),
                     context,
                 ],
@@ -359,19 +369,19 @@ impl Job<'_> {
             ));
         }
         Way {
-            knobs: knobs.clone(),
-            resting,
+            settings: settings.clone(),
+            storage,
             hidden_states: self.hidden_states(element),
             host,
             device: Vec::new(),
-            work: self.work(knobs, resting, element),
+            work: self.work(settings, storage, element),
         }
     }
 
     /// Layers computed on GPUs: the process reads ahead, keeps hidden states and scores, the GPU has the layer and one sample.
-    fn on_gpu(&self, knobs: &Knobs, resting: Resting) -> Way {
+    fn on_gpu(&self, settings: &MemorySettings, storage: HiddenStatesStorage) -> Way {
         let element = self.gpu_dtype.bytes();
-        let mut way = self.on_host(knobs, resting, element);
+        let mut way = self.on_host(settings, storage, element);
         // The CPU's workspace stays: what a GPU has no memory for is done there.
         let on_their_way = ByteSize(self.state(element).0.saturating_mul(2))
             + ByteSize(self.state(F32).0.saturating_mul(2));
@@ -385,12 +395,17 @@ impl Job<'_> {
                 need.parts.push(part(ON_THEIR_WAY, on_their_way));
             }
         }
-        way.device = on_gpu::needs(self, knobs);
+        way.device = on_gpu::needs(self, settings);
         way
     }
 
     /// Operations and bytes; `element` is that of the arithmetic.
-    fn work(&self, knobs: &Knobs, resting: Resting, element: usize) -> Work {
+    fn work(
+        &self,
+        settings: &MemorySettings,
+        storage: HiddenStatesStorage,
+        element: usize,
+    ) -> Work {
         let Self {
             config,
             dtypes,
@@ -413,22 +428,22 @@ impl Job<'_> {
         let (attention, mlp) = (sum(&attention), sum(&mlp));
         // Weights are packed for every product, or for the first one of each pass and as good as never for the others.
         let once_more = |tokens: usize| {
-            let share = if self.keeps_packed(knobs) {
+            let share = if self.keeps_packed(settings) {
                 0.0
             } else {
                 PACKING_TOKENS / tokens.min(seqlen).max(1) as f64
             };
             1.0 + share
         };
-        let groups = knobs
+        let groups = settings
             .attention_heads
             .map_or(1, |heads| config.num_key_value_heads.div_ceil(heads.max(1)));
         // Two products of half the keys on average, for every query head; a group of heads more packs the activations again.
         let scores = 2.0 * seqlen as f64 * (config.num_attention_heads * config.head_dim) as f64;
         let per_token = 2.0 * attention * once_more(seqlen) * (1.0 + 0.02 * (groups - 1) as f64)
-            + 2.0 * mlp * once_more(knobs.mlp_tokens)
+            + 2.0 * mlp * once_more(settings.mlp_tokens)
             + scores;
-        let down = 2.0 * weights(Projection::Down) * once_more(knobs.mlp_tokens);
+        let down = 2.0 * weights(Projection::Down) * once_more(settings.mlp_tokens);
         let layers = config.num_hidden_layers.max(1) as f64;
         let (samples, windows) = (self.samples as f64, (self.windows * self.sides) as f64);
         let tokens = |count: f64| count * seqlen as f64;
@@ -437,10 +452,10 @@ impl Job<'_> {
         let layer_bytes = (attention + mlp) * dtypes.layers.bytes() as f64;
         let states = tokens(1.0) * config.hidden_size as f64 * element as f64;
         let mut moved = if self.saves { layer_bytes } else { 0.0 };
-        if resting == Resting::Disk {
+        if storage == HiddenStatesStorage::Disk {
             moved += states * (samples + 2.0 * propagated + 2.0 * windows);
         }
-        if knobs.weights == WeightsHeld::Matrix {
+        if settings.weights == WeightsHeld::Matrix {
             moved += layer_bytes * (samples + propagated + windows);
         }
         let ends = (config.vocab_size * config.hidden_size) as f64 * dtypes.head.bytes() as f64;
@@ -451,13 +466,13 @@ impl Job<'_> {
             // Untouched tensors are copied, and everything is read back.
             once_moved += model + 2.0 * (model - layers * layer_bytes);
         }
-        if resting == Resting::Disk {
-            let head_parts = knobs
+        if storage == HiddenStatesStorage::Disk {
+            let head_parts = settings
                 .head_rows
                 .map_or(1, |rows| config.vocab_size.div_ceil(rows.max(1)));
             once_moved += states * (samples + windows * (1.0 + head_parts as f64));
         }
-        let rows = (knobs.logits_bytes.0 as usize / 4 / config.vocab_size.max(1)).max(1);
+        let rows = (settings.logits_bytes.0 as usize / 4 / config.vocab_size.max(1)).max(1);
         let head = 2.0
             * (config.vocab_size * config.hidden_size) as f64
             * (1.0 + PACKING_TOKENS / rows.min(seqlen).max(1) as f64);

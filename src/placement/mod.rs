@@ -19,6 +19,6 @@ pub mod workload;
 pub use budget::Budget;
 pub use device_map::{Device, DeviceMap};
 pub use inventory::Inventory;
-pub use planner::{PlanError, Policy, Shortage, plan};
+pub use planner::{PlanFailure, Policy, Shortage, plan};
 pub use residency::{Residency, Sizes};
-pub use workload::{Need, Resting, Way, Work, Workload};
+pub use workload::{Need, Way, Work, Workload};

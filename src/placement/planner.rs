@@ -14,9 +14,10 @@
 use super::budget::Budget;
 use super::device_map::{Device, DeviceMap};
 use super::inventory::{Inventory, Rates};
-use super::workload::{Need, Resting, Way, Workload, peak};
+use super::workload::{Need, Way, Workload, peak};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::run::HiddenStatesStorage;
 use crate::run::plan::{DevicePlan, HiddenStatesPlan, LayersPlan, PhasePlan, Plan, TimeEstimate};
 
 /// Which devices may be used, and what is decided already.
@@ -32,8 +33,8 @@ pub struct Policy {
     pub only_gpu: Option<usize>,
     /// Fails rather than computing everything on the CPU.
     pub must_use_gpu: bool,
-    /// Where hidden states must rest; `None` leaves it to the plan.
-    pub resting: Option<Resting>,
+    /// The place of hidden states between layers; `None` leaves it to the plan.
+    pub storage: Option<HiddenStatesStorage>,
 }
 
 /// The part of a host's need that every GPU has for itself.
@@ -48,11 +49,19 @@ fn gpu_default(free: ByteSize) -> ByteSize {
     ByteSize(free.0.saturating_sub(reserve))
 }
 
-/// Nothing fits.
+/// A workload without a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PlanError {
-    /// The devices that are too small even for the way that asks least of them.
-    pub shortages: Vec<Shortage>,
+pub enum PlanFailure {
+    /// The devices that are too small, even with the settings that need least memory.
+    DoesNotFit(Vec<Shortage>),
+    /// A policy or a map names a device that is absent, or leaves a layer without a device.
+    Unusable(Failure),
+}
+
+impl From<Failure> for PlanFailure {
+    fn from(failure: Failure) -> Self {
+        Self::Unusable(failure)
+    }
 }
 
 /// A device that is too small.
@@ -100,12 +109,12 @@ fn gpu_budget(inventory: &Inventory, budget: &Budget, index: usize) -> ByteSize 
 /// Plans `workload` on a machine.
 ///
 /// # Errors
-/// [`PlanError`] where no way fits; a [`Failure`] for a map or a policy that names what is not there.
+/// Fails when no way fits, and when the policy names an absent device.
 pub fn plan(
     workload: &Workload,
     inventory: &Inventory,
     policy: &Policy,
-) -> Result<Result<Plan, PlanError>, Failure> {
+) -> Result<Plan, PlanFailure> {
     let machine = Machine::new(workload, inventory, policy)?;
     let mut best: Option<Candidate<'_>> = None;
     for candidate in machine.candidates() {
@@ -116,10 +125,10 @@ pub fn plan(
             best = Some(candidate);
         }
     }
-    Ok(match best {
+    match best {
         Some(best) => Ok(machine.plan(&best)),
-        None => Err(machine.shortages()),
-    })
+        None => Err(PlanFailure::DoesNotFit(machine.shortages())),
+    }
 }
 
 /// The least memory a job works with.
@@ -166,7 +175,7 @@ struct Machine<'a> {
     gpus: Vec<(usize, ByteSize)>,
     map: &'a DeviceMap,
     must_use_gpu: bool,
-    resting: Option<Resting>,
+    storage: Option<HiddenStatesStorage>,
     notes: Vec<String>,
 }
 
@@ -230,13 +239,13 @@ impl<'a> Machine<'a> {
             gpus,
             map: &policy.map,
             must_use_gpu: policy.must_use_gpu,
-            resting: policy.resting,
+            storage: policy.storage,
             notes,
         })
     }
 
     fn host_allows(&self, way: &Way, layers: &[Vec<Device>]) -> bool {
-        self.resting.is_none_or(|resting| resting == way.resting)
+        self.storage.is_none_or(|storage| storage == way.storage)
             && self
                 .cpu
                 .is_none_or(|cpu| peak(&self.host(way, layers)).0 <= cpu)
@@ -281,11 +290,9 @@ impl<'a> Machine<'a> {
         }
         let is_mixed =
             !way.device.is_empty() && layers.iter().flatten().any(|device| *device == Device::Cpu);
-        let twin = self
-            .workload
-            .on_cpu
-            .iter()
-            .find(|other| is_mixed && other.knobs == way.knobs && other.resting == way.resting);
+        let twin = self.workload.on_cpu.iter().find(|other| {
+            is_mixed && other.settings == way.settings && other.storage == way.storage
+        });
         for need in twin.map(|twin| twin.host.as_slice()).unwrap_or_default() {
             match needs.iter_mut().find(|own| own.phase == need.phase) {
                 Some(own) if own.bytes() < need.bytes() => *own = need.clone(),
@@ -379,7 +386,7 @@ impl<'a> Machine<'a> {
             let (read, moved) = (work.layer_read / disk, work.layer_moved / disk);
             let busy = compute + transfers;
             total.seconds += moved
-                + if way.knobs.prefetch {
+                + if way.settings.prefetch {
                     busy.max(read)
                 } else {
                     busy + read
@@ -429,14 +436,10 @@ impl<'a> Machine<'a> {
             devices,
             layers: runs(&best.layers, way),
             hidden_states: HiddenStatesPlan {
-                rest: match way.resting {
-                    Resting::Ram => "ram",
-                    Resting::Disk => "spill",
-                }
-                .to_string(),
+                storage: way.storage,
                 bytes: way.hidden_states,
             },
-            knobs: way.knobs.clone(),
+            memory_settings: way.settings.clone(),
             phases: phases
                 .into_iter()
                 .flat_map(|(device, needs)| {
@@ -454,7 +457,7 @@ impl<'a> Machine<'a> {
     }
 
     /// What is missing for the ways that ask least.
-    fn shortages(&self) -> PlanError {
+    fn shortages(&self) -> Vec<Shortage> {
         let mut shortages = Vec::new();
         let must_use_gpu = self.must_use_gpu
             || matches!(self.map, DeviceMap::Manual(map) if map.gpus().next().is_some());
@@ -465,7 +468,7 @@ impl<'a> Machine<'a> {
         };
         let possible: Vec<Way> = ways
             .iter()
-            .filter(|way| self.resting.is_none_or(|resting| resting == way.resting))
+            .filter(|way| self.storage.is_none_or(|storage| storage == way.storage))
             .cloned()
             .collect();
         let mut short = |device: String, allowed: ByteSize, needs: &dyn Fn(&Way) -> Vec<Need>| {
@@ -503,7 +506,7 @@ impl<'a> Machine<'a> {
         if let Some(cpu) = self.cpu {
             short("cpu".to_string(), cpu, &|way| way.host.clone());
         }
-        PlanError { shortages }
+        shortages
     }
 }
 
@@ -529,7 +532,7 @@ fn runs(layers: &[Vec<Device>], way: &Way) -> Vec<LayersPlan> {
                 first: index,
                 last: index,
                 devices,
-                weights: way.knobs.weights_come_from().to_string(),
+                weights: way.settings.weights_come_from().to_string(),
             }),
         }
     }

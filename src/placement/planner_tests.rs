@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::placement::inventory::{Cpu, Gpu};
 use crate::placement::workload::Work;
-use crate::run::knobs::Knobs;
+use crate::run::memory_settings::MemorySettings;
 use crate::run::plan::Part;
 
 fn need(phase: &'static str, parts: Vec<u64>) -> Need {
@@ -41,11 +41,15 @@ fn way(on_gpu: bool) -> impl Strategy<Value = Way> {
         [amount(), amount(), amount(), amount(), amount(), amount()],
     )
         .prop_map(move |(host, device, prefetch, in_ram, amounts)| Way {
-            knobs: Knobs {
+            settings: MemorySettings {
                 prefetch,
-                ..Knobs::default()
+                ..MemorySettings::default()
             },
-            resting: if in_ram { Resting::Ram } else { Resting::Disk },
+            storage: if in_ram {
+                HiddenStatesStorage::Ram
+            } else {
+                HiddenStatesStorage::Disk
+            },
             hidden_states: ByteSize(1),
             host: host.into_iter().map(|parts| need("a", parts)).collect(),
             device: if on_gpu {
@@ -101,11 +105,19 @@ fn map() -> impl Strategy<Value = DeviceMap> {
     ]
 }
 
+/// The shortages of a workload that does not fit.
+fn shortages(failure: PlanFailure) -> Vec<Shortage> {
+    match failure {
+        PlanFailure::DoesNotFit(shortages) => shortages,
+        PlanFailure::Unusable(failure) => panic!("{failure}"),
+    }
+}
+
 proptest! {
     #[test]
     fn no_plan_exceeds_a_budget_and_every_layer_has_a_device(workload in workload(), machine in machine(), map in map()) {
         let policy = Policy { map, ..Policy::default() };
-        match plan(&workload, &machine, &policy).unwrap() {
+        match plan(&workload, &machine, &policy) {
             Ok(plan) => {
                 for device in &plan.devices {
                     prop_assert!(device.peak <= device.budget.unwrap(), "{device:?}");
@@ -119,11 +131,12 @@ proptest! {
                 prop_assert_eq!(next, workload.num_hidden_layers);
                 prop_assert!(plan.time.seconds.is_finite() && plan.time.seconds >= 0.0);
             }
-            Err(error) => {
-                for shortage in &error.shortages {
+            Err(failure) => {
+                let shortages = shortages(failure);
+                for shortage in &shortages {
                     prop_assert!(shortage.needed > shortage.allowed && shortage.short_by() > ByteSize::ZERO);
                 }
-                prop_assert!(!error.shortages.is_empty(), "a refusal says what is short");
+                prop_assert!(!shortages.is_empty(), "a refusal says what is short");
             }
         }
     }
@@ -131,7 +144,7 @@ proptest! {
     #[test]
     fn more_memory_never_gives_a_slower_plan(workload in workload(), machine in machine(), more in bytes(), which in 0..4usize) {
         let seconds = |machine: &Inventory| {
-            plan(&workload, machine, &Policy::default()).unwrap().map(|plan| plan.time.seconds)
+            plan(&workload, machine, &Policy::default()).map(|plan| plan.time.seconds)
         };
         let mut larger = machine.clone();
         match larger.gpus.get_mut(which) {
@@ -145,10 +158,10 @@ proptest! {
     }
 }
 
-fn one_way(needs: &[(&'static str, u64)], resting: Resting, flop: f64) -> Way {
+fn one_way(needs: &[(&'static str, u64)], storage: HiddenStatesStorage, flop: f64) -> Way {
     Way {
-        knobs: Knobs::default(),
-        resting,
+        settings: MemorySettings::default(),
+        storage,
         hidden_states: ByteSize(0),
         host: needs
             .iter()
@@ -178,9 +191,9 @@ fn the_fastest_way_that_fits_is_taken() {
     let workload = Workload {
         num_hidden_layers: 2,
         on_cpu: vec![
-            one_way(&[("a", 100), ("b", 900)], Resting::Ram, 1e9),
-            one_way(&[("a", 500), ("b", 400)], Resting::Disk, 4e9),
-            one_way(&[("a", 300), ("b", 200)], Resting::Disk, 9e9),
+            one_way(&[("a", 100), ("b", 900)], HiddenStatesStorage::Ram, 1e9),
+            one_way(&[("a", 500), ("b", 400)], HiddenStatesStorage::Disk, 4e9),
+            one_way(&[("a", 300), ("b", 200)], HiddenStatesStorage::Disk, 9e9),
         ],
         ..Workload::default()
     };
@@ -189,16 +202,14 @@ fn the_fastest_way_that_fits_is_taken() {
             budget: Budget::of_cpu(ByteSize(memory)),
             ..Policy::default()
         };
-        plan(&workload, &cpu_only(1 << 30), &policy)
-            .unwrap()
-            .map(|plan| plan.devices[0].peak.0)
+        plan(&workload, &cpu_only(1 << 30), &policy).map(|plan| plan.devices[0].peak.0)
     };
     assert_eq!(peak_with(900), Ok(900));
     assert_eq!(peak_with(899), Ok(500));
     assert_eq!(peak_with(300), Ok(300));
-    let error = peak_with(299).unwrap_err();
-    let [shortage] = error.shortages.as_slice() else {
-        panic!("{error:?}")
+    let shortages = shortages(peak_with(299).unwrap_err());
+    let [shortage] = shortages.as_slice() else {
+        panic!("{shortages:?}")
     };
     assert_eq!(
         (shortage.phase, shortage.needed, shortage.short_by()),
@@ -210,14 +221,10 @@ fn the_fastest_way_that_fits_is_taken() {
 fn where_nothing_was_said_a_part_of_what_is_free_is_used() {
     let workload = Workload {
         num_hidden_layers: 1,
-        on_cpu: vec![one_way(&[("a", 800)], Resting::Ram, 1.0)],
+        on_cpu: vec![one_way(&[("a", 800)], HiddenStatesStorage::Ram, 1.0)],
         ..Workload::default()
     };
-    let fits = |memory| {
-        plan(&workload, &cpu_only(memory), &Policy::default())
-            .unwrap()
-            .is_ok()
-    };
+    let fits = |memory| plan(&workload, &cpu_only(memory), &Policy::default()).is_ok();
     assert!(fits(1000) && !fits(999));
 }
 
@@ -227,7 +234,10 @@ fn a_device_that_is_not_there_is_refused_by_name() {
         budget: "cuda:1=1GiB".parse().unwrap(),
         ..Policy::default()
     };
-    let failure = plan(&Workload::default(), &cpu_only(1), &policy).unwrap_err();
+    let Err(PlanFailure::Unusable(failure)) = plan(&Workload::default(), &cpu_only(1), &policy)
+    else {
+        panic!("the policy names an absent GPU")
+    };
     assert!(
         failure.is_usage && failure.message.contains("cuda:1 is not there"),
         "{failure}"

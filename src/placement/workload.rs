@@ -4,7 +4,8 @@
 //! with the bytes of every phase and the work of one layer; the planner weighs them against budgets and rates.
 
 use crate::bytes::ByteSize;
-use crate::run::knobs::Knobs;
+use crate::run::HiddenStatesStorage;
+use crate::run::memory_settings::MemorySettings;
 use crate::run::plan::Part;
 
 /// A job.
@@ -20,22 +21,13 @@ pub struct Workload {
     pub layer: ByteSize,
 }
 
-/// Where hidden states rest between layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Resting {
-    /// In memory.
-    Ram,
-    /// In a spill file.
-    Disk,
-}
-
 /// One way to do the job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Way {
     /// How the work is cut up.
-    pub knobs: Knobs,
-    /// Where hidden states rest.
-    pub resting: Resting,
+    pub settings: MemorySettings,
+    /// The place of hidden states between two layers.
+    pub storage: HiddenStatesStorage,
     /// The hidden states of all streams.
     pub hidden_states: ByteSize,
     /// What the process holds in each phase.
@@ -65,9 +57,9 @@ impl Need {
 /// Operations and bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Work {
-    /// Floating-point operations of one layer, all streams, with what the knobs add.
+    /// Floating-point operations of one layer, all streams, with what the settings add.
     pub layer_flop: f64,
-    /// Bytes of weights read for one layer. They are read while the layer before is computed, if the knobs say so.
+    /// Bytes of weights read for one layer. They are read while the layer before is computed, if the settings say so.
     pub layer_read: f64,
     /// Bytes of weights and hidden states moved to and from files for one layer that nothing overlaps.
     pub layer_moved: f64,

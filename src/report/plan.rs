@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use crate::bytes::ByteSize;
-use crate::run::Plan;
 use crate::run::plan::{PhasePlan, TimeEstimate};
+use crate::run::{HiddenStatesStorage, Plan};
 
 /// One model in the table of `prune plan --table`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -93,9 +93,9 @@ pub fn text(plan: &Plan) -> String {
     }
     let states = &plan.hidden_states;
     if states.bytes > ByteSize::ZERO {
-        let at = match states.rest.as_str() {
-            "ram" => "in RAM",
-            _ => "on disk",
+        let at = match states.storage {
+            HiddenStatesStorage::Ram => "in RAM",
+            HiddenStatesStorage::Disk => "on disk",
         };
         line("hidden states", format!("{} {at}", states.bytes));
     }

@@ -81,7 +81,7 @@ pub(super) fn settings(manifest: &Manifest) -> String {
                 arithmetic.dtype, arithmetic.device, arithmetic.kernel, arithmetic.threads
             )),
         ),
-        ("hidden states", Some(manifest.hidden_states.clone())),
+        ("hidden states", Some(manifest.hidden_states.to_string())),
         ("started", Some(minute(manifest.started_unix_seconds))),
         ("time", Some(duration(manifest.seconds))),
         (

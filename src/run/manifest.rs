@@ -4,7 +4,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use super::fallback::{DeviceMemoryReport, FallReport};
-use super::plan::{DevicePlan, Plan};
+use super::plan::{DevicePlan, HiddenStatesStorage, Plan};
 use super::profile::ProfileReport;
 use super::state::Session;
 use crate::bytes::ByteSize;
@@ -52,8 +52,8 @@ pub struct Manifest {
     /// What was planned before the work began; absent in records of versions that did not plan.
     #[serde(default)]
     pub plan: Option<Plan>,
-    /// Where hidden states rested: `ram` or `spill`.
-    pub hidden_states: String,
+    /// The place of hidden states between two layers.
+    pub hidden_states: HiddenStatesStorage,
     /// Time and peak anonymous memory per phase.
     pub phases: Vec<PhaseReport>,
     /// The largest of the phases' peaks; absent where the system does not tell.

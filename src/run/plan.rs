@@ -1,10 +1,11 @@
 //! A plan, as it is printed before a run, stands in `run.json` and is printed by `prune plan --json`. Schema: docs/run-json.md.
 
 use std::borrow::Cow;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::knobs::Knobs;
+use super::memory_settings::MemorySettings;
 use crate::bytes::ByteSize;
 
 /// Where everything will be, how it will be done, and what that takes.
@@ -17,7 +18,8 @@ pub struct Plan {
     /// Where hidden states rest between layers.
     pub hidden_states: HiddenStatesPlan,
     /// How the work is cut up.
-    pub knobs: Knobs,
+    #[serde(alias = "knobs")]
+    pub memory_settings: MemorySettings,
     /// What each phase is predicted to take, in the order of the run.
     pub phases: Vec<PhasePlan>,
     /// How long it may take.
@@ -55,10 +57,28 @@ pub struct LayersPlan {
 /// The hidden states of all samples between two layers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HiddenStatesPlan {
-    /// `ram` or `spill`.
-    pub rest: String,
+    /// The place of the states between two layers.
+    #[serde(alias = "rest")]
+    pub storage: HiddenStatesStorage,
     /// All streams together.
     pub bytes: ByteSize,
+}
+
+/// The place of hidden states between two layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HiddenStatesStorage {
+    /// Memory.
+    #[serde(rename = "ram")]
+    Ram,
+    /// A spill file on disk.
+    #[serde(rename = "spill")]
+    Disk,
+}
+
+impl fmt::Display for HiddenStatesStorage {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(formatter)
+    }
 }
 
 /// One phase.

@@ -11,7 +11,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::StoredDtype;
 use crate::model::on_device::{CONTEXT, Cut};
 use crate::model::{LayerContext, ModelConfig, Rotary};
-use crate::run::{Knobs, Plan};
+use crate::run::{MemorySettings, Plan};
 
 /// GPUs that are none, for tests of placement and fallback.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
@@ -122,7 +122,7 @@ impl Devices {
         &self,
         config: &ModelConfig,
         seqlen: usize,
-        knobs: &Knobs,
+        settings: &MemorySettings,
         context: &dyn Fn() -> Result<LayerContext>,
     ) -> Result<(Vec<Seat>, Vec<Vec<String>>)> {
         let mut seats = Vec::with_capacity(self.opened.len());
@@ -141,7 +141,7 @@ impl Devices {
                 ),
             };
             let engine = self.engine(opened, config, context)?;
-            let ahead = match knobs.prefetch {
+            let ahead = match settings.prefetch {
                 true => Cut::layer_bytes(config, engine.element()),
                 false => ByteSize::ZERO,
             };
@@ -150,7 +150,7 @@ impl Devices {
                 opened.name.clone(),
                 engine,
                 Ledger::new(capacity, CONTEXT + tables, refusals),
-                Cut::of(knobs, config),
+                Cut::of(settings, config),
                 seqlen,
                 ahead,
             ));

@@ -5,7 +5,7 @@
 //! changes no bit: spilled or not, the masks are the same.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -15,15 +15,6 @@ use crate::bytes::ByteSize;
 use crate::disk::positioned;
 use crate::failure::Failure;
 use crate::linalg::tensor;
-
-/// Where hidden states rest between layers.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Rest {
-    /// In memory.
-    Ram,
-    /// In a file in this folder, which has no name as soon as it is open (on Unix), so that nothing is left behind.
-    Spill(PathBuf),
-}
 
 /// `samples` hidden states of `[seqlen, hidden_size]`.
 #[derive(Debug)]
@@ -40,21 +31,27 @@ enum Store {
 }
 
 impl HiddenStates {
-    /// Room for `samples` states; `stream` names the spill file, `dtype` is what they rest in: f32, f16 or bf16.
+    /// Makes room for `samples` states.
+    ///
+    /// # Arguments
+    /// * `spill_folder`: the folder of the spill file; `None` keeps the states in memory. On Unix the file loses its name as soon
+    ///   as it is open, so no file remains after the run.
+    /// * `stream`: part of the spill file's name
+    /// * `dtype`: the dtype of the stored states: f32, f16 or bf16
     ///
     /// # Errors
     /// Fails when the spill file cannot be created.
     pub fn new(
-        rest: &Rest,
+        spill_folder: Option<&Path>,
         stream: &str,
         samples: usize,
         seqlen: usize,
         hidden_size: usize,
         dtype: DType,
     ) -> Result<Self> {
-        let store = match rest {
-            Rest::Ram => Store::Ram(vec![None; samples]),
-            Rest::Spill(folder) => Store::Spill {
+        let store = match spill_folder {
+            None => Store::Ram(vec![None; samples]),
+            Some(folder) => Store::Spill {
                 file: spill_file(folder, stream)?,
                 samples,
             },
@@ -223,12 +220,12 @@ mod tests {
     fn states_rest_in_ram_or_on_disk_alike_and_leave_no_file() {
         let folder = tempfile::tempdir().unwrap();
         let dtypes = [DType::F32, DType::F16, DType::BF16];
-        let rests = [Rest::Ram, Rest::Spill(folder.path().to_path_buf())];
-        for (rest, dtype) in rests
-            .iter()
-            .flat_map(|rest| dtypes.map(|dtype| (rest, dtype)))
+        let spill_folders = [None, Some(folder.path())];
+        for (spill_folder, dtype) in spill_folders
+            .into_iter()
+            .flat_map(|folder| dtypes.map(|dtype| (folder, dtype)))
         {
-            let mut states = HiddenStates::new(rest, "test", 3, 2, 3, dtype).unwrap();
+            let mut states = HiddenStates::new(spill_folder, "test", 3, 2, 3, dtype).unwrap();
             for sample in 0..3 {
                 states.put(sample, state(sample as f32)).unwrap();
             }
@@ -254,7 +251,7 @@ mod tests {
     #[test]
     fn a_state_that_was_never_put_is_an_error() {
         assert!(
-            HiddenStates::new(&Rest::Ram, "test", 1, 2, 3, DType::F32)
+            HiddenStates::new(None, "test", 1, 2, 3, DType::F32)
                 .unwrap()
                 .get(0)
                 .is_err()

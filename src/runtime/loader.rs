@@ -13,13 +13,13 @@ use anyhow::{Result, anyhow};
 use super::engine::CopyAhead;
 use crate::checkpoint::WeightSource;
 use crate::model::{DecoderLayer, ModelConfig};
-use crate::run::knobs::{Knobs, WeightsHeld};
+use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 
 /// Hands out layers in ascending order.
 pub struct LayerLoader {
     source: Arc<dyn WeightSource>,
     config: Arc<ModelConfig>,
-    knobs: Knobs,
+    settings: MemorySettings,
     /// Takes every layer on, onto a device, as soon as it is read ahead.
     copy: Arc<CopyAhead>,
     /// One past the last layer it may read ahead.
@@ -32,14 +32,14 @@ impl LayerLoader {
     pub fn new(
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,
-        knobs: Knobs,
+        settings: MemorySettings,
         copy: CopyAhead,
         layers: Range<usize>,
     ) -> Self {
         let mut loader = Self {
             source,
             config,
-            knobs,
+            settings,
             copy: Arc::new(copy),
             end: layers.end,
             ahead: None,
@@ -57,16 +57,16 @@ impl LayerLoader {
             Some((ahead, reading)) if ahead == index => reading
                 .join()
                 .map_err(|_| anyhow!("the reader of layer {index} panicked"))??,
-            _ => load(&self.source, &self.config, self.knobs.weights, index)?,
+            _ => load(&self.source, &self.config, self.settings.weights, index)?,
         };
         Ok(layer)
     }
 
     /// Begins to read the layer `index`, where it may read ahead and there is one.
     pub fn read_ahead(&mut self, index: usize) {
-        if self.knobs.prefetch && index < self.end {
+        if self.settings.prefetch && index < self.end {
             let (source, config) = (Arc::clone(&self.source), Arc::clone(&self.config));
-            let held = self.knobs.weights;
+            let held = self.settings.weights;
             let copy = Arc::clone(&self.copy);
             let reading = std::thread::Builder::new()
                 .name("reading ahead".to_string())

@@ -27,7 +27,7 @@ pub mod sweep;
 pub use clock::Clock;
 pub use compute::Compute;
 pub use devices::{Devices, Simulation};
-pub use hidden_states::{HiddenStates, Rest};
+pub use hidden_states::HiddenStates;
 pub use layer_store::LayerStore;
 pub use loader::LayerLoader;
 pub use sweep::{Editor, Finished, Passenger, Side, Sweep, Swept};

@@ -15,7 +15,7 @@
 
 use anyhow::{Context, Result};
 
-use super::engine::{Engine, out_of_memory};
+use super::engine::{Engine, OutOfMemory};
 use super::ledger::{Ledger, Refused};
 use crate::bytes::ByteSize;
 use crate::linalg::Weight;
@@ -334,14 +334,17 @@ impl Seat {
                 }
                 Err(error) => error,
             };
-            let Some(by) = out_of_memory(&error) else {
+            let Some(cause) = OutOfMemory::of(&error) else {
                 return Err(error).with_context(|| format!("on {}: {unit}", self.device));
             };
             let is_first = refused.is_none();
-            let by = by.unwrap_or_else(|| Refused {
-                needed,
-                free: self.observed_free(),
-            });
+            let by = match cause {
+                OutOfMemory::Ledger(refused) => refused,
+                OutOfMemory::Device => Refused {
+                    needed,
+                    free: self.observed_free(),
+                },
+            };
             refused.get_or_insert(by);
             drop(error);
             let device = self.device.clone();

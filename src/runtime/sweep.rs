@@ -2,7 +2,7 @@
 //!
 //! For each layer: passengers see it dense, the editor changes it, passengers see it pruned. Weights are read once for
 //! calibration, pruning and all perplexities; peak memory is one layer, the next one's stored bytes, the hidden states
-//! and one workspace, whatever the depth. With tighter [`Knobs`] it is less.
+//! and one workspace, whatever the depth. With tighter [`MemorySettings`] it is less.
 //!
 //! A sweep may begin in the middle, where an earlier process has finished the layers before: then the samples alone pass through
 //! those, the editor's and the pruned ones through what was written, the dense ones through the source's. Nothing else is done twice.
@@ -22,7 +22,7 @@ use crate::linalg::Products;
 use crate::linalg::profile::Watch;
 use crate::model::{DecoderLayer, Head, LayerContext, ModelConfig};
 use crate::run::fallback::{DeviceMemoryReport, FallReport};
-use crate::run::{Events, Knobs};
+use crate::run::{Events, MemorySettings};
 
 /// Which version of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,7 +98,7 @@ pub struct Sweep<'a> {
     /// Tokens per sample, at most.
     pub seqlen: usize,
     /// How the work is cut up.
-    pub knobs: Knobs,
+    pub settings: MemorySettings,
     /// How products with bf16 weights are computed on the CPU.
     pub products: Products,
     /// Who computes beside the CPU.
@@ -121,13 +121,13 @@ impl Sweep<'_> {
         passengers: &mut [&mut dyn Passenger],
     ) -> Result<Swept> {
         let context = || -> Result<LayerContext> {
-            let knobs = self.knobs.clone();
-            let context = LayerContext::with_knobs(&self.config, self.seqlen, knobs)?;
+            let settings = self.settings.clone();
+            let context = LayerContext::with_settings(&self.config, self.seqlen, settings)?;
             Ok(context.with_products(self.products))
         };
         let (seats, by_layer) =
             self.devices
-                .seats(&self.config, self.seqlen, &self.knobs, &context)?;
+                .seats(&self.config, self.seqlen, &self.settings, &context)?;
         let mut compute = Compute::new(context()?, &self.config, seats, by_layer, self.events);
         let mut first = 0;
         if let Some(finished) = &self.finished {
@@ -180,7 +180,7 @@ impl Sweep<'_> {
             self.clock.mark("05_before_eval", self.events);
             let head = self
                 .clock
-                .measure("read", || match self.knobs.head_rows {
+                .measure("read", || match self.settings.head_rows {
                     None => Head::load(&*self.source, &self.config),
                     Some(rows) => Head::at_rest(&self.source, &self.config, rows),
                 })
@@ -208,7 +208,7 @@ impl Sweep<'_> {
         let mut loader = LayerLoader::new(
             Arc::clone(source),
             Arc::clone(&self.config),
-            self.knobs.clone(),
+            self.settings.clone(),
             compute.copies_ahead(),
             layers.clone(),
         );

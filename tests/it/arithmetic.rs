@@ -78,11 +78,11 @@ fn depends_on_nothing_else(place: &Place, dtype: &str, as_it_is: &Manifest) {
         &["--threads", "1"][..],
         &["--hidden-states", "disk"],
         &[
-            "--knobs",
+            "--memory-settings",
             r#"{"weights": "matrix", "prefetch": false, "mlp_tokens": 16}"#,
         ],
-        &["--knobs", r#"{"keep_packed": false}"#],
-        &["--knobs", r#"{"attention_heads": 1}"#],
+        &["--memory-settings", r#"{"keep_packed": false}"#],
+        &["--memory-settings", r#"{"attention_heads": 1}"#],
     ] {
         let other = run(
             place,

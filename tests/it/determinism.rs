@@ -7,6 +7,7 @@ use std::fs;
 
 use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
+use prune::run::HiddenStatesStorage;
 
 use crate::cli::Place;
 
@@ -134,8 +135,14 @@ fn where_hidden_states_rest_does_not_change_a_bit() {
         &["--hidden-states", "ram"],
         &["--hidden-states", "disk"],
     );
-    assert_eq!(place.manifest("one").hidden_states, "ram");
-    assert_eq!(place.manifest("other").hidden_states, "spill");
+    assert_eq!(
+        place.manifest("one").hidden_states,
+        HiddenStatesStorage::Ram
+    );
+    assert_eq!(
+        place.manifest("other").hidden_states,
+        HiddenStatesStorage::Disk
+    );
     assert_eq!(
         place.names("other"),
         ["log_wanda.txt", "model", "run.json"]

@@ -23,8 +23,8 @@ use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
 use prune::model::{Dtypes, ModelConfig};
 use prune::pipeline::Job;
-use prune::placement::{Need, Resting, Way};
-use prune::run::{Knobs, Silent};
+use prune::placement::{Need, Way};
+use prune::run::{HiddenStatesStorage, MemorySettings, Silent};
 use serde_json::{Value, json};
 
 use crate::cli::Place;
@@ -246,7 +246,7 @@ fn automatic(dtype: StoredDtype) -> Products {
 }
 
 /// The phase of the peak that is planned for the run of [`flat_in_depth`], tokenising left out: a text of a few kilobytes.
-fn planned(place: &Place, dtype: StoredDtype, resting: Resting) -> Need {
+fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> Need {
     let config = ModelConfig::load(&place.path("m")).expect("just written");
     let job = Job {
         config: &config,
@@ -261,9 +261,9 @@ fn planned(place: &Place, dtype: StoredDtype, resting: Resting) -> Need {
         threads: THREADS,
         products: automatic(dtype),
         tokenise: ByteSize::ZERO,
-        knobs: None,
+        settings: None,
     };
-    let is_it = |way: &&Way| way.knobs == Knobs::default() && way.resting == resting;
+    let is_it = |way: &&Way| way.settings == MemorySettings::default() && way.storage == storage;
     let workload = job.workload();
     let way = workload
         .on_cpu
@@ -289,13 +289,13 @@ fn program(need: &Need) -> u64 {
 #[test]
 fn the_peak_does_not_grow_with_depth_and_is_what_was_planned() {
     let (place, taken) = flat_in_depth(StoredDtype::F32, "ram");
-    within(&place, taken, StoredDtype::F32, Resting::Ram);
+    within(&place, taken, StoredDtype::F32, HiddenStatesStorage::Ram);
 }
 
 #[test]
 fn the_peak_with_hidden_states_on_disk_is_smaller_by_them() {
     let (place, taken) = flat_in_depth(StoredDtype::Bf16, "disk");
-    within(&place, taken, StoredDtype::Bf16, Resting::Disk);
+    within(&place, taken, StoredDtype::Bf16, HiddenStatesStorage::Disk);
 }
 
 /// What the plan leaves out: the tokenizer.
@@ -310,8 +310,8 @@ const MARGIN: u64 = 1 << 20;
 const HEAPS: u64 = 3 << 20;
 
 #[track_caller]
-fn within(place: &Place, taken: Taken, dtype: StoredDtype, resting: Resting) {
-    let need = planned(place, dtype, resting);
+fn within(place: &Place, taken: Taken, dtype: StoredDtype, storage: HiddenStatesStorage) {
+    let need = planned(place, dtype, storage);
     let with_program = need.bytes().0;
     let planned = with_program - program(&need);
     eprintln!("planned {planned}, {taken:?}");

@@ -13,7 +13,7 @@ use prune::model::observe::Need;
 use prune::model::on_device::{Cut, Seen};
 use prune::model::{DecoderLayer, Head, LayerContext, ModelConfig, Observation, Observer};
 use prune::model::{Embedding, Projection};
-use prune::run::Knobs;
+use prune::run::MemorySettings;
 use prune::runtime::engine::{Engine, OnCandle};
 
 const SEQLEN: usize = 75;
@@ -134,7 +134,7 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
         for projection in Projection::ALL {
             engine.take_up(&layer, projection)?;
         }
-        let whole = Cut::of(&Knobs::default(), &config);
+        let whole = Cut::of(&MemorySettings::default(), &config);
         let small = Cut {
             key_value_heads: 1,
             queries: 7,
@@ -242,7 +242,7 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     for projection in Projection::ALL {
         engine.take_up(&elsewhere, projection)?;
     }
-    let cut = Cut::of(&Knobs::default(), &config);
+    let cut = Cut::of(&MemorySettings::default(), &config);
     let theirs = values(&engine.forward(&elsewhere, &state, &cut)?)?;
     let ours = values(&layer.forward(&state, &mut context)?)?;
     assert!(difference(&ours, &theirs) < 2e-6);
@@ -273,7 +273,7 @@ fn a_weight_that_is_not_in_memory_is_an_error() -> Result<()> {
     engine.begin(&layer)?;
     assert!(engine.take_up(&layer, Projection::Q).is_err());
     let state = tensor::from_vec(vec![0.0; SEQLEN * HIDDEN], &[SEQLEN, HIDDEN])?;
-    let cut = Cut::of(&Knobs::default(), &config);
+    let cut = Cut::of(&MemorySettings::default(), &config);
     let error = engine.forward(&layer, &state, &cut).unwrap_err();
     assert!(
         error.to_string().contains("q_proj is not on the device"),

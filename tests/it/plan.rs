@@ -6,7 +6,7 @@ use std::time::Instant;
 use prune::bytes::ByteSize;
 use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
-use prune::run::Plan;
+use prune::run::{HiddenStatesStorage, Plan};
 use serde_json::{Value, json};
 
 use crate::cli::{Place, Ran};
@@ -26,9 +26,9 @@ fn a_shape_is_planned_without_a_checkpoint() {
     let base = ["plan", "--shape", "llama-2-7b", "--threads", "4", "--json"];
     let roomy = plan_of(&place.run(&[&base[..], &["--max-memory", "cpu=24GiB"]].concat()));
     assert_eq!((roomy.layers[0].first, roomy.layers[0].last), (0, 31));
-    assert_eq!(roomy.hidden_states.rest, "ram");
+    assert_eq!(roomy.hidden_states.storage, HiddenStatesStorage::Ram);
     let tight = plan_of(&place.run(&[&base[..], &["--max-memory", "cpu=2GiB"]].concat()));
-    assert_eq!(tight.hidden_states.rest, "spill");
+    assert_eq!(tight.hidden_states.storage, HiddenStatesStorage::Disk);
     let cpu = tight.cpu().expect("the CPU is in every plan");
     assert!(cpu.peak <= ByteSize(2 << 30) && cpu.budget == Some(ByteSize(2 << 30)));
     assert!(tight.time.seconds > roomy.time.seconds);
@@ -212,7 +212,7 @@ fn a_budget_is_kept_and_changes_no_result() {
         "tight",
         &["--max-memory", &format!("cpu={}KiB", limit >> 10)],
     );
-    assert_eq!(tight.hidden_states, "spill");
+    assert_eq!(tight.hidden_states, HiddenStatesStorage::Disk);
     if let Some(peak) = tight.peak_anonymous {
         assert!(peak.0 <= limit, "{peak} of {}", ByteSize(limit));
         let free = free.peak_anonymous.expect("the same system");

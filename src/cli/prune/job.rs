@@ -20,7 +20,7 @@ use crate::pipeline::{self, TargetPlan};
 use crate::pruning::{self, Needs, Pattern, PruningMethod};
 use crate::report;
 use crate::run::{Events, Manifest, Plan, RunState};
-use crate::runtime::{Rest, memory};
+use crate::runtime::memory;
 
 /// What is going to happen.
 pub(super) struct Job<'a> {
@@ -33,7 +33,7 @@ pub(super) struct Job<'a> {
     pub(super) targets: TargetPlan,
     pub(super) texts: Texts,
     pub(super) plan: Plan,
-    pub(super) rest: Rest,
+    pub(super) spill_folder: Option<PathBuf>,
     /// Everything that decides the outcome, in words.
     pub(super) settings: BTreeMap<String, String>,
     /// What an earlier process left of this very run.
@@ -123,7 +123,8 @@ impl<'a> Job<'a> {
             ..expected
         };
         let plan = session.plan(&job, &args.device)?;
-        let rest = session.rest(&plan, &args.device, args.output.save.as_deref(), console);
+        let spill_folder =
+            session.spill_folder(&plan, &args.device, args.output.save.as_deref(), console);
         if folder.state().is_some() {
             unfinished::add_late_settings(&mut settings, &texts, &session, &plan);
         }
@@ -139,7 +140,7 @@ impl<'a> Job<'a> {
             targets,
             texts,
             plan,
-            rest,
+            spill_folder,
             settings,
             unfinished,
         };
@@ -165,7 +166,7 @@ impl<'a> Job<'a> {
                 needs.push((masks, self.mask_bytes(), "the masks"));
             }
         }
-        if let Rest::Spill(folder) = &self.rest {
+        if let Some(folder) = &self.spill_folder {
             needs.push((folder, self.plan.hidden_states.bytes, "hidden states"));
         }
         let rooms: Vec<(Room, &Path, ByteSize, &str)> = needs

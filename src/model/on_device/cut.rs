@@ -14,7 +14,7 @@
 
 use crate::bytes::ByteSize;
 use crate::model::{ModelConfig, Projection};
-use crate::run::Knobs;
+use crate::run::MemorySettings;
 
 /// What a device takes before anything is computed: CUDA context, cuBLAS workspace, kernels. From the literature (0.3 to 0.6 GiB);
 /// it differs with card and driver.
@@ -41,16 +41,16 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// What a plan's knobs mean for a device.
-    pub fn of(knobs: &Knobs, config: &ModelConfig) -> Self {
+    /// What a plan's settings mean for a device.
+    pub fn of(settings: &MemorySettings, config: &ModelConfig) -> Self {
         Self {
-            key_value_heads: knobs
+            key_value_heads: settings
                 .attention_heads
                 .unwrap_or(usize::MAX)
                 .clamp(1, config.num_key_value_heads),
             queries: QUERIES,
-            mlp_tokens: knobs.mlp_tokens.max(1),
-            logits_bytes: knobs.logits_bytes,
+            mlp_tokens: settings.mlp_tokens.max(1),
+            logits_bytes: settings.logits_bytes,
         }
     }
 

@@ -268,6 +268,7 @@ pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::OutOfMemory;
     use super::*;
 
     #[test]
@@ -293,6 +294,6 @@ mod tests {
         let message = CandleError::Msg("out of memory on cuda".to_string());
         assert!(!is_out_of_memory(&message), "words do not count");
         let error = anyhow::Error::new(wrapped(out)).context("in layer 3");
-        assert_eq!(super::super::out_of_memory(&error), Some(None));
+        assert_eq!(OutOfMemory::of(&error), Some(OutOfMemory::Device));
     }
 }

@@ -134,17 +134,27 @@ impl DeviceMemory {
     }
 }
 
-/// What an error says about memory; `None` where it is about something else. Errors are told by type and code, not by what they
-/// say.
-pub fn out_of_memory(error: &anyhow::Error) -> Option<Option<Refused>> {
-    for cause in error.chain() {
-        if let Some(refused) = cause.downcast_ref::<Refused>() {
-            return Some(Some(*refused));
+/// A device without memory for a unit of work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OutOfMemory {
+    /// The ledger refused the reservation.
+    Ledger(Refused),
+    /// The device refused an allocation.
+    Device,
+}
+
+impl OutOfMemory {
+    /// Classifies an error by its type and code, never by its text; `None` for every other error.
+    pub fn of(error: &anyhow::Error) -> Option<Self> {
+        for cause in error.chain() {
+            if let Some(refused) = cause.downcast_ref::<Refused>() {
+                return Some(Self::Ledger(*refused));
+            }
+            #[cfg(feature = "cuda")]
+            if cuda::is_out_of_memory(cause) {
+                return Some(Self::Device);
+            }
         }
-        #[cfg(feature = "cuda")]
-        if cuda::is_out_of_memory(cause) {
-            return Some(None);
-        }
+        None
     }
-    None
 }

@@ -1,4 +1,4 @@
-//! What each phase allocates is what `footprint` says, by default and with every knob at its extreme.
+//! What each phase allocates is what `footprint` says, by default and with every setting at its extreme.
 //!
 //! One phase runs in a child of its own, so that what an earlier one left behind (scratch of threads) does not hide.
 
@@ -21,9 +21,9 @@ use prune::model::{
 };
 use prune::pruning::{self, Pattern, Request, Target};
 use prune::run::Silent;
-use prune::run::knobs::{Knobs, WeightsHeld};
+use prune::run::memory_settings::{MemorySettings, WeightsHeld};
 use prune::runtime::Side;
-use prune::runtime::{Clock, Compute, HiddenStates, Passenger, Rest};
+use prune::runtime::{Clock, Compute, HiddenStates, Passenger};
 
 use super::{ALIVE, PEAK};
 use crate::cli::Place;
@@ -78,9 +78,9 @@ fn counted<R>(body: impl FnOnce() -> Result<R>) -> Result<(R, u64)> {
 fn load(
     source: &Arc<dyn WeightSource>,
     config: &ModelConfig,
-    knobs: &Knobs,
+    settings: &MemorySettings,
 ) -> Result<DecoderLayer> {
-    match knobs.weights {
+    match settings.weights {
         WeightsHeld::Layer => DecoderLayer::load(&**source, config, 0),
         WeightsHeld::Matrix => DecoderLayer::at_rest(source, config, 0),
     }
@@ -115,14 +115,14 @@ fn phase(
     name: &str,
     config: &ModelConfig,
     dtype: StoredDtype,
-    knobs: &Knobs,
+    settings: &MemorySettings,
 ) -> Result<(ByteSize, u64)> {
     let source: Arc<dyn WeightSource> = Arc::new(Checkpoint::open("m".as_ref())?);
     let state = || {
         let values = (0..SEQLEN * config.hidden_size).map(|i| (i as f32 * 0.37).sin());
         tensor::from_vec(values.collect(), &[SEQLEN, config.hidden_size])
     };
-    let context = || LayerContext::with_knobs(config, SEQLEN, knobs.clone());
+    let context = || LayerContext::with_settings(config, SEQLEN, settings.clone());
     let kernel = Kernel::Fused;
     let beside = footprint::context(config, SEQLEN)
         + footprint::products(
@@ -130,10 +130,10 @@ fn phase(
             kernel,
             SEQLEN,
             THREADS,
-            knobs,
+            settings,
             (name == "head").then_some(kernel),
         );
-    let (mut layer, held) = counted(|| load(&source, config, knobs))?;
+    let (mut layer, held) = counted(|| load(&source, config, settings))?;
     match name {
         "layer" => {
             // Masks come later.
@@ -141,17 +141,17 @@ fn phase(
                 let (rows, columns) = projection.shape(config);
                 rows * columns
             });
-            let masks = match knobs.weights {
+            let masks = match settings.weights {
                 WeightsHeld::Layer => 0,
                 WeightsHeld::Matrix => weights.iter().sum::<usize>() / 8,
             };
-            let layer = footprint::layer_weights(config, dtype, knobs).0;
+            let layer = footprint::layer_weights(config, dtype, settings).0;
             Ok((ByteSize(layer - masks as u64), held))
         }
         "forward" => {
             let state = state()?;
             let predicted =
-                footprint::forward(config, dtype, SEQLEN, THREADS, knobs, kernel) + beside;
+                footprint::forward(config, dtype, SEQLEN, THREADS, settings, kernel) + beside;
             let counted = counted(|| {
                 let mut context = context()?;
                 // A second sample meets a workspace that the first one's MLP grew.
@@ -164,7 +164,7 @@ fn phase(
         "capture" => {
             let state = state()?;
             let predicted =
-                footprint::capture(config, dtype, SEQLEN, THREADS, knobs, kernel) + beside;
+                footprint::capture(config, dtype, SEQLEN, THREADS, settings, kernel) + beside;
             let counted = counted(|| {
                 let mut context = context()?;
                 layer.capture(&state, &mut context, &mut Nobody)?;
@@ -173,7 +173,7 @@ fn phase(
             Ok((predicted, counted.1))
         }
         "score" => {
-            let predicted = footprint::score(config, dtype, THREADS, knobs);
+            let predicted = footprint::score(config, dtype, THREADS, settings);
             let counted = counted(|| {
                 for method in ["wanda", "magnitude"] {
                     for projection in Projection::ALL {
@@ -190,14 +190,13 @@ fn phase(
                 .map(|i| (i * 31 % vocabulary) as u32)
                 .collect();
             let width = config.hidden_size;
-            let mut hidden =
-                HiddenStates::new(&Rest::Ram, "t", WINDOWS, SEQLEN, width, DType::F32)?;
+            let mut hidden = HiddenStates::new(None, "t", WINDOWS, SEQLEN, width, DType::F32)?;
             for window in 0..WINDOWS {
                 hidden.put(window, state()?)?;
             }
             let (clock, state) = (Clock::new(), state()?);
             let predicted =
-                footprint::head(config, Dtypes::all(dtype), SEQLEN, WINDOWS, knobs) + beside;
+                footprint::head(config, Dtypes::all(dtype), SEQLEN, WINDOWS, settings) + beside;
             let before = ALIVE.load(Ordering::Relaxed);
             let mut context = context()?;
             drop(layer.forward(&state, &mut context)?);
@@ -206,7 +205,7 @@ fn phase(
                 Perplexity::new(Side::Dense, hidden, &tokens, SEQLEN, 1, &clock, &Silent);
             let mut compute = Compute::on_cpu(context, config, &Silent);
             let counted = counted(|| {
-                let head = match knobs.head_rows {
+                let head = match settings.head_rows {
                     None => Head::load(&*source, config)?,
                     Some(rows) => Head::at_rest(&source, config, rows)?,
                 };
@@ -224,7 +223,7 @@ fn child() -> Result<()> {
     let Ok(case) = std::env::var(CASE) else {
         return Ok(());
     };
-    let (name, knobs) = case.split_once(' ').context("phase and knobs")?;
+    let (name, settings) = case.split_once(' ').context("phase and settings")?;
     rayon::ThreadPoolBuilder::new()
         .num_threads(THREADS)
         .build_global()?;
@@ -233,10 +232,10 @@ fn child() -> Result<()> {
         "f32" => StoredDtype::F32,
         _ => StoredDtype::Bf16,
     };
-    let (predicted, counted) = phase(name, &config, dtype, &serde_json::from_str(knobs)?)?;
+    let (predicted, counted) = phase(name, &config, dtype, &serde_json::from_str(settings)?)?;
     let dtype = dtype.name();
     eprintln!(
-        "{dtype} {name} {knobs}: predicted {}, counted {counted}",
+        "{dtype} {name} {settings}: predicted {}, counted {counted}",
         predicted.0
     );
     assert!(
@@ -262,7 +261,7 @@ fn every_phase_allocates_what_its_footprint_says() {
     for dtype in [StoredDtype::Bf16, StoredDtype::F32] {
         let place = Place::with(&shape(dtype));
         std::fs::write(place.path("dtype"), dtype.name()).expect("a new file");
-        for knobs in settings {
+        for settings in settings {
             for phase in ["layer", "forward", "capture", "score", "head"] {
                 let output = Command::new(std::env::current_exe().expect("it runs"))
                     .args([
@@ -272,7 +271,7 @@ fn every_phase_allocates_what_its_footprint_says() {
                         "--nocapture",
                     ])
                     .current_dir(place.path("."))
-                    .env(CASE, format!("{phase} {knobs}"))
+                    .env(CASE, format!("{phase} {settings}"))
                     .output()
                     .expect("this binary can be started");
                 let said = String::from_utf8_lossy(&output.stderr);
@@ -280,7 +279,7 @@ fn every_phase_allocates_what_its_footprint_says() {
                 let line = said.unwrap_or("the child died").to_string();
                 eprintln!("{line}");
                 if !output.status.success() {
-                    wrong.push(format!("{phase} {knobs}: {line}"));
+                    wrong.push(format!("{phase} {settings}: {line}"));
                 }
             }
         }

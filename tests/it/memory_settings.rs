@@ -1,4 +1,4 @@
-//! No knob of the memory plan changes a result: masks, written models and perplexities are those of the default, with every knob
+//! No setting of the memory plan changes a result: masks, written models and perplexities are those of the default, with every setting
 //! at its extreme alone and with all of them.
 //!
 //! Perplexity is the same to the bit, but for a head that is read in parts: there the exponentials of the parts before the one with
@@ -11,7 +11,7 @@ use prune::linalg::StoredDtype;
 
 use crate::cli::Place;
 
-/// Every knob alone, then all. The last two read the head in parts.
+/// Every setting alone, then all. The last two read the head in parts.
 const EXTREMES: [&str; 8] = [
     r#"{"prefetch": false}"#,
     r#"{"mlp_tokens": 1}"#,
@@ -27,7 +27,7 @@ const EXTREMES: [&str; 8] = [
 /// these tests, each of which sums 523 exponentials that are rounded to f32; the more predictions, the less.
 const IN_PARTS: f64 = 5e-9;
 
-/// What must not depend on knobs.
+/// What must not depend on settings.
 struct Results {
     masks: Vec<Option<String>>,
     zeros: Vec<u64>,
@@ -36,7 +36,7 @@ struct Results {
     model: Vec<Vec<u8>>,
 }
 
-fn results(place: &Place, name: &str, flags: &[&str], knobs: Option<&str>) -> Results {
+fn results(place: &Place, name: &str, flags: &[&str], settings: Option<&str>) -> Results {
     let base = [
         "--model",
         "m",
@@ -57,8 +57,8 @@ fn results(place: &Place, name: &str, flags: &[&str], knobs: Option<&str>) -> Re
         name,
     ];
     let mut arguments: Vec<&str> = base.iter().chain(flags).copied().collect();
-    if let Some(knobs) = knobs {
-        arguments.extend(["--knobs", knobs]);
+    if let Some(settings) = settings {
+        arguments.extend(["--memory-settings", settings]);
     }
     let ran = place.run(&arguments);
     assert_eq!(ran.code, 0, "{arguments:?}\n{}", ran.stderr);
@@ -90,7 +90,7 @@ fn results(place: &Place, name: &str, flags: &[&str], knobs: Option<&str>) -> Re
 }
 
 /// Runs with the default and with every extreme.
-fn no_knob_changes(shape: &RandomCheckpoint, flags: &[&str], saves: bool) {
+fn no_memory_setting_changes(shape: &RandomCheckpoint, flags: &[&str], saves: bool) {
     let place = Place::with(shape);
     let default = results(&place, "default", flags, None);
     assert_eq!(default.perplexities.len(), 4, "both sides are evaluated");
@@ -100,20 +100,23 @@ fn no_knob_changes(shape: &RandomCheckpoint, flags: &[&str], saves: bool) {
         "pruning shows"
     );
     assert_eq!(!default.model.is_empty(), saves);
-    for knobs in EXTREMES {
-        let other = results(&place, "other", flags, Some(knobs));
-        assert_eq!(other.masks, default.masks, "{knobs}");
-        assert_eq!(other.zeros, default.zeros, "{knobs}");
-        assert_eq!(other.output_errors, default.output_errors, "{knobs}");
-        assert!(other.model == default.model, "{knobs}: the models differ");
-        if knobs.contains("head_rows") {
+    for settings in EXTREMES {
+        let other = results(&place, "other", flags, Some(settings));
+        assert_eq!(other.masks, default.masks, "{settings}");
+        assert_eq!(other.zeros, default.zeros, "{settings}");
+        assert_eq!(other.output_errors, default.output_errors, "{settings}");
+        assert!(
+            other.model == default.model,
+            "{settings}: the models differ"
+        );
+        if settings.contains("head_rows") {
             let pairs = other.perplexities.iter().zip(&default.perplexities);
             for (other, default) in pairs {
                 let distance = (other / default - 1.0).abs();
-                assert!(distance <= IN_PARTS, "{knobs}: {other} {default}");
+                assert!(distance <= IN_PARTS, "{settings}: {other} {default}");
             }
         } else {
-            assert_eq!(other.perplexities, default.perplexities, "{knobs}");
+            assert_eq!(other.perplexities, default.perplexities, "{settings}");
         }
     }
 }
@@ -134,8 +137,8 @@ fn shape(dtype: StoredDtype) -> RandomCheckpoint {
 }
 
 #[test]
-fn no_knob_changes_what_wanda_prunes_and_leaves() {
-    no_knob_changes(
+fn no_memory_setting_changes_what_wanda_prunes_and_leaves() {
+    no_memory_setting_changes(
         &shape(StoredDtype::Bf16),
         &["--sparsity-ratio", "0.55"],
         true,
@@ -144,7 +147,7 @@ fn no_knob_changes_what_wanda_prunes_and_leaves() {
 
 /// Some matrices are left alone, and nothing is written: the zeros are nowhere but in the masks.
 #[test]
-fn no_knob_changes_an_n_m_pattern_that_is_not_saved() {
+fn no_memory_setting_changes_an_n_m_pattern_that_is_not_saved() {
     let shape = RandomCheckpoint {
         intermediate_size: 688,
         tie_word_embeddings: true,
@@ -157,24 +160,24 @@ fn no_knob_changes_an_n_m_pattern_that_is_not_saved() {
         "*o_proj",
         "--no-save-model",
     ];
-    no_knob_changes(&shape, &flags, false);
+    no_memory_setting_changes(&shape, &flags, false);
 }
 
 #[test]
-fn no_knob_changes_what_magnitude_prunes() {
+fn no_memory_setting_changes_what_magnitude_prunes() {
     let flags = ["--prune-method", "magnitude", "--sparsity-ratio", "0.5"];
     let shape = RandomCheckpoint {
         attention_bias: false,
         mlp_bias: false,
         ..shape(StoredDtype::F16)
     };
-    no_knob_changes(&shape, &flags, true);
+    no_memory_setting_changes(&shape, &flags, true);
 }
 
 #[test]
-fn no_knob_changes_the_perplexity_of_a_model_that_is_only_evaluated() {
+fn no_memory_setting_changes_the_perplexity_of_a_model_that_is_only_evaluated() {
     let place = Place::with(&shape(StoredDtype::Bf16));
-    let perplexity = |knobs: &str| {
+    let perplexity = |settings: &str| {
         let ran = place.run(&[
             "eval",
             "--model",
@@ -190,23 +193,23 @@ fn no_knob_changes_the_perplexity_of_a_model_that_is_only_evaluated() {
             "--force",
             "--save",
             "out",
-            "--knobs",
-            knobs,
+            "--memory-settings",
+            settings,
         ]);
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let report = place.manifest("out").perplexity.dense;
         report.expect("it was measured").perplexity
     };
     let default = perplexity("{}");
-    for knobs in EXTREMES {
-        let tolerance = if knobs.contains("head_rows") {
+    for settings in EXTREMES {
+        let tolerance = if settings.contains("head_rows") {
             IN_PARTS
         } else {
             0.0
         };
         assert!(
-            (perplexity(knobs) / default - 1.0).abs() <= tolerance,
-            "{knobs}"
+            (perplexity(settings) / default - 1.0).abs() <= tolerance,
+            "{settings}"
         );
     }
 }

@@ -7,7 +7,7 @@ use crate::bytes::ByteSize;
 /// Settings of the executing code that trade memory for time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Knobs {
+pub struct MemorySettings {
     /// Whether the next layer is read while this one is in use: two layers in memory instead of one.
     pub prefetch: bool,
     /// What of a layer's weights is in memory while it is in use.
@@ -35,7 +35,7 @@ pub enum WeightsHeld {
     Matrix,
 }
 
-impl Default for Knobs {
+impl Default for MemorySettings {
     fn default() -> Self {
         Self {
             prefetch: true,
@@ -49,7 +49,7 @@ impl Default for Knobs {
     }
 }
 
-impl Knobs {
+impl MemorySettings {
     /// Where a layer's weights come from, as a plan says it.
     pub fn weights_come_from(&self) -> &'static str {
         match (self.weights, self.prefetch) {
