@@ -8,8 +8,7 @@ use half::bf16;
 use prune::checkpoint::Checkpoint;
 use prune::model::{Dtypes, ModelConfig, stored_dtypes};
 
-use crate::cli::Place;
-use crate::errors::rewrite;
+use crate::support::{Place, rewrite};
 
 fn checkpoint(dtype: StoredDtype) -> Place {
     Place::with(&RandomCheckpoint {
@@ -35,33 +34,15 @@ fn perplexities(run: &Manifest) -> [f64; 2] {
 }
 
 /// A run with both perplexities.
-fn run(place: &Place, save: &str, more: &[&str]) -> Manifest {
-    let flags = [
-        "--model",
-        "m",
-        "--sparsity-ratio",
-        "0.5",
-        "--eval",
-        "both",
-        "--save",
-        save,
-    ];
-    place.prune(&[&flags, more].concat());
+fn run(place: &Place, save: &str, more: &str) -> Manifest {
+    let flags = format!("--model m --sparsity-ratio 0.5 --eval both --save {save}");
+    place.prune(&format!("{flags} {more}"));
     place.manifest(save)
 }
 
 /// Asks for arithmetic that this CPU does not have.
 fn is_refused(place: &Place, dtype: &str, reason: &str) {
-    let flags = [
-        "--model",
-        "m",
-        "--sparsity-ratio",
-        "0.5",
-        "--eval",
-        "none",
-        "--dtype",
-        dtype,
-    ];
+    let flags = format!("--model m --sparsity-ratio 0.5 --eval none --dtype {dtype}");
     let ran = place.run(&flags);
     assert_eq!(ran.code, 1);
     assert!(
@@ -75,20 +56,13 @@ fn is_refused(place: &Place, dtype: &str, reason: &str) {
 /// Neither threads nor the way work is cut up change what comes out.
 fn depends_on_nothing_else(place: &Place, dtype: &str, as_it_is: &Manifest) {
     for more in [
-        &["--threads", "1"][..],
-        &["--hidden-states", "disk"],
-        &[
-            "--memory-settings",
-            r#"{"weights": "matrix", "prefetch": false, "mlp_tokens": 16}"#,
-        ],
-        &["--memory-settings", r#"{"keep_packed": false}"#],
-        &["--memory-settings", r#"{"attention_heads": 1}"#],
+        "--threads 1",
+        "--hidden-states disk",
+        r#"--memory-settings {"weights":"matrix","prefetch":false,"mlp_tokens":16}"#,
+        r#"--memory-settings {"keep_packed":false}"#,
+        r#"--memory-settings {"attention_heads":1}"#,
     ] {
-        let other = run(
-            place,
-            "other",
-            &[&["--dtype", dtype, "--force"], more].concat(),
-        );
+        let other = run(place, "other", &format!("--dtype {dtype} --force {more}"));
         assert_eq!(masks(as_it_is), masks(&other), "{more:?}");
         assert_eq!(perplexities(as_it_is), perplexities(&other), "{more:?}");
     }
@@ -101,8 +75,8 @@ fn bf16_results_are_near_those_of_f32_and_depend_on_nothing_else() {
         return is_refused(&place, "bf16", "no bf16 products");
     }
     let (wide, narrow) = (
-        run(&place, "f32", &["--dtype", "f32"]),
-        run(&place, "bf16", &["--dtype", "bf16"]),
+        run(&place, "f32", "--dtype f32"),
+        run(&place, "bf16", "--dtype bf16"),
     );
     assert_eq!(
         (
@@ -120,7 +94,7 @@ fn bf16_results_are_near_those_of_f32_and_depend_on_nothing_else() {
         assert!((wide / narrow - 1.0).abs() < 0.01, "{wide} {narrow}");
         assert_ne!(wide, narrow, "the other products were used");
     }
-    let by_default = run(&place, "default", &[]);
+    let by_default = run(&place, "default", "");
     assert_eq!(by_default.arithmetic.dtype, "bf16", "what auto takes");
     assert_eq!(masks(&narrow), masks(&by_default));
     depends_on_nothing_else(&place, "bf16", &narrow);
@@ -133,8 +107,8 @@ fn f32_by_parts_is_f32_and_depends_on_nothing_else() {
         if !Kernel::has_split() {
             return is_refused(&place, "bf16x3", "no AMX tiles");
         }
-        let fused = run(&place, "f32", &["--dtype", "f32"]);
-        let parts = run(&place, "parts", &["--dtype", "bf16x3"]);
+        let fused = run(&place, "f32", "--dtype f32");
+        let parts = run(&place, "parts", "--dtype bf16x3");
         assert_eq!(parts.arithmetic.dtype, "f32");
         assert_ne!(parts.arithmetic.kernel, fused.arithmetic.kernel);
         for (fused, parts) in perplexities(&fused).into_iter().zip(perplexities(&parts)) {
@@ -156,7 +130,7 @@ fn f32_by_parts_is_f32_and_depends_on_nothing_else() {
             "{dtype:?}: {equal} masks are equal"
         );
         if dtype != StoredDtype::Bf16 {
-            let by_default = run(&place, "default", &[]);
+            let by_default = run(&place, "default", "");
             assert_eq!(
                 by_default.arithmetic.kernel, parts.arithmetic.kernel,
                 "what auto takes"
@@ -172,16 +146,7 @@ fn f32_by_parts_is_f32_and_depends_on_nothing_else() {
 #[test]
 fn other_checkpoints_are_refused() {
     let place = Place::new();
-    let ran = place.run(&[
-        "--model",
-        "m",
-        "--sparsity-ratio",
-        "0.5",
-        "--dtype",
-        "bf16",
-        "--eval",
-        "none",
-    ]);
+    let ran = place.run("--model m --sparsity-ratio 0.5 --dtype bf16 --eval none");
     assert_eq!(ran.code, 2, "{}", ran.stderr);
     assert!(
         ran.stderr
@@ -197,21 +162,14 @@ fn a_plan_is_made_for_the_arithmetic_it_is_asked_for() {
     let place = Place::new();
     let machine = r#"{"cpu": {"memory": "64GiB", "threads": 4}}"#;
     std::fs::write(place.path("machine.json"), machine).expect("a file can be written");
-    let planned = |more: &[&str]| {
-        let base = [
-            "plan",
-            "--shape",
-            "llama-3.2-1b",
-            "--inventory",
-            "machine.json",
-            "--json",
-        ];
-        let ran = place.run(&[&base, more].concat());
+    let planned = |more: &str| {
+        let base = "plan --shape llama-3.2-1b --inventory machine.json --json";
+        let ran = place.run(&format!("{base} {more}"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         ran.stdout
     };
-    let (f32, bf16) = (planned(&["--dtype", "f32"]), planned(&["--dtype", "bf16"]));
-    assert_eq!(planned(&[]), f32);
+    let (f32, bf16) = (planned("--dtype f32"), planned("--dtype bf16"));
+    assert_eq!(planned(""), f32);
     assert!(bf16.contains("this layer, packed") && !f32.contains("this layer, packed"));
 }
 
@@ -239,7 +197,7 @@ fn dtypes_may_be_mixed_within_a_layer() {
         }
         true
     });
-    let wide = run(&place, "wide", &["--dtype", "f32"]);
+    let wide = run(&place, "wide", "--dtype f32");
     rewrite(&place, |name, info, bytes| {
         if names.contains(&name) {
             info.dtype = safetensors::Dtype::BF16;
@@ -251,7 +209,7 @@ fn dtypes_may_be_mixed_within_a_layer() {
         }
         true
     });
-    let mixed = run(&place, "mixed", &["--dtype", "f32"]);
+    let mixed = run(&place, "mixed", "--dtype f32");
     assert_eq!(masks(&wide), masks(&mixed));
     assert_eq!(perplexities(&wide), perplexities(&mixed));
 
@@ -265,6 +223,6 @@ fn dtypes_may_be_mixed_within_a_layer() {
         head: StoredDtype::Bf16,
     };
     assert_eq!(stored_dtypes(&source, &config), dtypes);
-    let ran = place.run(&["plan", "--model", "m"]);
+    let ran = place.run("plan --model m");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
 }

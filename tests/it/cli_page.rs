@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use crate::cli::Place;
+use crate::support::Place;
 
 /// Environment variables and exit codes stand in the help of `prune` itself.
 const HEAD: &str = "\
@@ -17,10 +17,10 @@ What `prune --help` and the `--help` of each command print. This page is made fr
 /// The page, from the binary.
 fn page(place: &Place) -> String {
     let mut page = HEAD.to_string();
-    let mut section = |arguments: &[&str]| {
-        let ran = place.run(&[arguments, &["--help"]].concat());
-        assert_eq!(ran.code, 0, "{arguments:?}: {}", ran.stderr);
-        let name = [&["prune"], arguments].concat().join(" ");
+    let mut section = |arguments: &str| {
+        let ran = place.run(&format!("{arguments} --help"));
+        assert_eq!(ran.code, 0, "{arguments}: {}", ran.stderr);
+        let name = format!("prune {arguments}");
         let help: String = ran
             .stdout
             .lines()
@@ -29,13 +29,13 @@ fn page(place: &Place) -> String {
         // Writing to a String cannot fail.
         let _ = write!(page, "\n## {name}\n\n```text\n{help}```\n");
     };
-    section(&[]);
+    section("");
     let command = prune::cli::command();
     for command in command
         .get_subcommands()
         .filter(|command| !command.is_hide_set())
     {
-        section(&[command.get_name()]);
+        section(command.get_name());
     }
     page
 }
@@ -87,11 +87,11 @@ fn every_command_has_an_example_and_every_flag_a_word_of_help() {
 fn completions_and_the_man_page_know_the_flags() {
     let place = Place::empty();
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-        let ran = place.run(&["completions", shell]);
+        let ran = place.run(&format!("completions {shell}"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         assert!(ran.stdout.contains("sparsity-ratio"), "{shell}");
     }
-    let man = place.run(&["man"]).stdout;
+    let man = place.run("man").stdout;
     assert!(man.contains(".TH prune 1"), "{man}");
     assert!(
         man.contains(r"\-\-sparsity\-ratio") && man.contains("prune eval"),
@@ -103,9 +103,9 @@ fn completions_and_the_man_page_know_the_flags() {
 #[test]
 fn version_tells_what_this_build_can_do() {
     let place = Place::empty();
-    let short = place.run(&["-V"]).stdout;
+    let short = place.run("-V").stdout;
     assert_eq!(short, format!("prune {}\n", env!("CARGO_PKG_VERSION")));
-    let long = place.run(&["--version"]).stdout;
+    let long = place.run("--version").stdout;
     for line in ["devices: cpu", "products: ", "cpu: "] {
         assert!(long.contains(line), "{long}");
     }

@@ -295,24 +295,10 @@ fn the_demo_text_serves_any_tokenizer_and_says_what_it_is() -> Result<()> {
     let model = model.display().to_string();
     let cache = folder.path().join("cache").display().to_string();
     let manifest = prune_in_process(
-        &[
-            "--model",
-            &model,
-            "--sparsity-ratio",
-            "0.5",
-            "--dataset",
-            "demo",
-            "--eval-dataset",
-            "demo",
-            "--nsamples",
-            "2",
-            "--seqlen",
-            "64",
-            "--eval-windows",
-            "2",
-            "--text-cache",
-            &cache,
-        ],
+        &format!(
+            "--model {model} --sparsity-ratio 0.5 --dataset demo --eval-dataset demo \
+             --nsamples 2 --seqlen 64 --eval-windows 2 --text-cache {cache}"
+        ),
         None,
     )?;
     let calibration = manifest.calibration.expect("wanda calibrates");

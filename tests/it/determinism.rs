@@ -9,7 +9,7 @@ use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::run::HiddenStatesStorage;
 
-use crate::cli::Place;
+use crate::support::Place;
 
 /// Everything of a run that must not depend on how it was computed.
 #[derive(Debug, PartialEq)]
@@ -34,29 +34,11 @@ fn place(dtype: StoredDtype) -> Place {
 }
 
 /// Runs with `flags`, saves as `name`; the results and the model's files.
-fn bits(place: &Place, name: &str, flags: &[&str]) -> (Bits, Vec<(String, Vec<u8>)>) {
-    let base = [
-        "--model",
-        "m",
-        "--sparsity-ratio",
-        "0.55",
-        "--eval",
-        "both",
-        "--dataset",
-        "train.txt",
-        "--eval-dataset",
-        "test.txt",
-        "--nsamples",
-        "3",
-        "--seqlen",
-        "200",
-        "--eval-windows",
-        "3",
-        "--save",
-        name,
-    ];
-    let arguments: Vec<&str> = base.iter().chain(flags).copied().collect();
-    let ran = place.run(&arguments);
+fn bits(place: &Place, name: &str, flags: &str) -> (Bits, Vec<(String, Vec<u8>)>) {
+    let ran = place.run(&format!(
+        "--model m --sparsity-ratio 0.55 --eval both --dataset train.txt \
+        --eval-dataset test.txt --nsamples 3 --seqlen 200 --eval-windows 3 --save {name} {flags}"
+    ));
     assert_eq!(ran.code, 0, "{flags:?}\n{}", ran.stderr);
     let manifest = place.manifest(name);
     let perplexity = &manifest.perplexity;
@@ -94,7 +76,7 @@ fn bits(place: &Place, name: &str, flags: &[&str]) -> (Bits, Vec<(String, Vec<u8
 }
 
 #[track_caller]
-fn assert_alike(place: &Place, one: &[&str], other: &[&str]) {
+fn assert_alike(place: &Place, one: &str, other: &str) {
     let ((first, first_files), (second, second_files)) =
         (bits(place, "one", one), bits(place, "other", other));
     assert_eq!(first, second);
@@ -103,17 +85,17 @@ fn assert_alike(place: &Place, one: &[&str], other: &[&str]) {
 
 #[test]
 fn the_same_command_gives_the_same_bits() {
-    assert_alike(&place(StoredDtype::Bf16), &[], &[]);
+    assert_alike(&place(StoredDtype::Bf16), "", "");
 }
 
 #[test]
 fn threads_do_not_change_a_bit() {
     for dtype in [StoredDtype::F32, StoredDtype::Bf16] {
         let place = place(dtype);
-        let (one, files) = bits(&place, "one", &["--threads", "1"]);
+        let (one, files) = bits(&place, "one", "--threads 1");
         // Five is more than there are samples, and than most machines of these tests have.
         for threads in ["2", "5"] {
-            let (other, other_files) = bits(&place, threads, &["--threads", threads]);
+            let (other, other_files) = bits(&place, threads, &format!("--threads {threads}"));
             assert_eq!(one, other, "{dtype:?}, {threads} threads");
             assert!(
                 files == other_files,
@@ -130,11 +112,7 @@ fn threads_do_not_change_a_bit() {
 #[test]
 fn where_hidden_states_rest_does_not_change_a_bit() {
     let place = place(StoredDtype::F16);
-    assert_alike(
-        &place,
-        &["--hidden-states", "ram"],
-        &["--hidden-states", "disk"],
-    );
+    assert_alike(&place, "--hidden-states ram", "--hidden-states disk");
     assert_eq!(
         place.manifest("one").hidden_states,
         HiddenStatesStorage::Ram
@@ -155,8 +133,8 @@ fn where_hidden_states_rest_does_not_change_a_bit() {
 #[test]
 fn the_seed_decides_the_samples_and_nothing_else_does() {
     let place = place(StoredDtype::Bf16);
-    let (zero, _) = bits(&place, "zero", &["--seed", "0"]);
-    let (one, _) = bits(&place, "one", &["--seed", "1"]);
+    let (zero, _) = bits(&place, "zero", "--seed 0");
+    let (one, _) = bits(&place, "one", "--seed 1");
     assert_ne!(zero.samples, one.samples);
     assert_eq!(zero.dense, one.dense);
     assert_ne!(zero.masks, one.masks);

@@ -6,7 +6,7 @@ use prune::linalg::StoredDtype;
 use prune::run::Manifest;
 use prune::run::fallback::FallOutcome;
 
-use crate::cli::{Place, Ran};
+use crate::support::{Place, Ran};
 
 fn place() -> Place {
     Place::with(&RandomCheckpoint {
@@ -21,33 +21,14 @@ fn place() -> Place {
     })
 }
 
-fn run(place: &Place, flags: &[&str]) -> Ran {
-    let base = [
-        "--model",
-        "m",
-        "--eval",
-        "both",
-        "--dataset",
-        "train.txt",
-        "--eval-dataset",
-        "test.txt",
-        "--nsamples",
-        "3",
-        "--seqlen",
-        "100",
-        "--eval-windows",
-        "2",
-        "--sparsity-ratio",
-        "0.5",
-        "--force",
-        "--save",
-        "out",
-    ];
-    let arguments: Vec<&str> = base.iter().chain(flags).copied().collect();
-    place.run(&arguments)
+fn run(place: &Place, flags: &str) -> Ran {
+    place.run(&format!(
+        "--model m --eval both --dataset train.txt --eval-dataset test.txt --nsamples 3 \
+         --seqlen 100 --eval-windows 2 --sparsity-ratio 0.5 --force --save out {flags}"
+    ))
 }
 
-fn manifest(place: &Place, flags: &[&str]) -> Manifest {
+fn manifest(place: &Place, flags: &str) -> Manifest {
     let ran = run(place, flags);
     assert_eq!(ran.code, 0, "{flags:?}\n{}", ran.stderr);
     place.manifest("out")
@@ -78,13 +59,13 @@ fn devices(manifest: &Manifest) -> Vec<String> {
         .collect()
 }
 
-const ONE: &str = r#"{"gpus": ["2GiB"]}"#;
-const TWO: &str = r#"{"gpus": ["2GiB", "2GiB"]}"#;
+const ONE: &str = r#"{"gpus":["2GiB"]}"#;
+const TWO: &str = r#"{"gpus":["2GiB","2GiB"]}"#;
 
 #[test]
 fn devices_compute_what_the_cpu_does_wherever_the_plan_puts_layers() {
     let place = place();
-    let cpu = manifest(&place, &["--use-cpu"]);
+    let cpu = manifest(&place, "--use-cpu");
     assert!(cpu.devices.is_empty() && cpu.arithmetic.device == "cpu");
     std::fs::write(
         place.path("map.json"),
@@ -92,33 +73,26 @@ fn devices_compute_what_the_cpu_does_wherever_the_plan_puts_layers() {
     )
     .expect("a writable folder");
     for (flags, expected) in [
-        (&["--simulate", ONE][..], &["0-2 cuda:0"][..]),
-        (&["--simulate", ONE, "--device", "cuda"], &["0-2 cuda:0"]),
-        (&["--simulate", TWO], &["0-2 cuda:0+cuda:1"]),
-        (&["--simulate", TWO, "--device", "cuda:1"], &["0-2 cuda:1"]),
+        (format!("--simulate {ONE}"), &["0-2 cuda:0"][..]),
+        (format!("--simulate {ONE} --device cuda"), &["0-2 cuda:0"]),
+        (format!("--simulate {TWO}"), &["0-2 cuda:0+cuda:1"]),
+        (format!("--simulate {TWO} --device cuda:1"), &["0-2 cuda:1"]),
         (
-            &["--simulate", TWO, "--device-map", "balanced"],
+            format!("--simulate {TWO} --device-map balanced"),
             &["0-1 cuda:0", "2-2 cuda:1"],
         ),
         (
-            &["--simulate", TWO, "--device-map", "map.json"],
+            format!("--simulate {TWO} --device-map map.json"),
             &["0-0 cuda:0", "1-1 cpu", "2-2 cuda:1"],
         ),
         (
-            &[
-                "--simulate",
-                TWO,
-                "--hidden-states",
-                "disk",
-                "--offload-folder",
-                "spill",
-            ],
+            format!("--simulate {TWO} --hidden-states disk --offload-folder spill"),
             &["0-2 cuda:0+cuda:1"],
         ),
-        (&["--simulate", ONE, "--use-cpu"], &["0-2 cpu"]),
-        (&["--simulate", ONE, "--device", "cpu"], &["0-2 cpu"]),
+        (format!("--simulate {ONE} --use-cpu"), &["0-2 cpu"]),
+        (format!("--simulate {ONE} --device cpu"), &["0-2 cpu"]),
     ] {
-        let run = manifest(&place, flags);
+        let run = manifest(&place, &flags);
         assert_eq!(devices(&run), expected, "{flags:?}");
         assert_eq!(results(&run), results(&cpu), "{flags:?}");
         assert!(run.fallbacks.is_empty(), "{flags:?}: {:?}", run.fallbacks);
@@ -146,15 +120,15 @@ fn devices_compute_what_the_cpu_does_wherever_the_plan_puts_layers() {
 #[test]
 fn a_unit_that_is_refused_is_done_on_the_cpu_whichever_it_is() {
     let place = place();
-    let whole = manifest(&place, &["--simulate", ONE]);
+    let whole = manifest(&place, &format!("--simulate {ONE}"));
     let units = whole.devices[0].units;
     // Per layer: norms and 7 matrices, twice (dense and pruned), 2 + 2 windows, 3 samples twice but for the last layer. Then the head for both.
     let expected = 3 * (2 * 8 + 4 + 6) - 3 + 2 * (1 + 2);
     // The head is the same for both sides and is copied once.
     assert_eq!(units, expected - 1, "every unit has a number");
     for unit in 0..units {
-        let simulation = format!(r#"{{"gpus": ["2GiB"], "refuse": "{unit}"}}"#);
-        let run = manifest(&place, &["--simulate", &simulation]);
+        let simulation = format!(r#"{{"gpus":["2GiB"],"refuse":"{unit}"}}"#);
+        let run = manifest(&place, &format!("--simulate {simulation}"));
         assert_eq!(results(&run), results(&whole), "unit {unit}");
         let [fall] = run.fallbacks.as_slice() else {
             panic!("unit {unit}: {:?}", run.fallbacks);
@@ -178,7 +152,7 @@ fn a_unit_that_is_refused_is_done_on_the_cpu_whichever_it_is() {
 #[test]
 fn the_ladder_has_its_rungs_in_order() {
     let place = place();
-    let cpu = manifest(&place, &["--use-cpu"]);
+    let cpu = manifest(&place, "--use-cpu");
     // Units 0 to 7 copy layer 0, 8 and 9 are its dense windows, 10 to 12 its samples.
     for (refuse, unit, outcome) in [
         (
@@ -213,8 +187,8 @@ fn the_ladder_has_its_rungs_in_order() {
             FallOutcome::Cpu,
         ),
     ] {
-        let simulation = format!(r#"{{"gpus": ["2GiB"], "refuse": "{refuse}"}}"#);
-        let ran = run(&place, &["--simulate", &simulation]);
+        let simulation = format!(r#"{{"gpus":["2GiB"],"refuse":"{refuse}"}}"#);
+        let ran = run(&place, &format!("--simulate {simulation}"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let run = place.manifest("out");
         let falls: Vec<_> = run
@@ -233,14 +207,14 @@ fn the_ladder_has_its_rungs_in_order() {
 #[test]
 fn a_device_that_has_less_than_it_said_works_with_what_it_has() {
     let place = place();
-    let cpu = manifest(&place, &["--use-cpu"]);
+    let cpu = manifest(&place, "--use-cpu");
     for (capacity, on_cpu) in [
         // The context takes 512 MiB, a layer 121 KiB in f32, a sample 1425 KiB, and 763 once it is cut.
         ("525200KiB", false),
         ("512MiB", true),
     ] {
-        let simulation = format!(r#"{{"gpus": ["2GiB"], "capacity": "{capacity}"}}"#);
-        let ran = run(&place, &["--simulate", &simulation]);
+        let simulation = format!(r#"{{"gpus":["2GiB"],"capacity":"{capacity}"}}"#);
+        let ran = run(&place, &format!("--simulate {simulation}"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let run = place.manifest("out");
         assert_eq!(results(&run), results(&cpu), "{capacity}");
@@ -256,8 +230,8 @@ fn a_device_that_has_less_than_it_said_works_with_what_it_has() {
         );
     }
     // Everything refused: after three samples in a row a device is left alone until the next layer.
-    let simulation = r#"{"gpus": ["2GiB"], "refuse": "all"}"#;
-    let run = manifest(&place, &["--simulate", simulation]);
+    let simulation = r#"{"gpus":["2GiB"],"refuse":"all"}"#;
+    let run = manifest(&place, &format!("--simulate {simulation}"));
     assert_eq!(results(&run), results(&cpu));
 }
 
@@ -266,41 +240,34 @@ fn a_gpu_that_is_not_there_or_too_small_is_refused_with_the_fix() {
     let place = place();
     for (flags, code, says) in [
         (
-            &["--simulate", ONE, "--device", "cuda:1"][..],
+            format!("--simulate {ONE} --device cuda:1"),
             2,
             &["cuda:1 is not there", "cuda:0"][..],
         ),
         (
-            &["--simulate", r#"{"gpus": []}"#, "--device", "cuda"],
+            r#"--simulate {"gpus":[]} --device cuda"#.into(),
             1,
             &["no GPU can be used", "--use-cpu"],
         ),
         (
-            &[
-                "--simulate",
-                ONE,
-                "--device",
-                "cuda",
-                "--max-memory",
-                "cuda:0=400MiB",
-            ],
+            format!("--simulate {ONE} --device cuda --max-memory cuda:0=400MiB"),
             1,
             &["does not fit into", "cuda:0", "context", "short"],
         ),
         (
-            &["--device", "cuda:0", "--use-cpu"],
+            "--device cuda:0 --use-cpu".into(),
             2,
             &["contradict each other"],
         ),
     ] {
-        let ran = run(&place, flags);
+        let ran = run(&place, &flags);
         assert_eq!(ran.code, code, "{flags:?}: {}", ran.stderr);
         for words in says {
             assert!(ran.stderr.contains(words), "{flags:?}: {}", ran.stderr);
         }
     }
     if !cfg!(feature = "cuda") {
-        let ran = run(&place, &["--device", "cuda:0"]);
+        let ran = run(&place, "--device cuda:0");
         assert_eq!(ran.code, 2);
         assert!(
             ran.stderr.contains("this build has no CUDA"),
@@ -310,7 +277,7 @@ fn a_gpu_that_is_not_there_or_too_small_is_refused_with_the_fix() {
         assert!(ran.stderr.contains("docs/building.md"), "{}", ran.stderr);
     }
     // A card that is too small is no reason to stop where the CPU will do; the plan says so.
-    let small = manifest(&place, &["--simulate", r#"{"gpus": ["400MiB"]}"#]);
+    let small = manifest(&place, r#"--simulate {"gpus":["400MiB"]}"#);
     assert_eq!(devices(&small), ["0-2 cpu"]);
     let notes = &small.plan.as_ref().expect("planned").notes;
     assert!(

@@ -53,7 +53,7 @@ struct Ask {
     dtype: &'static str,
 }
 
-fn arguments(golden: &Golden, shared: &Path, cache: &Path, ask: Ask) -> Result<Vec<String>> {
+fn arguments(golden: &Golden, shared: &Path, cache: &Path, ask: Ask) -> Result<String> {
     let settings = &golden.settings;
     let (method, ratio) = match settings.method.as_str() {
         "dense" => ("wanda", 0.0),
@@ -82,12 +82,14 @@ fn arguments(golden: &Golden, shared: &Path, cache: &Path, ask: Ask) -> Result<V
     if ask.eval != "none" {
         arguments.push(("--eval-dataset", dataset(shared, &settings.test)?));
     }
-    let mut arguments: Vec<String> = arguments
+    let mut line: String = arguments
         .into_iter()
-        .flat_map(|(flag, value)| [flag.to_owned(), value])
+        .map(|(flag, value)| format!("{flag} {value} "))
         .collect();
-    arguments.extend(settings.variant.then(|| "--use-variant".to_owned()));
-    Ok(arguments)
+    if settings.variant {
+        line += "--use-variant";
+    }
+    Ok(line)
 }
 
 /// One golden, repeated: its comparison, its row, and the dense perplexity where that was asked for.
@@ -99,7 +101,6 @@ fn repeat<'a>(
 ) -> Result<(Comparison<'a>, String, Option<f64>)> {
     let mut comparison = Comparison::new(golden);
     let arguments = arguments(golden, shared, cache, ask)?;
-    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let manifest = support::prune_in_process(&arguments, Some(&mut comparison))
         .with_context(|| golden.name.clone())?;
     let row = comparison.finish(&manifest);

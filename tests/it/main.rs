@@ -8,6 +8,7 @@
 mod arithmetic;
 mod cli;
 mod cli_page;
+mod code_rules;
 mod demo;
 mod determinism;
 mod errors;
@@ -28,4 +29,5 @@ mod origin;
 mod plan;
 mod report;
 mod resume;
+mod source_tree;
 mod support;

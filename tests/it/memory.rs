@@ -27,8 +27,7 @@ use prune::placement::{Need, Way};
 use prune::run::{HiddenStatesStorage, MemorySettings, Silent};
 use serde_json::{Value, json};
 
-use crate::cli::Place;
-use crate::support::prune_in_process;
+use crate::support::{Place, prune_in_process};
 
 /// Counts bytes alive and their peak; hands everything on to the system.
 struct Counting;
@@ -81,7 +80,7 @@ unsafe impl GlobalAlloc for Counting {
 /// The file in which the child leaves its two numbers.
 const TAKEN: &str = "taken";
 
-/// The child's arguments, one per line.
+/// The child's command line.
 const ARGUMENTS: &str = "PRUNE_TEST_MEMORY_ARGUMENTS";
 
 #[test]
@@ -90,7 +89,6 @@ fn child() {
     let Ok(arguments) = std::env::var(ARGUMENTS) else {
         return;
     };
-    let arguments: Vec<&str> = arguments.lines().collect();
     let before = ALIVE.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
     let manifest = prune_in_process(&arguments, None).unwrap();
@@ -134,8 +132,8 @@ struct Taken {
 }
 
 /// Runs the program in a child of its own, in `place`.
-fn taken(place: &Place, arguments: &[&str]) -> Taken {
-    let (counted, resident) = measured(place, "child", &arguments.join("\n"));
+fn taken(place: &Place, arguments: &str) -> Taken {
+    let (counted, resident) = measured(place, "child", arguments);
     Taken { counted, resident }
 }
 
@@ -197,30 +195,11 @@ fn flat_in_depth(dtype: StoredDtype, hidden_states: &str) -> (Place, Taken) {
         );
         let taken = taken(
             &place,
-            &[
-                "--model",
-                "m",
-                "--sparsity-ratio",
-                "0.5",
-                "--eval",
-                "both",
-                "--save",
-                "out",
-                "--dataset",
-                "train.txt",
-                "--eval-dataset",
-                "test.txt",
-                "--nsamples",
-                &samples,
-                "--seqlen",
-                &seqlen,
-                "--eval-windows",
-                &windows,
-                "--threads",
-                &threads,
-                "--hidden-states",
-                hidden_states,
-            ],
+            &format!(
+                "--model m --sparsity-ratio 0.5 --eval both --save out --dataset train.txt \
+                 --eval-dataset test.txt --nsamples {samples} --seqlen {seqlen} \
+                 --eval-windows {windows} --threads {threads} --hidden-states {hidden_states}"
+            ),
         );
         (place, taken)
     };

@@ -9,9 +9,9 @@ use prune::demo::RandomCheckpoint;
 use prune::run::Manifest;
 use serde_json::Value;
 
-use crate::cli::{Place, TEXTS};
+use crate::support::{Place, TEXTS};
 
-const HALF: [&str; 4] = ["--model", "m", "--sparsity-ratio", "0.5"];
+const HALF: &str = "--model m --sparsity-ratio 0.5";
 
 /// The table without what the machine decides: times, peaks, kernel, threads, the perplexities' digits.
 fn settled(table: &str) -> String {
@@ -30,7 +30,7 @@ fn settled(table: &str) -> String {
 #[test]
 fn the_final_table_is_what_the_snapshot_shows() {
     let place = Place::new();
-    let ran = place.prune(&[&HALF[..], &["--save", "out", "--eval", "both", "--use-cpu"]].concat());
+    let ran = place.prune(&format!("{HALF} --save out --eval both --use-cpu"));
     assert!(
         ran.stdout.contains("  calibrate "),
         "phases: {}",
@@ -50,10 +50,10 @@ fn the_final_table_is_what_the_snapshot_shows() {
 #[test]
 fn quiet_leaves_the_result_only() {
     let place = Place::new();
-    let ran = place.prune(&[&HALF[..], &["--save", "out", "-q"]].concat());
+    let ran = place.prune(&format!("{HALF} --save out -q"));
     assert_eq!(ran.stderr, "");
     assert!(ran.stdout.contains("pruned perplexity"), "{}", ran.stdout);
-    let warned = place.prune(&[&HALF[..], &["-q"]].concat());
+    let warned = place.prune(&format!("{HALF} -q"));
     assert_eq!(
         warned.stderr,
         "warning: nothing will be saved; name a run folder with --save\n"
@@ -63,7 +63,7 @@ fn quiet_leaves_the_result_only() {
 #[test]
 fn verbose_tells_every_matrix_and_memory() {
     let place = Place::new();
-    let ran = place.prune(&[&HALF[..], &["--save", "out", "-v"]].concat());
+    let ran = place.prune(&format!("{HALF} --save out -v"));
     assert!(
         ran.stderr
             .contains("  model.layers.1.mlp.down_proj sparsity 0.5"),
@@ -78,18 +78,13 @@ fn verbose_tells_every_matrix_and_memory() {
 #[test]
 fn json_prints_the_manifest_and_nothing_else_on_standard_output() {
     let place = Place::new();
-    let ran = place.prune(&[&HALF[..], &["--save", "out", "--json"]].concat());
+    let ran = place.prune(&format!("{HALF} --save out --json"));
     let printed: Value = serde_json::from_str(&ran.stdout).expect("one JSON object");
     let saved: Value =
         serde_json::from_slice(&fs::read(place.path("out/run.json")).unwrap()).unwrap();
     assert_eq!(printed, saved);
-    let arguments = [
-        &["eval", "--model", "m", "--json"],
-        &TEXTS[2..4],
-        &TEXTS[6..],
-    ]
-    .concat();
-    let eval = place.run(&arguments);
+    let arguments = "eval --model m --json --eval-dataset test.txt --seqlen 64 --eval-windows 5";
+    let eval = place.run(arguments);
     let manifest: Manifest = serde_json::from_str(&eval.stdout).expect("one JSON object");
     assert_eq!(manifest.command, "eval");
 }
@@ -97,7 +92,7 @@ fn json_prints_the_manifest_and_nothing_else_on_standard_output() {
 #[test]
 fn json_progress_is_one_object_per_line() {
     let place = Place::new();
-    let ran = place.prune(&[&HALF[..], &["--progress", "json"]].concat());
+    let ran = place.prune(&format!("{HALF} --progress json"));
     let events: Vec<Value> = ran
         .stderr
         .lines()
@@ -119,14 +114,7 @@ fn json_progress_is_one_object_per_line() {
         .iter()
         .find(|event| event["event"] == "sweep_started");
     assert_eq!(sweep.unwrap()["passes"], 4 * 3 + 5 * 3);
-    let failed = place.run(&[
-        "--model",
-        "nowhere",
-        "--sparsity-ratio",
-        "0.5",
-        "--progress",
-        "json",
-    ]);
+    let failed = place.run("--model nowhere --sparsity-ratio 0.5 --progress json");
     let last: Value = serde_json::from_str(failed.stderr.lines().last().unwrap()).unwrap();
     assert_eq!(last["event"], "error");
 }
@@ -135,12 +123,7 @@ fn json_progress_is_one_object_per_line() {
 fn a_missed_gate_has_its_own_exit_code_and_everything_is_written() {
     let place = Place::new();
     let run = |save: &str, limit: &str| {
-        let arguments = [
-            &HALF[..],
-            &["--save", save, "--max-perplexity", limit],
-            &TEXTS,
-        ]
-        .concat();
+        let arguments = format!("{HALF} --save {save} --max-perplexity {limit} {TEXTS}");
         place.run(&arguments)
     };
     let missed = run("missed", "1.5");
@@ -158,21 +141,11 @@ fn a_missed_gate_has_its_own_exit_code_and_everything_is_written() {
     assert_eq!(met.code, 0, "{}", met.stderr);
     assert!(place.manifest("met").gate.is_some_and(|gate| gate.is_met));
 
-    let eval = [
-        &["eval", "--model", "m", "--max-perplexity", "1.5"],
-        &TEXTS[2..4],
-        &TEXTS[6..],
-    ];
-    assert_eq!(place.run(&eval.concat()).code, 4);
+    let eval =
+        "eval --model m --max-perplexity 1.5 --eval-dataset test.txt --seqlen 64 --eval-windows 5";
+    assert_eq!(place.run(eval).code, 4);
 
-    let contradiction = place.run(
-        &[
-            &HALF[..],
-            &["--eval", "none", "--max-perplexity", "9"],
-            &TEXTS,
-        ]
-        .concat(),
-    );
+    let contradiction = place.run(&format!("{HALF} --eval none --max-perplexity 9 {TEXTS}"));
     assert_eq!(contradiction.code, 2, "{}", contradiction.stderr);
     assert!(contradiction.stderr.contains("hint: use --eval pruned"));
 }
@@ -180,8 +153,8 @@ fn a_missed_gate_has_its_own_exit_code_and_everything_is_written() {
 #[test]
 fn devices_this_build_does_not_have_are_refused() {
     let place = Place::new();
-    let run = |flags: &[&str]| place.run(&[&HALF[..], flags, &TEXTS].concat());
-    let both = run(&["--use-cpu", "--device", "cuda"]);
+    let run = |flags: &str| place.run(&format!("{HALF} {flags} {TEXTS}"));
+    let both = run("--use-cpu --device cuda");
     assert_eq!(
         (both.code, both.stderr.as_str()),
         (
@@ -190,7 +163,7 @@ fn devices_this_build_does_not_have_are_refused() {
              hint: leave one of them out\n"
         )
     );
-    let cuda = run(&["--device", "cuda:1"]);
+    let cuda = run("--device cuda:1");
     assert_eq!(
         (cuda.code, cuda.stderr.as_str()),
         (
@@ -199,16 +172,8 @@ fn devices_this_build_does_not_have_are_refused() {
              hint: use --use-cpu, or leave --device out; docs/building.md says how to build with CUDA\n"
         )
     );
-    assert_eq!(run(&["--device", "tpu"]).code, 2);
-    let writes = place.run(&[
-        "generate",
-        "--model",
-        "m",
-        "--prompt",
-        "a",
-        "--device-map",
-        "balanced",
-    ]);
+    assert_eq!(run("--device tpu").code, 2);
+    let writes = place.run("generate --model m --prompt a --device-map balanced");
     assert_eq!(writes.code, 2);
     assert!(
         writes.stderr.contains("computes on the CPU"),
@@ -216,16 +181,16 @@ fn devices_this_build_does_not_have_are_refused() {
         writes.stderr
     );
     let told = "device       cpu; this build has no CUDA";
-    assert!(run(&[]).stderr.contains(told));
-    assert!(!run(&["--use-cpu"]).stderr.contains(told));
-    assert!(!run(&["--device", "cpu"]).stderr.contains(told));
+    assert!(run("").stderr.contains(told));
+    assert!(!run("--use-cpu").stderr.contains(told));
+    assert!(!run("--device cpu").stderr.contains(told));
 }
 
 #[cfg(target_os = "linux")]
 #[test]
 fn the_memory_log_has_the_checkpoints_of_the_original_and_a_row_per_layer() {
     let place = Place::new();
-    let ran = place.prune(&[&HALF[..], &["--save", "out", "--log_memory"]].concat());
+    let ran = place.prune(&format!("{HALF} --save out --log_memory"));
     let csv = fs::read_to_string(place.path("out/memory_log.csv")).unwrap();
     let mut lines = csv.lines();
     assert_eq!(
@@ -264,7 +229,7 @@ fn the_memory_log_has_the_checkpoints_of_the_original_and_a_row_per_layer() {
     let samples = place.manifest("out").memory;
     assert_eq!(samples.len(), names.len());
     // A run that replaces this one and does not log leaves no old log behind.
-    place.prune(&[&HALF[..], &["--save", "out", "--force"]].concat());
+    place.prune(&format!("{HALF} --save out --force"));
     assert!(!place.path("out/memory_log.csv").exists());
 }
 
@@ -275,13 +240,9 @@ fn an_interrupted_run_says_what_it_leaves_and_never_looks_finished() {
         num_hidden_layers: 64,
         ..RandomCheckpoint::default()
     });
-    let arguments = [
-        &HALF[..],
-        &["--save", "out", "--nsamples", "64"],
-        &TEXTS[..4],
-        &TEXTS[6..8],
-    ]
-    .concat();
+    let arguments = format!(
+        "{HALF} --save out --nsamples 64 --dataset train.txt --eval-dataset test.txt --seqlen 64"
+    );
     let mut child = place
         .command(&arguments)
         .stderr(Stdio::piped())

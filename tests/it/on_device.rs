@@ -194,8 +194,8 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
 
 #[test]
 fn the_selftest_passes_with_candle_on_the_cpu() {
-    let place = crate::cli::Place::empty();
-    let ran = place.run(&["selftest"]);
+    let place = crate::support::Place::empty();
+    let ran = place.run("selftest");
     if cfg!(not(debug_assertions)) {
         assert!(ran.stderr.contains("--features cuda"), "{}", ran.stderr);
         eprintln!("skipped: a release build has no candle on the CPU to hold against ours");
@@ -209,12 +209,12 @@ fn the_selftest_passes_with_candle_on_the_cpu() {
             .count()
     };
     assert_eq!((count("ok "), count("skipped ")), (4, 2), "{}", ran.stderr);
-    assert_eq!(place.run(&["selftest", "--device", "tpu"]).code, 2);
+    assert_eq!(place.run("selftest --device tpu").code, 2);
 }
 
 #[test]
 fn a_panic_ends_the_process_with_one_error() {
-    let ran = crate::cli::Place::empty().run(&["selftest", "--panic"]);
+    let ran = crate::support::Place::empty().run("selftest --panic");
     assert_eq!(ran.code, 101, "{}", ran.stderr);
     let lines: Vec<&str> = ran.stderr.lines().collect();
     assert_eq!(lines[0], "error: this is a bug in prune");

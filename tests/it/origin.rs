@@ -7,9 +7,8 @@ use std::path::Path;
 
 use prune::demo::RandomCheckpoint;
 
-use crate::cli::{Place, ran, words};
 use crate::hub::{Server, command, parquet};
-use crate::support;
+use crate::support::{self, Place, ran, words};
 
 /// What is made of a command of the guides.
 enum Fate {
@@ -90,8 +89,7 @@ fn run(arguments: &[String]) {
             parquet(&[words(seed, 1000)]),
         );
     }
-    let borrowed: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let ran = ran(&mut command(&place, &server, &borrowed));
+    let ran = ran(&mut command(&place, &server, &arguments.join(" ")));
     assert_eq!(ran.code, 0, "{arguments:?}\n{}", ran.stderr);
     assert!(ran.stderr.contains("layer 0 sparsity "), "{}", ran.stderr);
     assert!(ran.stdout.contains("pruned perplexity"), "{}", ran.stdout);

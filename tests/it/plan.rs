@@ -9,7 +9,7 @@ use prune::linalg::StoredDtype;
 use prune::run::{HiddenStatesStorage, Plan};
 use serde_json::{Value, json};
 
-use crate::cli::{Place, Ran};
+use crate::support::{Place, Ran};
 
 fn record(ran: &Ran) -> Value {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
@@ -23,17 +23,17 @@ fn plan_of(ran: &Ran) -> Plan {
 #[test]
 fn a_shape_is_planned_without_a_checkpoint() {
     let place = Place::empty();
-    let base = ["plan", "--shape", "llama-2-7b", "--threads", "4", "--json"];
-    let roomy = plan_of(&place.run(&[&base[..], &["--max-memory", "cpu=24GiB"]].concat()));
+    let base = "plan --shape llama-2-7b --threads 4 --json";
+    let roomy = plan_of(&place.run(&format!("{base} --max-memory cpu=24GiB")));
     assert_eq!((roomy.layers[0].first, roomy.layers[0].last), (0, 31));
     assert_eq!(roomy.hidden_states.storage, HiddenStatesStorage::Ram);
-    let tight = plan_of(&place.run(&[&base[..], &["--max-memory", "cpu=2GiB"]].concat()));
+    let tight = plan_of(&place.run(&format!("{base} --max-memory cpu=2GiB")));
     assert_eq!(tight.hidden_states.storage, HiddenStatesStorage::Disk);
     let cpu = tight.cpu().expect("the CPU is in every plan");
     assert!(cpu.peak <= ByteSize(2 << 30) && cpu.budget == Some(ByteSize(2 << 30)));
     assert!(tight.time.seconds > roomy.time.seconds);
     let text = place
-        .run(&["plan", "--shape", "llama-2-7b", "--max-memory", "cpu=24GiB"])
+        .run("plan --shape llama-2-7b --max-memory cpu=24GiB")
         .stdout;
     for part in [
         "6.74 billion parameters",
@@ -49,7 +49,7 @@ fn a_shape_is_planned_without_a_checkpoint() {
 #[test]
 fn the_table_has_every_shape_and_what_is_the_least_for_it() {
     let place = Place::empty();
-    let table = place.run(&["plan", "--table"]).stdout;
+    let table = place.run("plan --table").stdout;
     for name in [
         "llama-3.2-1b",
         "llama-3.2-3b",
@@ -62,7 +62,7 @@ fn the_table_has_every_shape_and_what_is_the_least_for_it() {
         assert!(table.contains(&format!("| {name} |")), "{table}");
     }
     let rows: Vec<Value> =
-        serde_json::from_str(&place.run(&["plan", "--table", "--json"]).stdout).expect("a list");
+        serde_json::from_str(&place.run("plan --table --json").stdout).expect("a list");
     for row in &rows {
         let shape = row["model"].as_str().expect("a name");
         let least = row["smallest_ram"].as_u64().expect("bytes");
@@ -71,14 +71,9 @@ fn the_table_has_every_shape_and_what_is_the_least_for_it() {
         let with = |bytes: u64| {
             let budget = format!("cpu={}MiB", bytes / (1 << 20));
             place
-                .run(&[
-                    "plan",
-                    "--shape",
-                    shape,
-                    "--use-cpu",
-                    "--max-memory",
-                    &budget,
-                ])
+                .run(&format!(
+                    "plan --shape {shape} --use-cpu --max-memory {budget}"
+                ))
                 .code
         };
         assert_eq!(
@@ -94,25 +89,19 @@ fn another_machine_is_planned_for_and_its_map_can_be_read_again() {
     let place = Place::empty();
     let machine = json!({"cpu": {"memory": "64GiB", "threads": 8}, "gpus": [{"name": "A", "memory": "24GiB"}, {"memory": "24GiB"}]});
     fs::write(place.path("machine.json"), machine.to_string()).expect("a new file");
-    let base = [
-        "plan",
-        "--shape",
-        "llama-2-13b",
-        "--inventory",
-        "machine.json",
-    ];
-    let ran = place.run(&[&base[..], &["--device-map", "balanced", "--json"]].concat());
+    let base = "plan --shape llama-2-13b --inventory machine.json";
+    let ran = place.run(&format!("{base} --device-map balanced --json"));
     let found = record(&ran);
     fs::write(place.path("map.json"), found["device_map"].to_string()).expect("a new file");
-    let again = record(&place.run(&[&base[..], &["--device-map", "map.json", "--json"]].concat()));
+    let again = record(&place.run(&format!("{base} --device-map map.json --json")));
     assert_eq!(found["layers"], again["layers"]);
     assert_eq!(found["layers"][1]["devices"], json!(["cuda:1"]));
-    let text = place.run(&base).stdout;
+    let text = place.run(base).stdout;
     assert!(
         text.contains("cuda:0 and cuda:1") && text.contains("gpu-results.md"),
         "{text}"
     );
-    let cpu = place.run(&[&base[..], &["--use-cpu"]].concat()).stdout;
+    let cpu = place.run(&format!("{base} --use-cpu")).stdout;
     assert!(!cpu.contains("cuda"), "{cpu}");
 }
 
@@ -120,40 +109,26 @@ fn another_machine_is_planned_for_and_its_map_can_be_read_again() {
 fn what_cannot_be_planned_is_refused_with_the_reason() {
     let place = Place::empty();
     for (arguments, code, reason) in [
-        (&["plan"][..], 2, "--model"),
-        (&["plan", "--shape", "llama-9"], 2, "llama-2-7b"),
+        ("plan", 2, "--model"),
+        ("plan --shape llama-9", 2, "llama-2-7b"),
+        ("plan --shape llama-2-7b --max-memory cpu=24Gb", 2, "bits"),
         (
-            &["plan", "--shape", "llama-2-7b", "--max-memory", "cpu=24Gb"],
-            2,
-            "bits",
-        ),
-        (
-            &[
-                "plan",
-                "--shape",
-                "llama-2-7b",
-                "--max-memory",
-                "cuda:0=10GiB",
-            ],
+            "plan --shape llama-2-7b --max-memory cuda:0=10GiB",
             2,
             "cuda:0 is not there",
         ),
         (
-            &["plan", "--shape", "llama-2-7b", "--device-map", "none.json"],
+            "plan --shape llama-2-7b --device-map none.json",
             1,
             "none.json",
         ),
         (
-            &["plan", "--shape", "llama-2-7b", "--inventory", "none.json"],
+            "plan --shape llama-2-7b --inventory none.json",
             1,
             "none.json",
         ),
-        (
-            &["plan", "--shape", "llama-30b", "--seqlen", "4096"],
-            2,
-            "2048 positions",
-        ),
-        (&["plan", "--model", "nowhere"], 1, "nowhere"),
+        ("plan --shape llama-30b --seqlen 4096", 2, "2048 positions"),
+        ("plan --model nowhere", 1, "nowhere"),
     ] {
         let ran = place.run(arguments);
         assert_eq!(ran.code, code, "{arguments:?}: {}", ran.stderr);
@@ -175,32 +150,18 @@ fn sizeable() -> Place {
 }
 
 /// 128 samples of 256 tokens: 64 MiB of hidden states, and as much again for the windows.
-const RUN: [&str; 14] = [
-    "--model",
-    "m",
-    "--sparsity-ratio",
-    "0.5",
-    "--dataset",
-    "train.txt",
-    "--eval-dataset",
-    "train.txt",
-    "--nsamples",
-    "128",
-    "--seqlen",
-    "256",
-    "--threads",
-    "2",
-];
+const RUN: &str = "--model m --sparsity-ratio 0.5 --dataset train.txt --eval-dataset train.txt \
+    --nsamples 128 --seqlen 256 --threads 2";
 
 #[test]
 fn a_budget_is_kept_and_changes_no_result() {
     let place = sizeable();
-    let run = |save: &str, more: &[&str]| {
-        let ran = place.run(&[&RUN[..], &["--save", save], more].concat());
+    let run = |save: &str, more: &str| {
+        let ran = place.run(&format!("{RUN} --save {save} {more}"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         place.manifest(save)
     };
-    let free = run("free", &["--max-memory", "cpu=8GiB"]);
+    let free = run("free", "--max-memory cpu=8GiB");
     let planned = free
         .plan
         .as_ref()
@@ -208,10 +169,7 @@ fn a_budget_is_kept_and_changes_no_result() {
         .expect("every run has a plan")
         .peak;
     let limit = planned.0 * 6 / 10;
-    let tight = run(
-        "tight",
-        &["--max-memory", &format!("cpu={}KiB", limit >> 10)],
-    );
+    let tight = run("tight", &format!("--max-memory cpu={}KiB", limit >> 10));
     assert_eq!(tight.hidden_states, HiddenStatesStorage::Disk);
     if let Some(peak) = tight.peak_anonymous {
         assert!(peak.0 <= limit, "{peak} of {}", ByteSize(limit));
@@ -232,7 +190,7 @@ fn a_budget_is_kept_and_changes_no_result() {
 fn an_impossible_budget_is_refused_at_once_with_flags_that_work() {
     let place = sizeable();
     let start = Instant::now();
-    let refused = place.run(&[&RUN[..], &["--save", "out", "--max-memory", "cpu=14MiB"]].concat());
+    let refused = place.run(&format!("{RUN} --save out --max-memory cpu=14MiB"));
     assert_eq!(refused.code, 1, "{}", refused.stderr);
     // A fraction of a second by itself; other tests share the processors.
     assert!(
@@ -256,20 +214,22 @@ fn an_impossible_budget_is_refused_at_once_with_flags_that_work() {
     let advice: Vec<&str> = hint.split(", or ").collect();
     assert!(advice[0].starts_with("--max-memory cpu="), "{hint}");
     for (index, flags) in advice.iter().enumerate() {
-        let mut arguments: Vec<&str> = RUN.to_vec();
-        let save = format!("out{index}");
-        arguments.extend(["--save", &save]);
-        if !flags.contains("--max-memory") {
-            arguments.extend(["--max-memory", "cpu=14MiB"]);
-        }
+        let mut words: Vec<&str> = RUN.split(' ').collect();
         for flag in flags.split(' ') {
-            // A flag that stands already is replaced.
-            if let Some(at) = arguments.iter().position(|other| *other == flag) {
-                arguments.drain(at..at + 2);
+            // A flag of the advice replaces the one that stands already.
+            if let Some(at) = words.iter().position(|other| *other == flag) {
+                words.drain(at..at + 2);
             }
         }
-        arguments.extend(flags.split(' '));
-        let ran = place.run(&arguments);
+        let budget = if flags.contains("--max-memory") {
+            ""
+        } else {
+            "--max-memory cpu=14MiB"
+        };
+        let ran = place.run(&format!(
+            "{} {flags} --save out{index} {budget}",
+            words.join(" ")
+        ));
         assert_eq!(ran.code, 0, "{flags}: {}", ran.stderr);
     }
 }

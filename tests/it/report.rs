@@ -2,26 +2,17 @@
 
 use std::fs;
 
-use crate::cli::Place;
+use crate::support::Place;
 
 /// A place with the runs `wanda`, `magnitude` (both sides evaluated) in `runs/`.
 fn two_runs() -> Place {
     let place = Place::new();
     for (method, ratio) in [("wanda", "0.5"), ("magnitude", "0.6")] {
         let save = format!("runs/{method}");
-        place.prune(&[
-            "--model",
-            "m",
-            "--prune-method",
-            method,
-            "--sparsity-ratio",
-            ratio,
-            "--eval",
-            "both",
-            "--no-save-model",
-            "--save",
-            &save,
-        ]);
+        place.prune(&format!(
+            "--model m --prune-method {method} --sparsity-ratio {ratio} --eval both \
+             --no-save-model --save {save}"
+        ));
     }
     place
 }
@@ -115,7 +106,7 @@ fn assert_self_contained(text: &str) {
 #[test]
 fn one_run_is_drawn_into_its_own_folder() {
     let place = two_runs();
-    let ran = place.run(&["report", "runs/wanda"]);
+    let ran = place.run("report runs/wanda");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let written: Vec<&str> = ran.stdout.lines().collect();
     assert_eq!(
@@ -139,7 +130,7 @@ fn one_run_is_drawn_into_its_own_folder() {
         }
     }
     // The folder stays a run folder, and what was drawn is replaced without a word.
-    let again = place.run(&["report", "runs/wanda/run.json"]);
+    let again = place.run("report runs/wanda/run.json");
     assert_eq!((again.code, again.stdout), (0, ran.stdout));
 }
 
@@ -157,7 +148,7 @@ fn assert_well_formed_pictures(html: &str) {
 #[test]
 fn several_runs_are_compared_on_one_page() {
     let place = two_runs();
-    let ran = place.run(&["report", "runs/wanda", "runs/magnitude", "runs/wanda"]);
+    let ran = place.run("report runs/wanda runs/magnitude runs/wanda");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(ran.stderr.contains("`runs/wanda` was named before"));
     let names = place.names("report");
@@ -183,13 +174,7 @@ fn several_runs_are_compared_on_one_page() {
         .expect("both sides");
     let expected = format!("dense: {:.4}", dense.perplexity);
     assert!(page.contains(&expected), "no `{expected}`");
-    let other = place.run(&[
-        "report",
-        "--out",
-        "elsewhere",
-        "runs/wanda",
-        "runs/magnitude",
-    ]);
+    let other = place.run("report --out elsewhere runs/wanda runs/magnitude");
     assert_eq!(other.code, 0, "{}", other.stderr);
     assert!(place.path("elsewhere/report.html").is_file());
 }
@@ -207,13 +192,7 @@ fn names_of_folders_and_models_are_escaped() {
     .expect("replaced");
     assert!(place.manifest("runs/wanda").model.path.contains("<script>"));
     fs::rename(place.path("runs/wanda"), place.path("runs/<i>&amp;")).expect("renamed");
-    let ran = place.run(&[
-        "report",
-        "--out",
-        "drawn",
-        "runs/<i>&amp;",
-        "runs/magnitude",
-    ]);
+    let ran = place.run("report --out drawn runs/<i>&amp; runs/magnitude");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let page = fs::read_to_string(place.path("drawn/report.html")).expect("it was written");
     assert_self_contained(&page);
@@ -227,7 +206,7 @@ fn names_of_folders_and_models_are_escaped() {
 #[test]
 fn what_is_no_finished_run_of_ours_is_refused() {
     let place = Place::new();
-    let refused = |arguments: &[&str], code: i32, message: &str| {
+    let refused = |arguments: &str, code: i32, message: &str| {
         let ran = place.run(arguments);
         assert_eq!(ran.code, code, "{arguments:?}: {}", ran.stderr);
         assert!(
@@ -247,46 +226,34 @@ fn what_is_no_finished_run_of_ours_is_refused() {
         fs::create_dir_all(place.path(folder)).expect("a new folder");
         fs::write(place.path(folder).join("run.json"), text).expect("a new file");
     }
-    refused(&["report"], 2, "<RUN>");
+    refused("report", 2, "<RUN>");
+    refused("report nowhere", 2, "there is no run folder `nowhere`");
     refused(
-        &["report", "nowhere"],
-        2,
-        "there is no run folder `nowhere`",
-    );
-    refused(
-        &["report", "empty"],
+        "report empty",
         2,
         "`empty` is not a run folder: it has no run.json",
     );
-    refused(&["report", "m"], 2, "`m` is a model, not a run folder");
+    refused("report m", 2, "`m` is a model, not a run folder");
+    refused("report train.txt", 2, "`train.txt` is not a run folder");
+    refused("report begun", 1, "the run in `begun` is not finished");
     refused(
-        &["report", "train.txt"],
-        2,
-        "`train.txt` is not a run folder",
-    );
-    refused(
-        &["report", "begun"],
-        1,
-        "the run in `begun` is not finished",
-    );
-    refused(
-        &["report", "newer"],
+        "report newer",
         1,
         "its schema is 99, this program reads up to 1",
     );
-    refused(&["report", "newer"], 1, "use prune 7.1.0 or newer");
+    refused("report newer", 1, "use prune 7.1.0 or newer");
     refused(
-        &["report", "broken"],
+        "report broken",
         1,
         "`broken/run.json` is not the record of a run",
     );
-    refused(&["report", "other"], 1, "missing field");
+    refused("report other", 1, "missing field");
 }
 
 #[test]
 fn a_report_does_not_replace_a_file_by_a_folder() {
     let place = two_runs();
-    let ran = place.run(&["report", "runs/wanda", "--out", "train.txt"]);
+    let ran = place.run("report runs/wanda --out train.txt");
     assert_eq!(ran.code, 2, "{}", ran.stderr);
     assert!(
         ran.stderr.contains("`train.txt` is a file"),
@@ -298,40 +265,30 @@ fn a_report_does_not_replace_a_file_by_a_folder() {
 #[test]
 fn output_errors_are_measured_where_there_is_calibration_and_grow_with_the_ratio() {
     let place = Place::new();
-    let errors = |method: &str, ratio: &str, more: &[&str]| -> Vec<Option<f64>> {
+    let errors = |method: &str, ratio: &str, more: &str| -> Vec<Option<f64>> {
         let save = format!("{method}{ratio}");
-        let first = [
-            "--model",
-            "m",
-            "--prune-method",
-            method,
-            "--sparsity-ratio",
-            ratio,
-            "--eval",
-            "none",
-            "--no-save-model",
-            "--force",
-            "--save",
-            &save,
-        ];
+        let first = format!(
+            "--model m --prune-method {method} --sparsity-ratio {ratio} --eval none \
+             --no-save-model --force --save {save}"
+        );
         // `prune` adds the texts; `--eval none` leaves the evaluation text alone.
-        place.prune(&[&first[..], more].concat());
+        place.prune(&format!("{first} {more}"));
         let manifest = place.manifest(&save);
         let matrices = manifest.layers.iter().flat_map(|layer| &layer.matrices);
         matrices
             .map(|matrix| matrix.relative_output_error)
             .collect()
     };
-    let (few, many) = (errors("wanda", "0.3", &[]), errors("wanda", "0.7", &[]));
+    let (few, many) = (errors("wanda", "0.3", ""), errors("wanda", "0.7", ""));
     assert_eq!(few.len(), 14);
     for (few, many) in few.iter().zip(&many) {
         let (few, many) = (few.expect("measured"), many.expect("measured"));
         assert!(0.0 < few && few < many && many < 1.0, "{few} {many}");
     }
-    assert!(errors("magnitude", "0.5", &[]).iter().all(Option::is_none));
-    let some = errors("wanda", "0.5", &["--include", "*gate_proj"]);
+    assert!(errors("magnitude", "0.5", "").iter().all(Option::is_none));
+    let some = errors("wanda", "0.5", "--include *gate_proj");
     let measured: Vec<usize> = (0..14).filter(|&index| some[index].is_some()).collect();
     assert_eq!(measured, [4, 11], "gate is the fifth of seven");
-    let one_thread = errors("wanda", "0.7", &["--threads", "1"]);
+    let one_thread = errors("wanda", "0.7", "--threads 1");
     assert_eq!(one_thread, many, "threads change nothing");
 }

@@ -24,7 +24,7 @@ use tempfile::TempDir;
 
 use super::mutators::spoil;
 use super::{documents, parquet_bytes};
-use crate::cli::Place;
+use crate::support::Place;
 
 /// Good files, made once.
 struct Good {
@@ -55,16 +55,7 @@ static GOOD: LazyLock<Good> = LazyLock::new(|| {
     let folder = write(ByteSize(1 << 30));
     let tokenizer = Tokenizer::load(&folder.path().join("m")).expect("a tokenizer");
     let place = Place::new();
-    place.prune(&[
-        "--model",
-        "m",
-        "--sparsity-ratio",
-        "0.5",
-        "--eval",
-        "both",
-        "--save",
-        "out",
-    ]);
+    place.prune("--model m --sparsity-ratio 0.5 --eval both --save out");
     let sharded = write(ByteSize(4 << 10));
     let names = fs::read_dir(sharded.path().join("m")).expect("written above");
     let mut names = names.map(|entry| {

@@ -26,7 +26,7 @@ use prune::runtime::Side;
 use prune::runtime::{Clock, Compute, HiddenStates, Passenger};
 
 use super::{ALIVE, PEAK};
-use crate::cli::Place;
+use crate::support::Place;
 
 const CASE: &str = "PRUNE_TEST_PHASE";
 const SEQLEN: usize = 1024;

@@ -45,30 +45,13 @@ fn a_pruned_folder_loads_in_candle_and_differs_from_its_source_only_by_zeros() {
         .unwrap();
         let place = tempfile::tempdir().unwrap();
         std::fs::write(place.path().join("text.txt"), &text).unwrap();
-        let path = |name: &str| place.path().join(name).display().to_string();
-        let model = source.path().display().to_string();
-        let arguments = [
-            "--model",
-            &model,
-            "--prune-method",
-            method,
-            "--sparsity-type",
-            pattern,
-            "--sparsity-ratio",
-            "0.5",
-            "--dataset",
-            &path("text.txt"),
-            "--nsamples",
-            "4",
-            "--seqlen",
-            "64",
-            "--eval",
-            "none",
-            "--save",
-            &path("run"),
-            "--text-cache",
-            &path("cache"),
-        ];
+        let folder = place.path().display();
+        let model = source.path().display();
+        let arguments = format!(
+            "--model {model} --prune-method {method} --sparsity-type {pattern} --sparsity-ratio 0.5 \
+             --dataset {folder}/text.txt --nsamples 4 --seqlen 64 --eval none --save {folder}/run \
+             --text-cache {folder}/cache"
+        );
         support::prune_in_process(&arguments, None).unwrap();
         let output = place.path().join("run").join("model");
         compare(&output, &[1, 5, 200]).context(method).unwrap();

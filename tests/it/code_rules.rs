@@ -1,0 +1,265 @@
+//! Rules that the source code keeps: the places of printing and of `unsafe`, the first line of a file, names, sizes of files
+//! and functions, and the first words of comments.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::source_tree::{Source, sources, tokens, without_tests};
+
+/// Files in which `unsafe` is allowed; each block there says why it is sound.
+const MAY_BE_UNSAFE: &[&str] = &[
+    "linalg/matmul.rs",
+    "linalg/product/amx.rs",
+    "linalg/product/avx512.rs",
+    "linalg/rectangles.rs",
+    "runtime/engine/cuda.rs",
+    "runtime/memory.rs",
+];
+
+/// Names that say nothing about what is inside.
+const SAYS_NOTHING: &[&str] = &["utils", "util", "helpers", "helper", "common", "misc"];
+
+/// Words that do not begin a comment: a comment begins with a noun or a verb.
+const QUESTION_WORDS: &[&str] = &[
+    "What", "Who", "Whose", "Whom", "Where", "How", "Whether", "Which", "When", "Why",
+];
+
+/// The largest share of comments that may begin with one of [`QUESTION_WORDS`].
+const QUESTIONS_AT_MOST: f64 = 0.144;
+
+/// The largest number of lines of a file, and the number of files that may have more.
+const FILE_LINES: usize = 500;
+const LONG_FILES: usize = 15;
+
+/// The largest number of lines of a function, and the functions that may have more because they are tables.
+const FUNCTION_LINES: usize = 100;
+const TABLES: &[&str] = &[];
+const LONG_FUNCTIONS: usize = 5;
+
+/// The number of type names that may be defined more than once.
+const SHARED_TYPE_NAMES: usize = 38;
+
+/// Modules that only tests compile and that are files of their own.
+fn test_modules(sources: &[Source]) -> BTreeSet<String> {
+    sources
+        .iter()
+        .flat_map(|source| without_tests(&source.modules(), &source.text).1)
+        .collect()
+}
+
+fn is_test(source: &Source, test_modules: &BTreeSet<String>) -> bool {
+    let module = source.modules().join("/");
+    test_modules
+        .iter()
+        .any(|test| module == *test || module.starts_with(&format!("{test}/")))
+}
+
+#[test]
+fn only_the_command_line_prints() {
+    let sources = sources();
+    let test_modules = test_modules(&sources);
+    for source in &sources {
+        let modules = source.modules();
+        let may_print = modules.first() == Some(&"cli") || source.path == "main.rs";
+        if may_print || is_test(source, &test_modules) {
+            continue;
+        }
+        for pair in without_tests(&modules, &source.text).0.windows(2) {
+            let prints = matches!(pair[0], "print" | "println" | "eprint" | "eprintln" | "dbg")
+                && pair[1] == "!";
+            assert!(
+                !prints,
+                "src/{} uses {}!; emit an event instead",
+                source.path, pair[0]
+            );
+        }
+    }
+}
+
+#[test]
+fn unsafe_stands_only_where_it_is_argued_for() {
+    for source in sources() {
+        let has_unsafe = tokens(&source.text).contains(&"unsafe");
+        let is_listed = MAY_BE_UNSAFE.contains(&source.path.as_str());
+        assert_eq!(has_unsafe, is_listed, "src/{}", source.path);
+        if has_unsafe {
+            assert!(
+                source.text.contains("// SAFETY: "),
+                "src/{} does not say why",
+                source.path
+            );
+        }
+    }
+}
+
+#[test]
+fn every_file_says_first_what_it_is_for() {
+    for source in sources() {
+        assert!(
+            source.text.starts_with("//! "),
+            "src/{} does not begin with `//! `",
+            source.path
+        );
+    }
+}
+
+#[test]
+fn no_name_says_nothing() {
+    for source in sources() {
+        for module in source.modules() {
+            assert!(!SAYS_NOTHING.contains(&module), "src/{}", source.path);
+        }
+    }
+}
+
+/// The first words of the comments of a file. A comment ends at code and at an empty comment line.
+fn first_words(text: &str) -> Vec<&str> {
+    let (mut words, mut kind_before) = (Vec::new(), "");
+    for line in text.lines().map(str::trim_start) {
+        let kind = ["///", "//!", "//"]
+            .into_iter()
+            .find(|kind| line.starts_with(kind))
+            .unwrap_or("");
+        let comment = line[kind.len()..].trim();
+        if !kind.is_empty() && !comment.is_empty() && kind != kind_before {
+            let word = comment.trim_start_matches(|first: char| !first.is_alphanumeric());
+            words.extend(word.split(|other: char| !other.is_alphanumeric()).next());
+        }
+        kind_before = if comment.is_empty() { "" } else { kind };
+    }
+    words
+}
+
+#[test]
+fn comments_begin_with_a_noun_or_a_verb() {
+    let text =
+        "//! What\n//! Where\n//!\n//! The end\nfn f() {} // How\n  /// A\n  // Why\n  // b\n";
+    assert_eq!(first_words(text), ["What", "The", "A", "Why"]);
+    let (mut all, mut files) = (0, Vec::new());
+    for source in sources() {
+        let words = first_words(&source.text);
+        let questions = words.iter().filter(|word| QUESTION_WORDS.contains(word));
+        all += words.len();
+        files.push((questions.count(), source.path));
+    }
+    let questions: usize = files.iter().map(|(count, _)| count).sum();
+    let share = questions as f64 / all as f64;
+    files.sort_by(|one, other| other.cmp(one));
+    let worst: String = files
+        .iter()
+        .take(20)
+        .map(|(count, path)| format!("\n{count:3} src/{path}"))
+        .collect();
+    assert!(
+        share <= QUESTIONS_AT_MOST,
+        "{questions} of {all} comments begin with a question word ({:.1} %):{worst}",
+        100.0 * share
+    );
+}
+
+#[test]
+fn no_file_is_longer_than_a_reader_bears() {
+    let long: Vec<String> = sources()
+        .iter()
+        .map(|source| (source.text.lines().count(), &source.path))
+        .filter(|(lines, _)| *lines > FILE_LINES)
+        .map(|(lines, path)| format!("src/{path}: {lines} lines"))
+        .collect();
+    assert!(long.len() <= LONG_FILES, "{}", long.join("\n"));
+}
+
+/// Name, first line and number of lines of every function with a body.
+fn functions(text: &str) -> Vec<(&str, usize, usize)> {
+    let tokens = tokens(text);
+    let offset = |token: &str| token.as_ptr() as usize - text.as_ptr() as usize;
+    let line = |token: &str| 1 + text[..offset(token)].matches('\n').count();
+    let mut found = Vec::new();
+    // `fn(` begins the type of a function pointer.
+    let named =
+        |at: &usize| tokens[*at] == "fn" && tokens.get(at + 1).is_some_and(|name| *name != "(");
+    for at in (0..tokens.len()).filter(named) {
+        let (mut nested, mut braces) = (0usize, 0usize);
+        for token in &tokens[at + 1..] {
+            match *token {
+                "(" | "[" => nested += 1,
+                ")" | "]" => nested -= 1,
+                "{" => braces += 1,
+                "}" => braces -= 1,
+                _ => {}
+            }
+            if *token == ";" && nested == 0 && braces == 0 {
+                break;
+            }
+            if *token == "}" && braces == 0 {
+                let first = line(tokens[at]);
+                found.push((tokens[at + 1], first, 1 + line(token) - first));
+                break;
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn no_function_is_longer_than_a_screen_or_two() {
+    let text =
+        "fn a() {\n}\ntrait T { fn b(&self) -> u8; fn c(f: fn(u8) -> u8) -> [u8; 2] {\n x \n} }";
+    assert_eq!(functions(text), [("a", 1, 2), ("c", 3, 3)]);
+    let mut long = Vec::new();
+    for source in sources() {
+        for (name, first, lines) in functions(&source.text) {
+            if lines > FUNCTION_LINES && !TABLES.contains(&name) {
+                long.push(format!(
+                    "src/{}:{first}: `{name}` has {lines} lines",
+                    source.path
+                ));
+            }
+        }
+    }
+    assert!(long.len() <= LONG_FUNCTIONS, "{}", long.join("\n"));
+}
+
+/// The types that a file defines outside tests.
+fn types(source: &Source) -> Vec<String> {
+    let (tokens, _) = without_tests(&source.modules(), &source.text);
+    let (mut names, mut braces) = (Vec::new(), 0usize);
+    for pair in tokens.windows(2) {
+        // In a block, `type` names an associated type.
+        let defines =
+            matches!(pair[0], "struct" | "enum" | "trait") || (pair[0] == "type" && braces == 0);
+        if defines && pair[1].starts_with(|first: char| first.is_ascii_uppercase()) {
+            names.push(pair[1].to_string());
+        }
+        match pair[0] {
+            "{" => braces += 1,
+            "}" => braces -= 1,
+            _ => {}
+        }
+    }
+    names
+}
+
+#[test]
+fn a_type_name_has_one_meaning() {
+    let sources = sources();
+    let test_modules = test_modules(&sources);
+    let mut places: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    for source in sources
+        .iter()
+        .filter(|source| !is_test(source, &test_modules))
+    {
+        for name in types(source) {
+            places.entry(name).or_default().push(&source.path);
+        }
+    }
+    let shared: Vec<String> = places
+        .iter()
+        .filter(|(_, places)| places.len() > 1)
+        .map(|(name, places)| format!("{name}: {}", places.join(", ")))
+        .collect();
+    assert!(
+        shared.len() <= SHARED_TYPE_NAMES,
+        "{} names:\n{}",
+        shared.len(),
+        shared.join("\n")
+    );
+}
