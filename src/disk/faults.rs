@@ -1,18 +1,20 @@
-//! Faults on purpose, for tests: what would happen if the program ended, or the disk refused, exactly here.
+//! Injected faults, for tests of interrupted runs and failing disks. Only the cargo feature `faults` compiles this file; the
+//! tests enable it.
 //!
 //! `PRUNE_FAULT=<what>:<n>` in the environment counts the operations of this room and at the n-th (from 1)
 //!
 //! | what | happens |
 //! | --- | --- |
-//! | `kill` | the process ends as by `kill -9`; of a write, the first half is done |
-//! | `fail` | the operation fails with an input/output error; of a write, the first half is done |
-//! | `full` | the first write from there on, and every later one, finds the disk full |
-//! | `forget` | everything that was not synced is undone, then the process ends: a power cut |
-//! | `wait` | two seconds pass: whoever sends signals finds the run at this place |
-//! | `room` | no operation: every file system says that it has `n` bytes free |
+//! | `kill` | the process ends as with `kill -9`; a write does its first half |
+//! | `fail` | the operation fails with an input/output error; a write does its first half |
+//! | `full` | this write and every later one find the disk full |
+//! | `forget` | every unsynced change is undone, then the process ends: a power cut |
+//! | `wait` | two seconds pass, so that a test can send a signal at this place |
+//! | `room` | counts no operation: every file system reports `n` free bytes |
 //!
-//! Forgetting undoes backwards: bytes written since their file was synced, and names made, changed or removed since their folder was.
-//! Any other value ends the program at its first operation, so that a test with a spelling mistake cannot pass.
+//! `forget` undoes in reverse order the bytes written since the last sync of their file, and the names created, changed or removed
+//! since the last sync of their folder. An unknown value ends the program at its first operation, so that a test with a spelling
+//! mistake cannot pass.
 
 use std::fs::{self, File};
 use std::io;
@@ -22,10 +24,10 @@ use std::time::Duration;
 
 use super::positioned;
 
-/// The variable of the environment.
+/// The environment variable.
 const VARIABLE: &str = "PRUNE_FAULT";
 
-/// How long an operation waits that was told to.
+/// The time of `wait`.
 const WAIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +43,7 @@ enum What {
 #[derive(Debug)]
 struct Fault {
     what: What,
-    /// The operation it happens at, from 1.
+    /// The number of the operation, from 1.
     at: u64,
     progress: Mutex<Progress>,
 }
@@ -49,26 +51,26 @@ struct Fault {
 #[derive(Debug, Default)]
 struct Progress {
     operations: u64,
-    /// In the order of what they undo.
+    /// In the order of the changes.
     undo: Vec<Undo>,
 }
 
-/// How to take back what was done since the last sync.
+/// The reversal of an unsynced change.
 #[derive(Debug)]
 enum Undo {
-    /// Bytes of a file, and its length.
+    /// Overwritten bytes of a file, and its earlier length.
     Bytes {
         file: File,
         offset: u64,
         before: Vec<u8>,
         length: u64,
     },
-    /// A name in a folder: what it stood for before, `None` for nothing. The file itself may have gone to another name.
+    /// The earlier contents under a name, `None` for no file. The file itself may have another name now.
     Name {
         path: PathBuf,
         before: Option<Vec<u8>>,
     },
-    /// A file that got another name.
+    /// A renamed file.
     Renamed { from: PathBuf, to: PathBuf },
 }
 
@@ -78,7 +80,7 @@ fn fault() -> Option<&'static Fault> {
         .get_or_init(|| {
             let text = std::env::var(VARIABLE).ok()?;
             let parsed = parse(&text);
-            // A test that asks for a fault nobody knows must not go on without one.
+            // A test with an unknown fault must not run without one.
             Some(parsed.unwrap_or(Fault {
                 what: What::Kill,
                 at: 1,
@@ -106,14 +108,14 @@ fn parse(text: &str) -> Option<Fault> {
     })
 }
 
-/// The bytes that are said to be free.
+/// The free bytes that `room` reports.
 #[cfg(unix)]
 pub(super) fn room() -> Option<u64> {
     let fault = fault()?;
     (fault.what == What::Room).then_some(fault.at)
 }
 
-/// Counts an operation. `partly` is what still happens of it where it is interrupted, `undo` how to take it back.
+/// Counts an operation. `partly` does the half that an interruption leaves; `undo` records the reversal.
 fn step(
     is_write: bool,
     partly: impl FnOnce(),
@@ -142,7 +144,7 @@ fn step(
         What::Full if is_reached && is_write => Err(io::ErrorKind::StorageFull.into()),
         What::Forget if is_here => {
             for undo in std::mem::take(&mut progress.undo).into_iter().rev() {
-                // What cannot be undone makes the test fail by what it finds.
+                // The test finds a change that could not be undone.
                 let _ = undo.run();
             }
             end()
@@ -157,7 +159,7 @@ fn step(
     }
 }
 
-/// As `kill -9` would: nothing is flushed, nothing cleaned up.
+/// Ends the process as `kill -9` does: nothing is flushed or cleaned up.
 fn end() -> ! {
     #[cfg(unix)]
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
@@ -209,7 +211,7 @@ pub(super) fn before_create(path: &Path) -> io::Result<()> {
 
 pub(super) fn before_write(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
     let half = || {
-        // The operation is reported as failed, or not at all.
+        // The operation is reported as failed, or the process ends.
         let _ = positioned::write_all_at(file, &bytes[..bytes.len() / 2], offset);
     };
     step(true, half, |undo| {
@@ -294,7 +296,7 @@ pub(super) fn before_sync_folder(folder: &Path) -> io::Result<()> {
     )
 }
 
-/// Tells open files apart.
+/// An identity that two handles of a file share.
 #[cfg(unix)]
 fn identity(file: &File) -> io::Result<(u64, u64)> {
     use std::os::unix::fs::MetadataExt;
@@ -302,7 +304,7 @@ fn identity(file: &File) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// Open files are not told apart here: every sync counts for all.
+/// One identity for all files: every sync counts for all of them.
 #[cfg(not(unix))]
 fn identity(_: &File) -> io::Result<(u64, u64)> {
     Ok((0, 0))
@@ -323,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_undone_backwards_is_what_was_there() -> io::Result<()> {
+    fn undoing_in_reverse_order_restores_the_files() -> io::Result<()> {
         let folder = tempfile::tempdir()?;
         let (old, new) = (folder.path().join("old"), folder.path().join("new"));
         fs::write(&old, "old")?;

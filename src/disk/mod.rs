@@ -1,9 +1,10 @@
-//! Every change a run makes to its output goes through here: files made, written, synced, renamed, removed.
+//! Changes to the output of a run: files are created, written, synced, renamed and removed through these functions.
 //!
-//! A thin layer, so that tests can end or fail the program at any of these operations, or let it forget what was not synced as a
-//! power cut would (`faults`); without that it adds nothing to what the system does. What is only read, caches of texts and of
-//! the hub, and hidden states on disk do not matter to an unfinished run and go their own ways.
+//! The layer is thin. With the cargo feature `faults`, tests can end or fail the program at any of these operations, or undo
+//! all unsynced changes as a power cut would. Files that an unfinished run does not need do not go through here: inputs, the
+//! caches of texts and of the hub, and hidden states on disk.
 
+#[cfg(feature = "faults")]
 mod faults;
 pub mod positioned;
 
@@ -13,11 +14,12 @@ use std::path::Path;
 
 use crate::bytes::ByteSize;
 
-/// Makes an empty file, in place of an old one, for reading and writing.
+/// Creates an empty file for reading and writing, or empties an existing one.
 ///
 /// # Errors
-/// As the system.
+/// Fails with the error of the system.
 pub fn create(path: &Path) -> io::Result<File> {
+    #[cfg(feature = "faults")]
     faults::before_create(path)?;
     File::options()
         .read(true)
@@ -27,10 +29,10 @@ pub fn create(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Opens a file that is there, for reading and writing.
+/// Opens an existing file for reading and writing.
 ///
 /// # Errors
-/// As the system.
+/// Fails with the error of the system.
 pub fn open(path: &Path) -> io::Result<File> {
     File::options().read(true).write(true).open(path)
 }
@@ -38,20 +40,21 @@ pub fn open(path: &Path) -> io::Result<File> {
 /// Writes all of `bytes` at byte `offset` of `file`.
 ///
 /// # Errors
-/// As the system; a part may have been written.
+/// Fails with the error of the system; a part may have been written.
 pub fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    #[cfg(feature = "faults")]
     faults::before_write(file, bytes, offset)?;
     positioned::write_all_at(file, bytes, offset)
 }
 
-/// Makes `file`, which is empty, `length` bytes long and has the file system set that much aside; its bytes are zero. `false` where the
-/// file system says that it cannot promise room without being written to: then nothing has changed. (Some say yes and keep none, as
-/// those that compress do with zeros.)
+/// Extends an empty file to `length` zero bytes and reserves the room for them. Returns `false`, and changes nothing, where the file
+/// system cannot reserve room. (Compressing file systems agree and reserve none.)
 ///
 /// # Errors
-/// When there is no room, and as the system.
+/// Fails when the disk is full, and with other errors of the system.
 pub fn reserve(file: &File, length: u64) -> io::Result<bool> {
-    // A write of nothing that makes the file longer.
+    // A write of no bytes that extends the file.
+    #[cfg(feature = "faults")]
     faults::before_write(file, &[], 0)?;
     #[cfg(target_os = "linux")]
     {
@@ -60,13 +63,13 @@ pub fn reserve(file: &File, length: u64) -> io::Result<bool> {
         if length == 0 {
             return Ok(true);
         }
-        // A signal that only asks the run to stop must not look like a disk that refuses.
+        // A signal that asks the run to stop must not look like an error of the disk.
         let reserved = rustix::io::retry_on_intr(|| {
             rustix::fs::fallocate(file, FallocateFlags::empty(), 0, length)
         });
         match reserved {
             Ok(()) => Ok(true),
-            // Not this file system, or not this kernel.
+            // The file system or the kernel cannot reserve.
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(false),
             Err(error) => Err(error.into()),
         }
@@ -81,26 +84,29 @@ pub fn reserve(file: &File, length: u64) -> io::Result<bool> {
 /// Waits until the bytes of `file` are on the disk.
 ///
 /// # Errors
-/// When the device reports an error.
+/// Fails when the device reports an error.
 pub fn sync(file: &File) -> io::Result<()> {
+    #[cfg(feature = "faults")]
     faults::before_sync(file)?;
     file.sync_all()
 }
 
-/// Gives a file another name, in place of an old one there.
+/// Renames a file, and replaces an existing one of that name.
 ///
 /// # Errors
-/// As the system.
+/// Fails with the error of the system.
 pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    #[cfg(feature = "faults")]
     faults::before_rename(from, to)?;
     fs::rename(from, to)
 }
 
-/// Removes a file; one that is not there is removed already.
+/// Removes a file, if it exists.
 ///
 /// # Errors
-/// As the system.
+/// Fails with the error of the system.
 pub fn remove(path: &Path) -> io::Result<()> {
+    #[cfg(feature = "faults")]
     faults::before_remove(path)?;
     match fs::remove_file(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -108,10 +114,10 @@ pub fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether `path` is still the name of an open file: somebody else may have removed or replaced it.
+/// Returns whether `path` still names this open file; another process may have removed or replaced it.
 ///
 /// # Errors
-/// As the system.
+/// Fails with the error of the system.
 pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let named = match fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -123,7 +129,7 @@ pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
         let open = file.metadata()?;
         Ok((open.dev(), open.ino()) == (named.dev(), named.ino()))
     }
-    // Elsewhere open files keep their names.
+    // On other systems, open files keep their names.
     #[cfg(not(unix))]
     {
         let _ = (file, named);
@@ -131,11 +137,12 @@ pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Makes new names, renames and removals in `folder` survive a power cut.
+/// Makes new names, renames and removals in `folder` survive a power cut, on file systems that can sync a folder.
 ///
 /// # Errors
-/// When the folder cannot be opened or the device reports an error.
+/// Fails when the folder cannot be opened or the device reports an error.
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
+    #[cfg(feature = "faults")]
     faults::before_sync_folder(folder)?;
     sync_names(if folder.as_os_str().is_empty() {
         Path::new(".")
@@ -146,25 +153,37 @@ pub fn sync_folder(folder: &Path) -> io::Result<()> {
 
 #[cfg(unix)]
 fn sync_names(folder: &Path) -> io::Result<()> {
-    File::open(folder)?.sync_all()
+    use rustix::io::Errno;
+    match File::open(folder)?.sync_all() {
+        // Some network and FUSE file systems cannot sync a folder, so there is no more to do.
+        Err(error)
+            if matches!(
+                Errno::from_io_error(&error),
+                Some(Errno::INVAL | Errno::NOTSUP)
+            ) =>
+        {
+            Ok(())
+        }
+        synced => synced,
+    }
 }
 
 #[cfg(not(unix))]
 fn sync_names(_: &Path) -> io::Result<()> {
-    // Folders cannot be opened as files here; NTFS journals its names.
+    // Windows cannot open folders as files; NTFS journals its names.
     Ok(())
 }
 
-/// A file system, and what this user may still write to it.
+/// A file system and its free space for this user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
-    /// Tells file systems apart.
+    /// The number of the file system.
     pub device: u64,
-    /// Free, less what is kept for the superuser. Quotas are not counted.
+    /// Free bytes without those reserved for the superuser; quotas are not considered.
     pub free: ByteSize,
 }
 
-/// The file system `path` is on, or would be; `None` where the system does not say.
+/// The file system of `path`, which may not exist yet; `None` where the system does not report it.
 #[cfg(unix)]
 pub fn room(path: &Path) -> Option<Room> {
     use std::os::unix::fs::MetadataExt;
@@ -172,20 +191,17 @@ pub fn room(path: &Path) -> Option<Room> {
     let (there, metadata) = absolute
         .ancestors()
         .find_map(|folder| Some((folder, fs::metadata(folder).ok()?)))?;
-    let free = match faults::room() {
-        Some(bytes) => bytes,
-        None => {
-            let system = rustix::fs::statvfs(there).ok()?;
-            system.f_bavail.saturating_mul(system.f_frsize)
-        }
-    };
+    let system = rustix::fs::statvfs(there).ok()?;
+    let free = system.f_bavail.saturating_mul(system.f_frsize);
+    #[cfg(feature = "faults")]
+    let free = faults::room().unwrap_or(free);
     Some(Room {
         device: metadata.dev(),
         free: ByteSize(free),
     })
 }
 
-/// Not known here.
+/// Returns `None`: unknown on this system.
 #[cfg(not(unix))]
 pub fn room(_: &Path) -> Option<Room> {
     None
@@ -196,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_made_written_renamed_and_removed() -> io::Result<()> {
+    fn a_file_is_created_written_renamed_and_removed() -> io::Result<()> {
         let folder = tempfile::tempdir()?;
         let (one, other) = (folder.path().join("one"), folder.path().join("other"));
         let file = create(&one)?;
@@ -211,8 +227,21 @@ mod tests {
         Ok(())
     }
 
+    // procfs refuses to sync its folders with EINVAL.
     #[test]
-    fn room_is_set_aside_or_the_file_stays_empty() -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    fn a_folder_that_its_file_system_cannot_sync_is_no_failure() -> io::Result<()> {
+        let folder = Path::new("/proc/self");
+        let refused = File::open(folder)?.sync_all();
+        assert_eq!(
+            refused.expect_err("not on procfs").kind(),
+            io::ErrorKind::InvalidInput
+        );
+        sync_folder(folder)
+    }
+
+    #[test]
+    fn room_is_reserved_or_the_file_stays_empty() -> io::Result<()> {
         let folder = tempfile::tempdir()?;
         let path = folder.path().join("one");
         let file = create(&path)?;
@@ -224,7 +253,7 @@ mod tests {
 
     #[test]
     #[cfg(unix)]
-    fn there_is_room_where_a_folder_will_be() -> io::Result<()> {
+    fn the_room_of_a_future_folder_is_that_of_its_file_system() -> io::Result<()> {
         let folder = tempfile::tempdir()?;
         let here = room(folder.path()).expect("a file system");
         let later = room(&folder.path().join("a/b")).expect("a file system");

@@ -1,9 +1,9 @@
-//! Reads and writes at an offset that leave no cursor behind, so that threads may share one open file.
+//! Reads and writes at an offset. They move no cursor, so threads can share an open file.
 
 use std::fs::File;
 use std::io;
 
-/// Fills `buffer` from byte `offset` of `file`; fails with `UnexpectedEof` where the file is shorter.
+/// Fills `buffer` from byte `offset` of `file`; fails with `UnexpectedEof` if the file is shorter.
 #[cfg(unix)]
 pub fn read_exact_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<()> {
     std::os::unix::fs::FileExt::read_exact_at(file, buffer, offset)
@@ -15,7 +15,7 @@ pub fn write_all_at(file: &File, buffer: &[u8], offset: u64) -> io::Result<()> {
     std::os::unix::fs::FileExt::write_all_at(file, buffer, offset)
 }
 
-/// Fills `buffer` from byte `offset` of `file`; fails with `UnexpectedEof` where the file is shorter.
+/// Fills `buffer` from byte `offset` of `file`; fails with `UnexpectedEof` if the file is shorter.
 #[cfg(windows)]
 pub fn read_exact_at(file: &File, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {
     use std::os::windows::fs::FileExt;
