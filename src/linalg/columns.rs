@@ -3,11 +3,11 @@
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-/// Columns one task adds up: 4 KiB of f64 sums stay in L1 while rows stream by.
+/// Columns of a task: 4 KiB of f64 sums stay in the first-level cache while rows stream through.
 const COLUMNS_AT_ONCE: usize = 512;
 
-/// sums_j ← sums_j + Σ_t x_tj², rows in order, so that splitting the rows over calls or the columns over threads does
-/// not change a bit.
+/// sums_j ← sums_j + Σ_t x_tj², rows in order. So the bits do not depend on the calls that rows are split into, or on the number of
+/// threads.
 ///
 /// # Arguments
 /// * `x`: `[tokens, columns]`, row-major
@@ -25,9 +25,9 @@ pub fn add_squares(x: &[f32], sums: &mut [f64]) {
         });
 }
 
-/// Adds up some columns, compiled for the registers the CPU has.
+/// The sums of some columns, compiled for the CPU's registers.
 struct Add<'a> {
-    /// From the first of the columns on.
+    /// The values from the first of these columns on.
     x: &'a [f32],
     columns: usize,
     sums: &'a mut [f64],

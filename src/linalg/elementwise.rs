@@ -1,14 +1,14 @@
-//! Row- and element-wise steps of a decoder layer, on slices and all threads, into memory the caller has.
+//! Row- and element-wise steps of a decoder layer, on slices and all threads, into the caller's memory.
 //!
-//! The loops are compiled once for every width of register, and the one the CPU has is taken; sums go lane by lane in an order
-//! that depends on lengths alone, so all of them give the same bits.
+//! The loops are compiled for every width of registers, and run with the CPU's. Sums have an order of lanes that depends only on
+//! lengths, so every width gives the same bits.
 
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::exp::exp;
 
-/// Elements per task: large enough to hide the scheduling, small enough to spread.
+/// Elements per task: enough to hide the cost of scheduling, few enough for all threads.
 const CHUNK: usize = 1 << 14;
 
 /// Partial sums of a row.
@@ -21,7 +21,7 @@ const LANES: usize = 64;
 /// * `weight`: `[hidden_size]`
 ///
 /// # Panics
-/// When `x` and `out` differ in length.
+/// Panics when `x` and `out` differ in length.
 pub fn rms_norm(x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
     assert_eq!(x.len(), out.len(), "a norm keeps the shape");
     let width = weight.len().max(1);

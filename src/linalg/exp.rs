@@ -1,7 +1,7 @@
-//! e^x for slices: softmax, SiLU and log-sum-exp spend their time here.
+//! e^x for slices, the costly part of softmax, SiLU and log-sum-exp.
 //!
-//! The C library's `expf` is one call per element; attention over 2048 tokens with 32 heads would make 67 million a layer.
-//! It is straight-line arithmetic that the compiler turns into vector code on every CPU:
+//! The C library's `expf` is one call per element, or 67 million calls a layer in attention over 2048 tokens with 32 heads. This
+//! version is arithmetic without branches, which the compiler turns into vector code on every CPU:
 //!
 //! n = round(x / ln 2), r = x − n·ln 2 in two parts, e^x = 2ⁿ · p(r), with Cephes' `expf` polynomial of degree 7 on
 //! |r| ≤ ln 2 / 2 (S. Moshier, Cephes Mathematical Library). Within 2 units in the last place of the exact value (tested).
@@ -9,11 +9,11 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
-/// Beyond these e^x leaves the normal f32 numbers; arguments are held inside, so the result never is 0 or infinite.
+/// The arguments for which e^x is a normal f32. Other arguments are clamped, so the result is never 0 or infinite.
 const LOWEST: f32 = -87.0;
 const HIGHEST: f32 = 88.0;
 
-/// Adding 1.5·2²³ leaves no room for a fraction: the sum is rounded to a whole number, which stands in its low bits.
+/// 1.5·2²³. A sum with it has no bits for a fraction, so it is rounded to an integer, which its low bits hold.
 const ROUNDER: f32 = 12_582_912.0;
 
 /// ln 2 in two parts, the first of few bits.
@@ -28,11 +28,11 @@ const POLYNOMIAL: [f32; 6] = [
     0.5,
 ];
 
-/// e^x for −87 ≤ x ≤ 88, e^−87 below and e^88 above; NaN stays NaN. Call it where code is compiled for the registers the CPU has:
-/// elsewhere every multiply-add is a call of the C library.
+/// e^x for −87 ≤ x ≤ 88, e^−87 below and e^88 above; NaN stays NaN. Callers must be compiled for the CPU's registers: otherwise every
+/// multiply-add is a call of the C library.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
-    // Comparisons, not min and max: those would lose a NaN.
+    // Comparisons keep a NaN; min and max would lose it.
     let x = if x < LOWEST { LOWEST } else { x };
     let x = if x > HIGHEST { HIGHEST } else { x };
     let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUNDER);
@@ -48,9 +48,9 @@ pub(super) fn exp(x: f32) -> f32 {
     p * power_of_two
 }
 
-/// [`exp`] of every element of some registers, none of which is above [`HIGHEST`]: the same steps, so the same bits. Each step is
-/// done for all registers before the next, so that none waits for the one before and they share what holds a constant. (Here and
-/// below loops take the place of closures, which would not be compiled for these registers.)
+/// [`exp`] of every element of some registers, none above [`HIGHEST`], by the same steps and so with the same bits. Each step runs for
+/// all registers before the next, so that no instruction waits for the one before and all share the registers of constants. (Loops
+/// take the place of closures, which would not be compiled for these registers.)
 #[inline(always)]
 pub(super) fn exps<S: Simd, const WIDE: usize, const HIGH: usize>(
     simd: S,
@@ -88,29 +88,28 @@ pub(super) fn exps<S: Simd, const WIDE: usize, const HIGH: usize>(
     p
 }
 
-/// Holds an argument of [`exps`] below [`HIGHEST`].
+/// Clamps an argument of [`exps`] to [`HIGHEST`].
 #[inline(always)]
 fn not_above<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let highest = simd.splat_f32s(HIGHEST);
     simd.select_f32s(simd.greater_than_f32s(x, highest), highest, x)
 }
 
-/// Partial results a loop keeps, so that it is not one long chain: four AVX-512 registers, eight of AVX2, sixteen of NEON. They are
-/// held as so many registers, by their number: as an array of numbers they would lie in memory, and each step wait for the last
-/// one's store.
+/// Partial results of a loop, which break up a long chain of dependent steps: four AVX-512 registers, eight of AVX2, sixteen of NEON.
+/// They are arrays of registers: an array of numbers would be in memory, and each step would wait for the last store.
 const LANES: usize = 64;
 
-/// How lanes are put together: half upon half.
+/// A reduction of lanes, half by half.
 const HALVES: [usize; 6] = [32, 16, 8, 4, 2, 1];
 
-/// What is done with [`LANES`] values at a time, held in `N` registers.
+/// Work on [`LANES`] values at a time, in `N` registers.
 trait InLanes {
     type Output;
 
     fn run<S: Simd, const N: usize>(self, simd: S) -> Self::Output;
 }
 
-/// Runs it with as many registers as hold the lanes.
+/// Runs work with the number of registers that holds the lanes.
 #[inline(always)]
 fn in_lanes<S: Simd, W: InLanes>(simd: S, work: W) -> W::Output {
     match S::F32_LANES {
@@ -141,13 +140,13 @@ fn lanes<S: Simd, const N: usize>(registers: [S::f32s; N]) -> [f32; LANES] {
     lanes
 }
 
-/// Four registers at a time, which every number that holds the lanes is a multiple of.
+/// Registers in one step; every number of registers that holds the lanes is a multiple of 4.
 #[inline(always)]
 fn fours<R>(registers: &mut [R]) -> std::slice::IterMut<'_, [R; 4]> {
     registers.as_chunks_mut().0.iter_mut()
 }
 
-/// What is left of a slice, and `filler` up to whole lanes.
+/// The rest of a slice, filled up to whole lanes.
 #[inline(always)]
 fn filled(rest: &[f32], filler: f32) -> [f32; LANES] {
     let mut lanes = [filler; LANES];
@@ -155,7 +154,7 @@ fn filled(rest: &[f32], filler: f32) -> [f32; LANES] {
     lanes
 }
 
-/// The largest value, −∞ for none. A NaN may be passed over; it comes out of the exponentials that follow.
+/// The largest value, −∞ for none. A NaN may be ignored here; the later exponentials show it.
 pub fn largest(values: &[f32]) -> f32 {
     struct Largest<'a>(&'a [f32]);
     impl WithSimd for Largest<'_> {
@@ -168,7 +167,7 @@ pub fn largest(values: &[f32]) -> f32 {
     Arch::new().dispatch(Largest(values))
 }
 
-/// [`largest`], for a caller that is compiled for the registers the CPU has.
+/// [`largest`], for a caller compiled for the CPU's registers.
 #[inline(always)]
 pub(super) fn largest_of<S: Simd>(simd: S, values: &[f32]) -> f32 {
     struct Largest<'a>(&'a [f32]);
@@ -197,7 +196,7 @@ pub(super) fn largest_of<S: Simd>(simd: S, values: &[f32]) -> f32 {
     in_lanes(simd, Largest(values))
 }
 
-/// The larger of each pair; what was there where the other is a NaN.
+/// Keeps the larger of each pair, and the old value if the other is a NaN.
 #[inline(always)]
 fn larger_of<S: Simd, const N: usize>(simd: S, largest: &mut [S::f32s; N], values: &[f32; LANES]) {
     for (largest, value) in largest.iter_mut().zip(registers::<S, N>(simd, values)) {
@@ -206,7 +205,7 @@ fn larger_of<S: Simd, const N: usize>(simd: S, largest: &mut [S::f32s; N], value
     }
 }
 
-/// values ← e^(scale·values − offset); returns their sum. For a caller that is compiled for the registers the CPU has.
+/// values ← e^(scale·values − offset); returns their sum. For a caller compiled for the CPU's registers.
 #[inline(always)]
 pub(super) fn exp_minus<S: Simd>(simd: S, values: &mut [f32], scale: f32, offset: f32) -> f64 {
     struct Exponentials<'a> {
@@ -267,10 +266,10 @@ pub(super) fn exp_minus<S: Simd>(simd: S, values: &mut [f32], scale: f32, offset
     )
 }
 
-/// Values a lane adds up in f32, so that its sum stays short; then they go on in f64.
+/// Values that a lane adds in f32; longer sums continue in f64.
 const SHORT: usize = 16;
 
-/// Σ e^(values − offset), the values left as they are.
+/// Σ e^(values − offset), without changing the values.
 pub fn sum_exp_minus(values: &[f32], offset: f32) -> f64 {
     struct Sum<'a>(&'a [f32], f32);
     impl WithSimd for Sum<'_> {
@@ -291,7 +290,7 @@ pub fn sum_exp_minus(values: &[f32], offset: f32) -> f64 {
     Arch::new().dispatch(Sum(values, offset))
 }
 
-/// The sum of the lanes: halves upon halves, the last ones in f64.
+/// The sum of the lanes, half by half, the last ones in f64.
 #[inline(always)]
 fn added(mut lanes: [f32; LANES]) -> f64 {
     const WIDE: usize = LANES / 4;

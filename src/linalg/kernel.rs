@@ -1,6 +1,6 @@
-//! Which products this machine computes: part of every result's protocol, since another path rounds elsewhere.
+//! CPU features of the products. They are part of every result's protocol, since other instructions round differently.
 
-/// The vector features the kernels choose by, as far as this CPU has them, widest first.
+/// The vector features of this CPU that decide the kernel, widest first.
 pub fn cpu_features() -> Vec<&'static str> {
     #[cfg(target_arch = "x86_64")]
     {

@@ -1,4 +1,4 @@
-//! Dense f32 products with strides: the one place that calls the `gemm` crate.
+//! Dense f32 products with strides, by the `gemm` crate.
 //!
 //! C = alpha · A·B, A `[rows, inner]`, B `[inner, columns]`, accumulated in f32 along `inner` in an order that depends
 //! on `inner` alone, so that neither the thread count nor, beyond small products (`parts`), the number of rows or columns
@@ -6,10 +6,12 @@
 
 use gemm::Parallelism;
 
+use super::rectangles::{assert_holds, extent};
+
 /// A read-only matrix in a slice: element (i, j) is `values[i * row_stride + j * column_stride]`.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    /// Where the elements lie.
+    /// The slice of all elements.
     pub values: &'a [f32],
     /// Rows of the matrix.
     pub rows: usize,
@@ -33,7 +35,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The same elements with rows and columns exchanged; costs nothing.
+    /// The transposed matrix over the same elements.
     pub fn transposed(self) -> Self {
         Self {
             rows: self.columns,
@@ -45,14 +47,15 @@ impl<'a> View<'a> {
     }
 
     fn is_inside(&self) -> bool {
-        self.rows == 0
-            || self.columns == 0
-            || (self.rows - 1) * self.row_stride + (self.columns - 1) * self.column_stride
-                < self.values.len()
+        let strides = (self.row_stride, self.column_stride);
+        extent(self.rows, self.columns, strides.0, strides.1)
+            .is_some_and(|extent| extent <= self.values.len())
+            // Offsets of pointers are `isize`.
+            && strides.0.max(strides.1) <= isize::MAX as usize
     }
 }
 
-/// Whether a product uses one thread (because the caller is parallel itself) or all.
+/// The threads of a product; a parallel caller uses one thread for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
     /// The calling thread alone.
@@ -64,7 +67,7 @@ pub enum Threads {
 /// Writes `alpha * lhs * rhs` to `out`, whose rows begin `out_stride` elements apart and are contiguous within.
 ///
 /// # Panics
-/// When shapes do not match or a matrix reaches beyond its slice: that is a bug of the caller, never of input data.
+/// Panics when shapes do not match or a matrix exceeds its slice, which is a bug of the caller.
 pub fn matmul(
     out: &mut [f32],
     out_stride: usize,
@@ -87,9 +90,10 @@ pub fn matmul(
         "rows of the result would overlap"
     );
     assert!(
-        (rows - 1) * out_stride + columns <= out.len(),
-        "the result reaches beyond its slice"
+        isize::try_from(out_stride).is_ok(),
+        "a stride must be an offset of a pointer"
     );
+    assert_holds(out.len(), rows, columns, out_stride);
     let parallelism = match threads {
         Threads::One => Parallelism::None,
         Threads::All => Parallelism::Rayon(rayon::current_num_threads()),
@@ -203,5 +207,35 @@ mod tests {
             View::strided(&a, 3, 1, 1),
             Threads::One,
         );
+    }
+
+    // Offsets that wrap around to an element inside: 2 · 2⁶³ = 0, and (2⁶⁴ − 1) + 1 = 0.
+    #[test]
+    fn strides_that_overflow_are_caught() {
+        let view = |rows, columns, row_stride, column_stride| View {
+            values: &[0.0; 4],
+            rows,
+            columns,
+            row_stride,
+            column_stride,
+        };
+        for wrong in [
+            view(3, 1, usize::MAX / 2 + 1, 1),
+            view(2, 2, usize::MAX, 1),
+            view(2, 2, 1, usize::MAX),
+            view(1, 1, usize::MAX, 1),
+        ] {
+            assert!(!wrong.is_inside(), "{wrong:?}");
+        }
+        assert!(view(2, 2, 2, 1).is_inside());
+    }
+
+    #[test]
+    #[should_panic(expected = "the result reaches beyond its slice")]
+    fn a_result_whose_stride_overflows_is_caught() {
+        let (one, a) = (View::strided(&[0.0], 1, 1, 1), [0.0; 5]);
+        let lhs = View::strided(&a, 5, 1, 1);
+        // 4 · 2⁶² = 0.
+        matmul(&mut [0.0; 4], 1 << 62, 1.0, lhs, one, Threads::One);
     }
 }

@@ -1,11 +1,11 @@
-//! One token's product: y = W·x straight over the stored weight, widened a piece of a row at a time on the stack.
+//! The product of one token: y = W·x on the stored weight, widened piece by piece on the stack.
 //!
-//! y_i = Σ_j W_ij x_j, W `[rows, columns]` as stored, x and y in f32, accumulated in f32. Each weight is used once, so the
-//! speed is that of reading W. Widening a panel of rows first, as products of many tokens do, would write and read four bytes
-//! more per weight.
+//! y_i = Σ_j W_ij x_j, W `[rows, columns]` as stored, x and y in f32, accumulated in f32. Each weight is used once, so
+//! reading W limits the speed. Products of many tokens widen a panel of rows first, which here would write and read four more bytes
+//! per weight.
 //!
-//! A row's sum depends on neither the number of threads nor the other rows. It differs from the panel path's by the order of
-//! summation only, which is given by the width of the CPU's vectors.
+//! A row's sum does not depend on the number of threads or on other rows. Its order of summation differs from that of the panel path
+//! and depends on the width of the CPU's vectors.
 
 use half::slice::HalfFloatSliceExt;
 use pulp::{Arch, Simd, WithSimd};
@@ -13,19 +13,19 @@ use rayon::prelude::*;
 
 use super::stored::{StoredMatrix, Values};
 
-/// Vectors of partial sums: fewer leave the adders waiting for each other.
+/// Vectors of partial sums; with fewer, additions wait for each other.
 const VECTORS: usize = 4;
 
-/// Half-precision weights widened at once, on the stack. A multiple of every CPU's vectors, so that only a row's end is left over.
+/// Half-precision weights widened at once, on the stack. A multiple of every CPU's vectors, so that only the end of a row is shorter.
 const PIECE: usize = 256;
 
-/// Weight bytes per task: some ten microseconds, long against handing a task out.
+/// Weight bytes per task: some ten microseconds, long compared with the cost of scheduling.
 const TASK_BYTES: usize = 1 << 17;
 
 /// Writes W·x to `out`.
 ///
 /// # Panics
-/// When `x` is not as long as W has columns, or `out` as it has rows.
+/// Panics when the length of `x` is not the number of W's columns, or that of `out` the number of its rows.
 pub(super) fn product(weight: &StoredMatrix, x: &[f32], out: &mut [f32]) {
     assert_eq!(x.len(), weight.columns(), "x must be [columns]");
     assert_eq!(out.len(), weight.rows(), "out must be [rows]");
@@ -48,7 +48,7 @@ pub(super) fn product(weight: &StoredMatrix, x: &[f32], out: &mut [f32]) {
     }
 }
 
-/// A task: as many rows as `out` is long.
+/// A task: one row per element of `out`.
 struct Rows<'a> {
     weight: &'a StoredMatrix,
     first_row: usize,
@@ -59,7 +59,7 @@ struct Rows<'a> {
 impl WithSimd for Rows<'_> {
     type Output = ();
 
-    /// Compiled once for every width of vectors; all it calls is inlined, and so uses them.
+    /// Compiled for every width of vectors; all called functions are inlined, so they use these vectors.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self {
@@ -87,7 +87,7 @@ impl WithSimd for Rows<'_> {
     }
 }
 
-/// w·x with w widened a piece at a time, into what stays in the innermost cache.
+/// w·x, with w widened in pieces that stay in the first-level cache.
 #[inline(always)]
 fn dot<S: Simd, W>(simd: S, row: &[W], x: &[f32], widen: impl Fn(&[W], &mut [f32])) -> f32 {
     let mut wide = [0.0f32; PIECE];
@@ -100,7 +100,7 @@ fn dot<S: Simd, W>(simd: S, row: &[W], x: &[f32], widen: impl Fn(&[W], &mut [f32
     sum.total()
 }
 
-/// A row's sum so far: vectors, and what was left behind the last whole one.
+/// The sum of a row so far: vectors, and the rest after the last whole one.
 struct Sum<S: Simd> {
     simd: S,
     vectors: [S::f32s; VECTORS],
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn the_product_equals_the_formula_for_every_dtype_and_odd_shapes() {
         for (rows, columns) in [(1, 1), (3, 31), (5, 33), (300, 64), (7, 777), (2, 70_001)] {
-            // Without a pattern: waves against waves pile up in the lanes and cancel, which is rounding's business, not ours.
+            // Random numbers: periodic ones would add up in some lanes and cancel, with large rounding errors.
             let (values, x) = (noise(rows * columns, 1), noise(columns, 2));
             for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
                 let weight = StoredMatrix::from_f32(dtype, rows, columns, &values);
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_none_stays_one() {
+    fn a_nan_stays_in_its_row() {
         let mut values = vec![1.0; 80];
         values[40] = f32::NAN;
         for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {

@@ -1,14 +1,14 @@
-//! The numerical floor everything stands on: weights in their stored dtype, products, blocked attention, selection.
+//! Numerics: weights in their stored dtype, products, blocked attention, selection.
 //!
-//! Knows nothing of models, files or pruning methods. All products of the program go through [`Linear`] or
-//! [`matmul::matmul`], so that kernels can change without a layer changing.
+//! This room does not know models, files or pruning methods. All products of the program go through [`Linear`] or
+//! [`matmul::matmul`], so kernels can change without a change of layers.
 
 pub mod attention;
+pub mod buffer_pool;
 pub mod columns;
 pub mod elementwise;
 pub mod exp;
 pub mod kernel;
-pub mod lent;
 pub mod linear;
 pub mod matmul;
 mod matvec;

@@ -1,14 +1,14 @@
-//! How work is cut into even parts, so that no short last one is left over.
+//! Even parts of work, without a short last one.
 //!
-//! Products come out with the same bits however they are cut; a part is rather larger than wished than so small that packing its
-//! factors costs more than multiplying them.
+//! The parts of a product do not change its bits. Parts have a least size, because packing the factors of a small part costs more
+//! than multiplying them.
 
 use std::ops::Range;
 
-/// Rows (tokens) a part has at least.
+/// The least rows (tokens) of a part.
 pub const LEAST_ROWS: usize = 64;
 
-/// Columns (output features) a part has at least.
+/// The least columns (output features) of a part.
 pub const LEAST_COLUMNS: usize = 64;
 
 fn count(total: usize, at_most: usize, at_least: usize) -> usize {
@@ -18,7 +18,7 @@ fn count(total: usize, at_most: usize, at_least: usize) -> usize {
         .max(1)
 }
 
-/// Cuts `0..total` into even parts of at most `at_most`, but none smaller than `at_least`; nothing where `total` is 0.
+/// Cuts `0..total` into even parts of at most `at_most`, but at least `at_least`; no parts if `total` is 0.
 pub fn parts(
     total: usize,
     at_most: usize,
@@ -32,7 +32,7 @@ pub fn parts(
     (0..count).map(move |part| part * total / count..(part + 1) * total / count)
 }
 
-/// The size of the largest of these [`parts`].
+/// The size of the largest of the [`parts`].
 pub fn largest_part(total: usize, at_most: usize, at_least: usize) -> usize {
     total.div_ceil(count(total, at_most, at_least))
 }

@@ -1,19 +1,18 @@
-//! Where the time of the arithmetic goes: a watch that is told what is being done, and counts operations.
+//! The profiler of arithmetic: time and operations of each part of a layer.
 //!
-//! Times are of the thread that asks for a product and waits for it, so of the wall clock; each moment counts for one part. A
-//! part has what belongs to it beside products: the norm before, the activation, the residual after.
+//! Times are wall time of the thread that waits for a product; each moment counts for one part. A part includes the steps around its
+//! products: the norm before, the activation, the residual after.
 
 use std::time::{Duration, Instant};
 
-/// What the time is spent on.
+/// The parts of the arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
-    /// Nothing of the below.
+    /// None of the other parts.
     Elsewhere,
-    /// Weights at rest are read for a product.
+    /// Reading weights that are at rest.
     Read,
-    /// Activations are brought into the form they are multiplied in, and weights where they stay packed. What tasks pack while they
-    /// multiply is part of the products.
+    /// Packing activations, and weights that stay packed. Packing inside the tasks of a product counts for the product.
     Pack,
     /// The norm before attention; queries, keys and values.
     Qkv,
@@ -23,7 +22,7 @@ pub enum Part {
     O,
     /// The norm before the MLP, its three products, activation and residual.
     Mlp,
-    /// What calibration observes.
+    /// The statistics of calibration.
     Statistics,
     /// Outputs of a matrix before and after pruning.
     OutputError,
@@ -32,7 +31,7 @@ pub enum Part {
 }
 
 impl Part {
-    /// All of them, in this order.
+    /// All parts, in this order.
     pub const ALL: [Self; 10] = [
         Self::Elsewhere,
         Self::Read,
@@ -56,7 +55,7 @@ pub struct Spent {
     pub operations: u64,
 }
 
-/// Adds up what each part took.
+/// The profiler: adds up time and operations of each part.
 #[derive(Debug, Clone)]
 pub struct Watch {
     part: Part,
@@ -75,7 +74,7 @@ impl Default for Watch {
 }
 
 impl Watch {
-    /// From now on time counts for `part`; returns what it counted for before, to go back to.
+    /// Counts the time from now on for `part`; returns the part before, for the caller to restore.
     pub fn enter(&mut self, part: Part) -> Part {
         let now = Instant::now();
         self.spent[self.part as usize].time += now.saturating_duration_since(self.since);
@@ -83,18 +82,18 @@ impl Watch {
         std::mem::replace(&mut self.part, part)
     }
 
-    /// So much of the current part's time was spent on `part`.
+    /// Moves some of the current part's time to `part`.
     pub fn move_to(&mut self, part: Part, time: Duration) {
         self.since += time;
         self.spent[part as usize].time += time;
     }
 
-    /// The current part has done so many operations.
+    /// Adds operations to the current part.
     pub fn count(&mut self, operations: usize) {
         self.spent[self.part as usize].operations += operations as u64;
     }
 
-    /// What a part took up to the last change of parts.
+    /// The cost of a part up to the last change of parts.
     pub fn spent(&self, part: Part) -> Spent {
         self.spent[part as usize]
     }

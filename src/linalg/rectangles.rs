@@ -1,7 +1,7 @@
-//! A matrix that several threads write to, each in a rectangle of its own.
+//! Rectangles of a matrix, each written by one thread.
 //!
-//! Slices cannot say that: the rows of two rectangles beside each other alternate in memory. [`cut`] checks that no two overlap
-//! and that all lie inside, and a [`Rectangle`] gives out its own rows only.
+//! Slices cannot express rectangles: the rows of two rectangles side by side alternate in memory. [`cut`] checks that no two overlap
+//! and that all are inside the matrix, and a [`Rectangle`] lends only its own rows.
 
 #![expect(
     unsafe_code,
@@ -11,7 +11,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Some rows and columns of a matrix, which no one else reads or writes.
+/// Rows and columns of a matrix, with exclusive access.
 #[derive(Debug)]
 pub(super) struct Rectangle<'a> {
     /// The first element of the matrix.
@@ -27,13 +27,40 @@ unsafe impl Send for Rectangle<'_> {}
 // SAFETY: nothing can be read or written through a shared reference to it.
 unsafe impl Sync for Rectangle<'_> {}
 
+/// Elements from the first to the last element of a matrix with these strides between rows and columns; 0 for an empty matrix, and
+/// `None` if the number overflows.
+pub(super) fn extent(
+    rows: usize,
+    columns: usize,
+    row_stride: usize,
+    column_stride: usize,
+) -> Option<usize> {
+    if rows == 0 || columns == 0 {
+        return Some(0);
+    }
+    let last_row = (rows - 1).checked_mul(row_stride)?;
+    let last_column = (columns - 1).checked_mul(column_stride)?;
+    last_row.checked_add(last_column)?.checked_add(1)
+}
+
+/// Checks that a slice of `length` elements holds a matrix whose rows begin `stride` elements apart.
+///
+/// # Panics
+/// Panics when the matrix exceeds the slice.
+pub(super) fn assert_holds(length: usize, rows: usize, columns: usize, stride: usize) {
+    assert!(
+        extent(rows, columns, stride, 1).is_some_and(|extent| extent <= length),
+        "the result reaches beyond its slice"
+    );
+}
+
 /// Cuts a matrix whose rows begin `stride` elements apart.
 ///
 /// # Arguments
-/// * `rows`, `columns`: in order, none overlapping the one before
+/// * `rows`, `columns`: in order, without overlaps
 ///
 /// # Panics
-/// When they overlap or reach beyond the matrix.
+/// Panics when ranges overlap or exceed the matrix.
 pub(super) fn cut<'a>(
     matrix: &'a mut [f32],
     stride: usize,
@@ -51,11 +78,11 @@ pub(super) fn cut<'a>(
         "rectangles must not overlap"
     );
     assert!(
-        last_row == 0 || (last_row - 1) * stride + last_column <= matrix.len(),
+        extent(last_row, last_column, stride, 1).is_some_and(|extent| extent <= matrix.len()),
         "a rectangle reaches beyond its matrix"
     );
     let matrix = matrix.as_mut_ptr();
-    // Those of the same columns follow one another: they read the same rows of W.
+    // Rectangles of the same columns follow one another, because they read the same rows of W.
     let (rows, columns) = (rows.to_vec(), columns.to_vec());
     columns.into_iter().flat_map(move |columns| {
         rows.clone().into_iter().map(move |rows| Rectangle {
@@ -69,17 +96,17 @@ pub(super) fn cut<'a>(
 }
 
 impl Rectangle<'_> {
-    /// Its rows in the matrix.
+    /// The rows of the rectangle in the matrix.
     pub(super) fn rows(&self) -> Range<usize> {
         self.rows.clone()
     }
 
-    /// Its columns in the matrix.
+    /// The columns of the rectangle in the matrix.
     pub(super) fn columns(&self) -> Range<usize> {
         self.columns.clone()
     }
 
-    /// One of its rows.
+    /// Lends a row of the rectangle, counted from its first.
     pub(super) fn row(&mut self, row: usize) -> &mut [f32] {
         assert!(row < self.rows.len(), "a rectangle has its own rows only");
         let first = (self.rows.start + row) * self.stride + self.columns.start;
@@ -130,5 +157,32 @@ mod tests {
     #[should_panic(expected = "beyond its matrix")]
     fn rectangles_beyond_the_matrix_are_refused() {
         drop(cut(&mut [0.0; 15], 4, &[0..2, 2..4], &[0..2, 2..4]));
+    }
+
+    // 2 · 2⁶³ is 0 in 64 bits: the last row would seem to be the first.
+    #[test]
+    #[should_panic(expected = "beyond its matrix")]
+    fn a_stride_that_overflows_is_refused() {
+        drop(cut(
+            &mut [0.0; 4],
+            usize::MAX / 2 + 1,
+            &[0..1, 1..3],
+            &[0..1, 1..2],
+        ));
+    }
+
+    #[test]
+    fn an_extent_ends_with_the_last_element_of_the_last_row() {
+        assert_eq!(extent(3, 2, 5, 1), Some(12));
+        assert_eq!(extent(2, 3, 1, 4), Some(10));
+        assert_eq!(extent(0, 2, usize::MAX, usize::MAX), Some(0));
+        assert_eq!(extent(1, 1, usize::MAX, usize::MAX), Some(1));
+        for (rows, columns, row_stride) in [
+            (3, 1, usize::MAX / 2 + 1),
+            (2, 2, usize::MAX),
+            (2, 1, usize::MAX),
+        ] {
+            assert_eq!(extent(rows, columns, row_stride, 1), None);
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! The k lowest of many scores, ties to the lower index, without sorting.
+//! Selection of the k lowest scores, ties to the lower index, without sorting.
 //!
 //! Scores are finite and not negative, so their f32 bit patterns order like the numbers themselves (IEEE 754 §5.10) and
 //! selection works on integers.
@@ -11,193 +11,38 @@ pub fn key(score: f32) -> u32 {
     (score + 0.0).to_bits()
 }
 
-/// Which scores are the lowest: all below a threshold, and the first few that equal it.
+/// The lowest scores: all below a threshold, and the first few equal to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lowest {
-    /// The key of the highest score that is taken.
+    /// The key of the highest selected score.
     pub threshold: u32,
-    /// How many of those that equal it are taken, in ascending index order.
+    /// The number of selected scores equal to the threshold, in ascending index order.
     pub ties: usize,
-    /// Whether that is all of them.
+    /// All scores equal to the threshold are selected.
     pub takes_all_ties: bool,
 }
 
-/// Fewer scores than this are selected among without looking for a bracket first.
-const WORTH_SAMPLING: usize = 1024;
-/// Scores of a sample.
-const SAMPLE: usize = 128;
-/// Positions of the sample left and right of the wanted one: two and a half standard deviations of where that is in the median.
-const MARGIN: usize = 14;
-/// So many keys in a bracket are sorted.
-const FEW: usize = 32;
-
-/// Keys between two, both included.
-#[derive(Debug, Clone, Copy)]
-struct Bracket {
-    from: u32,
-    to: u32,
-    /// How many keys are lower.
-    below: usize,
-    /// How many are inside.
-    within: usize,
-}
-
 /// Finds the `count` lowest scores, 0 < count ≤ the number of scores.
-///
-/// A sample brackets the wanted one; passes that only count, a register at a time, cut the bracket into quarters until few
-/// scores are in it or all that are equal each other.
 ///
 /// # Arguments
 /// * `scores`: finite, ≥ 0
 /// * `scratch`: reused between calls
 pub fn find_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>) -> Lowest {
     scratch.clear();
-    let mut bracket = Bracket {
-        from: 0,
-        to: u32::MAX >> 1,
-        below: 0,
-        within: scores.len(),
-    };
-    if scores.len() < WORTH_SAMPLING {
-        scratch.extend(scores.iter().map(|&score| key(score)));
-    } else {
-        let (from, to) = sampled(scores, count);
-        bracket = narrow(scores, count, bracket, [from.saturating_sub(1), to, to]);
-        while bracket.within > FEW && bracket.from < bracket.to {
-            let step = (bracket.to - bracket.from) / 4;
-            let pivots = [1, 2, 3].map(|quarter| bracket.from + quarter * step);
-            bracket = narrow(scores, count, bracket, pivots);
-        }
-        if bracket.from < bracket.to {
-            collect(scores, bracket, scratch);
-        } else {
-            let ties = count - bracket.below;
-            return Lowest {
-                threshold: bracket.from,
-                ties,
-                takes_all_ties: ties == bracket.within,
-            };
-        }
-    }
-    let threshold = *scratch.select_nth_unstable(count - 1 - bracket.below).1;
-    let lower = scratch.iter().filter(|&&key| key < threshold).count();
-    let equal = scratch.iter().filter(|&&key| key == threshold).count();
-    let ties = count - bracket.below - lower;
+    scratch.extend(scores.iter().map(|&score| key(score)));
+    let (lower, &mut threshold, higher) = scratch.select_nth_unstable(count - 1);
+    let below = lower.iter().filter(|&&key| key < threshold).count();
+    let equal_above = higher.iter().filter(|&&key| key == threshold).count();
     Lowest {
         threshold,
-        ties,
-        takes_all_ties: ties == equal,
+        ties: count - below,
+        takes_all_ties: equal_above == 0,
     }
 }
 
-/// Keys between which the `count`-th lowest very likely is, both included.
-fn sampled(scores: &[f32], count: usize) -> (u32, u32) {
-    let mut sample = [0u32; SAMPLE];
-    for (index, sampled) in sample.iter_mut().enumerate() {
-        *sampled = key(scores[index * scores.len() / SAMPLE]);
-    }
-    let place = count * SAMPLE / scores.len();
-    let (mut from, mut rest, mut to) = (0, &mut sample[..], place + MARGIN);
-    if let Some(place) = place.checked_sub(MARGIN) {
-        let (_, &mut key, higher) = rest.select_nth_unstable(place);
-        (from, rest, to) = (key, higher, to - place - 1);
-    }
-    let to = (to < rest.len()).then(|| *rest.select_nth_unstable(to).1);
-    (from, to.unwrap_or(u32::MAX >> 1))
-}
-
-/// The part of a bracket in which the `count`-th lowest is: up to the first pivot, between two of them, or beyond the last.
-fn narrow(scores: &[f32], count: usize, bracket: Bracket, pivots: [u32; 3]) -> Bracket {
-    let up_to = Arch::new().dispatch(CountUpTo { scores, pivots });
-    let Bracket {
-        mut from,
-        to,
-        mut below,
-        within,
-    } = bracket;
-    let end = below + within;
-    for (pivot, up_to) in pivots.into_iter().zip(up_to) {
-        if count <= up_to {
-            return Bracket {
-                from,
-                to: pivot,
-                below,
-                within: up_to - below,
-            };
-        }
-        (from, below) = (pivot + 1, up_to);
-    }
-    Bracket {
-        from,
-        to,
-        below,
-        within: end - below,
-    }
-}
-
-/// How many keys are not above each pivot.
-struct CountUpTo<'a> {
-    scores: &'a [f32],
-    pivots: [u32; 3],
-}
-
-impl WithSimd for CountUpTo<'_> {
-    type Output = [usize; 3];
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> [usize; 3] {
-        let [first, second, third] = self.pivots;
-        let mut counts = [0u32; 3];
-        for &score in self.scores {
-            let key = key(score);
-            counts[0] += u32::from(key <= first);
-            counts[1] += u32::from(key <= second);
-            counts[2] += u32::from(key <= third);
-        }
-        counts.map(|count| count as usize)
-    }
-}
-
-/// The keys in a bracket of few.
-fn collect(scores: &[f32], bracket: Bracket, kept: &mut Vec<u32>) {
-    Arch::new().dispatch(Collect {
-        scores,
-        bracket,
-        kept,
-    });
-}
-
-struct Collect<'a> {
-    scores: &'a [f32],
-    bracket: Bracket,
-    kept: &'a mut Vec<u32>,
-}
-
-impl WithSimd for Collect<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Bracket { from, to, .. } = self.bracket;
-        for scores in self.scores.chunks(128) {
-            // No branch inside, so that it is a few instructions for all.
-            let mut inside = 0;
-            for &score in scores {
-                let key = key(score);
-                inside |= u32::from(from <= key) & u32::from(key <= to);
-            }
-            if inside != 0 {
-                let keys = scores.iter().map(|&score| key(score));
-                self.kept
-                    .extend(keys.filter(|&key| from <= key && key <= to));
-            }
-        }
-    }
-}
-
-/// Where a value is that is not finite, the first of them.
+/// The index of the first value that is not finite.
 pub fn first_not_finite(values: &[f32]) -> Option<usize> {
-    /// Bits of |v|; those of infinity are less than those of any NaN, and more than those of any number.
+    /// The largest bits of |v|. The bits of infinity are larger than those of any number and smaller than those of any NaN.
     struct Highest<'a>(&'a [f32]);
     impl WithSimd for Highest<'_> {
         type Output = u32;
@@ -213,7 +58,7 @@ pub fn first_not_finite(values: &[f32]) -> Option<usize> {
     values.iter().position(|value| !value.is_finite())
 }
 
-/// Calls `pick(index)` for the `count` lowest scores, in ascending index order; among equal scores the lower index goes first.
+/// Calls `pick(index)` for the `count` lowest scores, in ascending index order; among equal scores the lower index comes first.
 ///
 /// # Arguments
 /// * `scores`: finite, ≥ 0
@@ -242,10 +87,10 @@ pub fn lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, mut pick: im
     }
 }
 
-/// Whether each score is among the `count` lowest of its group of `size`: what [`lowest`] picks, for all groups of an N:M pattern.
+/// Marks the `count` lowest scores of each group of `size`, the choice of [`lowest`] for all groups of an N:M pattern.
 ///
-/// A score goes if fewer than `count` of its group go before it: those that are less, and of equal ones those of lower index. All
-/// pairs of a group are compared, sixteen groups at a time, without a branch on what nobody could predict.
+/// A score is selected if fewer than `count` scores of its group precede it; smaller scores precede it, and equal ones of lower index.
+/// All pairs of a group are compared, sixteen groups at a time, without unpredictable branches.
 ///
 /// # Arguments
 /// * `scores`: finite, ≥ 0; whole groups
@@ -253,7 +98,7 @@ pub fn lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, mut pick: im
 /// * `is_lowest`: becomes as long as `scores`
 ///
 /// # Panics
-/// When `size` is 0.
+/// Panics when `size` is 0.
 pub fn lowest_of_groups(
     scores: &[f32],
     size: usize,
@@ -272,14 +117,14 @@ pub fn lowest_of_groups(
         });
         return;
     }
-    // Too many pairs.
+    // Such groups have too many pairs.
     let groups = scores.chunks_exact(size);
     for (scores, is_lowest) in groups.zip(is_lowest.chunks_exact_mut(size)) {
         lowest(scores, count, scratch, |index| is_lowest[index] = true);
     }
 }
 
-/// Scores of the largest group whose pairs are all compared.
+/// The largest group whose pairs are all compared.
 const LARGEST_RANKED: usize = 32;
 
 struct Ranked<'a> {
@@ -297,7 +142,7 @@ impl WithSimd for Ranked<'_> {
         /// Groups that are ranked together.
         const GROUPS: usize = 16;
         let Self { size, count, .. } = self;
-        // By place in the group. Keys of finite scores order alike with and without a sign.
+        // Indexed by position in the group. Keys of finite scores have the same order as signed and unsigned numbers.
         let mut keys = [[0i32; GROUPS]; LARGEST_RANKED];
         let mut before = [[0u32; GROUPS]; LARGEST_RANKED];
         let chunks = self.scores.chunks(GROUPS * size);
@@ -328,10 +173,10 @@ impl WithSimd for Ranked<'_> {
     }
 }
 
-/// Finds the value at a position of the ascending order of very many scores, fed twice, in 512 KiB of memory.
+/// Finds the score at a position of the ascending order of very many scores. They are fed twice; the memory is 512 KiB.
 ///
 /// A radix selection: the first pass counts the upper 16 bits of every score, the second the lower 16 bits of those that
-/// share the upper half of the wanted one. Exact, and no copy of the scores is ever made.
+/// share the upper half of the wanted one. The result is exact, and the scores are never copied.
 #[derive(Debug)]
 pub struct Radix {
     counts: Vec<u64>,
@@ -361,7 +206,7 @@ impl Radix {
         }
     }
 
-    /// Adds what another counter of the same pass saw.
+    /// Adds the counts of another counter of the same pass.
     pub fn merge(mut self, other: &Self) -> Self {
         self.counts
             .iter_mut()
@@ -370,13 +215,13 @@ impl Radix {
         self
     }
 
-    /// Ends the first pass: returns the upper half of the wanted score, and the position that is left to find among those that
-    /// share it. `None` when fewer than `position + 1` scores were fed.
+    /// Ends the first pass: returns the upper half of the wanted score, and its position among the scores with this upper half. `None`
+    /// when fewer than `position + 1` scores were fed.
     pub fn narrow(&self, position: u64) -> Option<(u16, u64)> {
         self.bucket(position)
     }
 
-    /// Ends the second pass: the score at `position` of the ascending order, as the first pass left that position.
+    /// Ends the second pass: returns the score at the position that the first pass returned.
     pub fn value(&self, position: u64) -> Option<f32> {
         let upper = self.upper?;
         let (lower, _) = self.bucket(position)?;
@@ -440,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn long_rows_are_counted_first_and_give_the_same() {
+    fn long_rows_with_plateaus_give_what_a_stable_sort_gives() {
         // Exponents over the whole range, plateaus, and zeros of both signs.
         let scores: Vec<f32> = (0..5000u32)
             .map(|i| match i % 5 {
@@ -475,7 +320,7 @@ mod tests {
         }
 
         #[test]
-        fn groups_lose_what_selection_would_take(
+        fn groups_select_what_a_stable_sort_selects(
             values in prop::collection::vec(0u8..6, 1..1500),
             size in 1usize..=40,
             share in 0.0f64..=1.0,

@@ -1,4 +1,4 @@
-//! Plain slices in and out of candle tensors, which stand at the layer's door and carry candle's fused operators.
+//! Conversion between slices and candle tensors.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{CpuStorage, Device, Storage, Tensor};
@@ -32,7 +32,7 @@ pub fn with_slice<R>(tensor: &Tensor, body: impl FnOnce(&[f32]) -> R) -> Result<
 /// Calls `body` with the bytes of a contiguous f32, f16 or bf16 tensor on the CPU, without a copy.
 ///
 /// # Errors
-/// As [`with_slice`], for those dtypes.
+/// Fails when the tensor has another dtype or device, or is not contiguous.
 pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
     let (start, end) = layout

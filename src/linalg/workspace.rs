@@ -1,11 +1,10 @@
-//! Scratch memory of a decoder layer: taken once, reused for every sample of every layer.
+//! Scratch memory of a decoder layer, reused for every sample of every layer.
 //!
-//! Attention, MLP and head each cut the same memory into what they need, so it is as large as the largest of them and not as
-//! their sum.
+//! Attention, MLP and head cut the same memory into their buffers. So its size is that of the largest of them, not of their sum.
 
 use super::weight::{Panel, grow};
 
-/// One growing buffer of activations, and the rows of a weight that are multiplied at once.
+/// A growing buffer of activations, and the rows of a weight that are multiplied at once.
 #[derive(Debug, Default)]
 pub struct Workspace {
     panel: Panel,
@@ -18,7 +17,7 @@ impl Workspace {
         Self::default()
     }
 
-    /// Activation buffers of these lengths in elements, of unspecified content, and the rest of the workspace.
+    /// Lends activation buffers of these lengths in elements, with unspecified content, and the rest of the workspace.
     pub fn buffers<const N: usize>(
         &mut self,
         lengths: [usize; N],
@@ -32,7 +31,7 @@ impl Workspace {
         (buffers, &mut self.panel)
     }
 
-    /// The rows of weights alone.
+    /// Lends only the rows of weights.
     pub fn panel(&mut self) -> &mut Panel {
         &mut self.panel
     }

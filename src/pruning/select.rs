@@ -11,7 +11,7 @@ use super::method::{Request, ScoreTime, check_groups};
 use super::target::Pattern;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
-use crate::linalg::lent::Lent;
+use crate::linalg::buffer_pool::BufferPool;
 use crate::linalg::select::{self as lowest, Radix};
 
 /// A method that is only a score: the lowest go first.
@@ -207,13 +207,13 @@ impl<'a> Scorer<'a> {
     fn count(&self, upper: Option<u16>) -> Result<Radix> {
         const ROWS_PER_TASK: usize = 256;
         let rows = self.weight.rows();
-        let lent = Lent::new();
+        let counters = BufferPool::new();
         let new = || (Radix::new(upper), Vec::new());
         (0..rows)
             .into_par_iter()
             .step_by(ROWS_PER_TASK)
             .try_for_each(|first| {
-                lent.lend(new, |(counter, scores)| -> Result<()> {
+                counters.lend(new, |(counter, scores)| -> Result<()> {
                     for row in first..rows.min(first + ROWS_PER_TASK) {
                         self.score(row, scores)?;
                         counter.feed(scores);
@@ -221,7 +221,10 @@ impl<'a> Scorer<'a> {
                     Ok(())
                 })
             })?;
-        let counters = lent.into_inner().into_iter().map(|(counter, _)| counter);
+        let counters = counters
+            .into_inner()
+            .into_iter()
+            .map(|(counter, _)| counter);
         let all = counters.reduce(|one, other| one.merge(&other));
         Ok(all.unwrap_or_else(|| Radix::new(upper)))
     }

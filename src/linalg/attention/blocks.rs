@@ -1,5 +1,5 @@
-//! Attention by products of packed factors, for kernels that round or split them: scores of a block of queries and a block of keys,
-//! row by row e^(score − largest), packed again for the product with the values.
+//! Attention by products of packed factors, for kernels that round or split them. Scores of a block of queries and a block of keys
+//! become e^(score − largest) row by row, and are packed again for the product with the values.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use super::{Heads, Scheme, Source};
 
 /// Queries per block.
 const QUERIES_AT_ONCE: usize = 128;
-/// Keys per block: 256 KiB of scores, a quarter of a second-level cache, half of it at most.
+/// Keys per block. Their scores take 256 KiB, which is at most half of a second-level cache.
 const KEYS_AT_ONCE: usize = 512;
 
 /// Bytes of [`Scratch`].
@@ -66,7 +66,7 @@ fn slabs(kernel: Kernel, inner: usize) -> impl Iterator<Item = Range<usize>> {
         .map(move |first| first..inner.min(first + slab))
 }
 
-/// What a query has seen so far.
+/// The softmax of a query over the keys so far.
 #[derive(Debug, Clone, Copy)]
 struct Running {
     /// The largest score.
@@ -75,7 +75,7 @@ struct Running {
     sum: f64,
 }
 
-/// What a thread works on.
+/// The scratch of a thread.
 pub(super) struct Scratch {
     q: Vec<Line>,
     k: Vec<Line>,
@@ -186,7 +186,7 @@ impl Scheme for Scratch {
         });
         let seen = source.past + rows.end;
         for (block, keys) in source.key_blocks(seen).enumerate() {
-            // No query sees the last keys of the last block, but values are packed with them.
+            // No query sees the last keys of the last block, but the packed values include them.
             let some = keys.len().min(seen - keys.start);
             let scores = &mut self.scores[..queries * keys.len()];
             let (mut q, mut k) = (&self.q[..], &self.k[block * lengths.k..]);
@@ -234,16 +234,16 @@ impl Scheme for Scratch {
     }
 }
 
-/// What a block of scores becomes, compiled for the registers the CPU has.
+/// The softmax of a block of scores, compiled for the CPU's registers.
 struct Soften<'a> {
     /// `[queries, keys]`.
     scores: &'a mut [f32],
     keys: Range<usize>,
     scale: f32,
-    /// Keys the first query sees, of all.
+    /// Keys visible to the first query, of all keys.
     first_seen: usize,
     running: &'a mut [Running],
-    /// What was summed over earlier keys, and its width.
+    /// The sums over earlier keys, and their width.
     context: Option<(&'a mut [f32], usize)>,
 }
 
@@ -275,8 +275,8 @@ impl WithSimd for Soften<'_> {
     }
 }
 
-/// scores ← e^(scale·score − largest) over the first `visible` of them, the rest, keys of the future, become zero; returns what
-/// everything summed before must be multiplied with, now that the largest score is another.
+/// scores ← e^(scale·score − largest) for the first `visible` scores, and 0 for the others, which belong to future keys. Returns the
+/// factor for earlier sums, since the largest score may have changed.
 #[inline(always)]
 fn soften<S: Simd>(
     simd: S,

@@ -1,19 +1,19 @@
-//! Causal attention, computed in blocks of queries and keys: no `[heads, seq, seq]` tensor ever exists.
+//! Causal attention in blocks of queries and keys, without a `[heads, seq, seq]` tensor.
 //!
 //! For each head h and query row i: p_ij = exp(s_ij − max_j s_ij) / Σ_j exp(s_ij − max_j s_ij) over keys j ≤ i with
 //! s_ij = q_i·k_j / √head_dim, and the context row is Σ_j p_ij v_j (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). A block
-//! of queries takes the keys up to its last row, a block at a time, so that scores, keys and values stay in a core's cache; what
-//! it summed relative to the largest score so far is scaled down where a later block has a larger one (Milakov and
-//! Gimelshein 2018, arXiv:1805.02867, algorithm 3). Scores, softmax and sums are f32, as in the reference's eager path; with a
-//! bf16 kernel queries, keys, values and exp(s_ij − max) are rounded to bf16 for the two products.
+//! of queries takes the keys up to its last row block by block, so that scores, keys and values stay in a core's cache. Sums are
+//! relative to the largest score so far; they are scaled down when a later block has a larger score (Milakov and Gimelshein 2018,
+//! arXiv:1805.02867, algorithm 3). Scores, softmax and sums are f32, as in the reference's eager path. A bf16 kernel rounds queries,
+//! keys, values and exp(s_ij − max) to bf16 for the two products.
 //!
-//! | kernel | scores of | softmax | computed for nothing |
+//! | kernel | scores of | softmax | unused results |
 //! | --- | --- | --- | --- |
 //! | `Fused` (`panels.rs`) | as many queries as a block of C is wide, transposed | down the lanes of registers | the last few keys of each panel |
 //! | the others (`blocks.rs`) | 128 queries | row by row, then packed again | half of the last 128 keys, values of up to 512 |
 //!
 //! Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
-//! h / (num_heads / num_key_value_heads); no repeated copy is made.
+//! h / (num_heads / num_key_value_heads), without a repeated copy.
 
 mod blocks;
 mod one_query;
@@ -21,11 +21,11 @@ mod panels;
 
 use rayon::prelude::*;
 
-use super::lent::Lent;
+use super::buffer_pool::BufferPool;
 use super::product::Kernel;
 use super::rectangles::{self, Rectangle};
 
-/// Tasks per thread, at least, where there are as many blocks of queries.
+/// The least tasks per thread, if there are enough blocks of queries.
 const TASKS_PER_THREAD: usize = 2;
 
 /// The head counts and width of an attention layer.
@@ -40,15 +40,15 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// Floating-point operations of scores and context where `tokens` follow `past` others: 4·head_dim for every pair of a query
-    /// and a key it sees, in every query head.
+    /// Floating-point operations of scores and context for `tokens` that follow `past` others: 4·head_dim for every pair of a query
+    /// and a visible key, in every query head.
     pub fn operations(&self, past: usize, tokens: usize) -> usize {
         let pairs = tokens * past + tokens * (tokens + 1) / 2;
         4 * self.head_dim * self.num_heads * pairs
     }
 }
 
-/// Bytes of scratch [`causal`] holds while it works on `queries` tokens that see `keys` at the end, with `threads` threads.
+/// Bytes of scratch of [`causal`] for `queries` tokens, of which the last sees `keys`, with `threads` threads.
 pub fn scratch_bytes(
     kernel: Kernel,
     head_dim: usize,
@@ -63,8 +63,8 @@ pub fn scratch_bytes(
         }
 }
 
-/// Causal self-attention of one sequence, or of the tokens that follow `past` cached ones; writes the context of every head
-/// side by side.
+/// Computes causal self-attention of a sequence, or of the tokens that follow `past` cached ones. Writes the context of every head side
+/// by side.
 ///
 /// # Arguments
 /// * `past`: tokens before the first query, 0 for a whole sequence
@@ -73,7 +73,7 @@ pub fn scratch_bytes(
 /// * `out`: `[seqlen, num_heads * head_dim]`
 ///
 /// # Panics
-/// When a slice does not have the size its shape says.
+/// Panics when a slice does not have the size of its shape.
 pub fn causal(
     kernel: Kernel,
     heads: Heads,
@@ -93,23 +93,23 @@ pub fn causal(
     causal_columns(kernel, heads, past, q, k, v, out, columns);
 }
 
-/// Where the context of some heads goes in that of all.
+/// The columns of some heads in the context of all heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Columns {
     /// Columns of the context of all heads.
     pub width: usize,
-    /// Where the first head's context goes.
+    /// The column of the first head's context.
     pub first: usize,
 }
 
-/// [`causal`] for some of a layer's heads: their context goes into some columns of the context of all.
+/// Computes [`causal`] for some heads of a layer, and writes their columns in the context of all heads.
 ///
 /// # Arguments
-/// * `heads`: those that are computed
+/// * `heads`: the computed heads
 /// * `out`: `[seqlen, columns.width]`
 ///
 /// # Panics
-/// When a slice does not have the size its shape says.
+/// Panics when a slice does not have the size of its shape.
 #[expect(
     clippy::too_many_arguments,
     reason = "a kernel, three factors, a result, and where in it"
@@ -169,7 +169,7 @@ pub fn causal_columns(
     }
 }
 
-/// What all tasks read.
+/// The inputs of all tasks.
 struct Source<'a> {
     kernel: Kernel,
     heads: Heads,
@@ -177,14 +177,14 @@ struct Source<'a> {
     past: usize,
     /// Queries.
     seqlen: usize,
-    /// Tokens that the last query sees.
+    /// Tokens visible to the last query.
     keys: usize,
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
 }
 
-/// A way to compute a head's context of a block of queries; itself what a thread works on.
+/// An algorithm for a head's context of a block of queries, with the scratch of a thread.
 trait Scheme: Send {
     /// Queries per block.
     const QUERIES_AT_ONCE: usize;
@@ -192,14 +192,14 @@ trait Scheme: Send {
     /// Scratch for any head.
     fn new(source: &Source<'_>) -> Self;
 
-    /// Packs what the last of the blocks of queries sees of a head's keys and values.
+    /// Packs the keys and values of a head that the last block of queries sees.
     fn pack(&mut self, source: &Source<'_>, key_head: usize, rectangles: &[Rectangle<'_>]);
 
-    /// One head's context of a block of queries.
+    /// Computes a head's context of a block of queries.
     ///
     /// # Arguments
-    /// * `query_head`: among those of the key head
-    /// * `out`: the context of all of these
+    /// * `query_head`: its number among the query heads of the key head
+    /// * `out`: the context of all query heads of the key head
     fn block(
         &mut self,
         source: &Source<'_>,
@@ -209,7 +209,7 @@ trait Scheme: Send {
     );
 }
 
-/// Shares heads and blocks of queries among threads.
+/// Distributes heads and blocks of queries over threads.
 fn share<S: Scheme>(source: &Source<'_>, out: &mut [f32], columns: Columns) {
     let Heads {
         num_heads,
@@ -225,7 +225,7 @@ fn share<S: Scheme>(source: &Source<'_>, out: &mut [f32], columns: Columns) {
     let groups: Vec<_> = (0..num_key_value_heads)
         .map(|head| columns.first + head * group_width..columns.first + (head + 1) * group_width)
         .collect();
-    // A task packs the keys and values of a head once, so it has all queries of the head unless threads would wait.
+    // A task packs the keys and values of a head once. So it gets all queries of the head, unless threads would be idle.
     let wanted = TASKS_PER_THREAD * rayon::current_num_threads();
     let parts = wanted.div_ceil(num_key_value_heads).min(blocks.len());
     let mut tasks: Vec<(usize, Vec<Rectangle<'_>>)> = (0..num_key_value_heads * parts)
@@ -233,10 +233,10 @@ fn share<S: Scheme>(source: &Source<'_>, out: &mut [f32], columns: Columns) {
         .collect();
     for (index, rectangle) in rectangles::cut(out, columns.width, &blocks, &groups).enumerate() {
         let (head, block) = (index / blocks.len(), index % blocks.len());
-        // Later blocks see more keys, so tasks take them in turn.
+        // Later blocks see more keys, so the tasks take blocks in turn.
         tasks[head * parts + block % parts].1.push(rectangle);
     }
-    let scratch = Lent::<S>::new();
+    let scratch = BufferPool::<S>::new();
     tasks
         .into_par_iter()
         .with_max_len(1)

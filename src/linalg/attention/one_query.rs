@@ -1,4 +1,4 @@
-//! Attention of one token, as a model writes it: a row of scores per head, nothing to cut into blocks.
+//! Attention of one token, for text generation: a row of scores per head, without blocks.
 
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
@@ -7,10 +7,10 @@ use super::super::exp;
 use super::super::matmul::{Threads, View, matmul};
 use super::Heads;
 
-/// Keys that a task sees at least, all its heads together.
+/// The least keys of a task, over all its heads.
 const KEYS_PER_TASK: usize = 256;
 
-/// The last token's attention: the query heads that share a key head are one product.
+/// Computes the attention of the last token. The query heads that share a key head are one product.
 pub(super) fn one_query(
     heads: Heads,
     past: usize,
@@ -35,7 +35,7 @@ pub(super) fn one_query(
     out.par_chunks_mut(queries * head_dim)
         .zip(q.par_chunks(queries * head_dim))
         .enumerate()
-        // A task of few keys is not worth handing out.
+        // Tasks with few keys cost more to distribute than to compute.
         .with_min_len((KEYS_PER_TASK / keys.max(1)).max(1))
         .for_each_init(
             || vec![0.0f32; queries * keys],
@@ -51,7 +51,7 @@ pub(super) fn one_query(
         );
 }
 
-/// Softmax over all of each row.
+/// Replaces each row by its softmax.
 struct Softmax<'a> {
     scores: &'a mut [f32],
     keys: usize,

@@ -1,9 +1,10 @@
-//! Attention by f32 multiply-adds: scores of a panel of queries, as wide as a block of C, lie key by key, so that softmax goes down
-//! the lanes of registers, one query each, and what comes out is the packed factor of the product with the values.
+//! Attention by f32 multiply-adds. The scores of a panel of queries, as wide as a block of C, are stored key by key. So softmax runs
+//! along the lanes of registers, one query per lane, and its result is the packed factor of the product with the values.
 //!
-//! S ᵀ = K·Qᵀ,  P ᵀ = e^(scale·Sᵀ − largest),  context ᵀ = Vᵀ·Pᵀ, for a block of keys at a time; K and Vᵀ are the factors whose
-//! rows are broadcast. Nothing is computed for keys of the future but what shares a block of C with those of the past: the last
-//! few of each panel. Blocks of keys are as long on every CPU, and a query's sums depend on no other, so the bits are the same.
+//! S ᵀ = K·Qᵀ,  P ᵀ = e^(scale·Sᵀ − largest),  context ᵀ = Vᵀ·Pᵀ, for a block of keys at a time; the rows of K
+//! and Vᵀ are broadcast. Future keys are computed only where they share a block of C with past ones: the last few keys of each panel.
+//! Blocks of keys have the same length on every CPU, and a query's sums do not depend on other queries. So all CPUs give the same
+//! bits.
 
 use std::ops::Range;
 
@@ -16,17 +17,17 @@ use super::super::product::{
 use super::super::rectangles::Rectangle;
 use super::{Heads, Scheme, Source};
 
-/// Queries per block: keys and values that come into the second-level cache are used for so many. A multiple of all panels' widths.
+/// Queries per block, which share the keys and values in the second-level cache. A multiple of the widths of all panels.
 const QUERIES_AT_ONCE: usize = 144;
-/// Keys per block: 30 KiB of scores in panels of 16. A multiple of all blocks' heights.
+/// Keys per block: 30 KiB of scores in panels of 16. A multiple of the heights of all blocks.
 const KEYS_AT_ONCE: usize = 480;
-/// Keys whose exponentials are added up in f32, before sums go on in f64.
+/// Keys whose exponentials are added in f32; the sums of such groups are added in f64.
 const SHORT: usize = 16;
-/// A multiple of all blocks' heights, so that scores are whole lines.
+/// A multiple of the heights of all blocks, so that scores are whole lines.
 const STEP: usize = 48;
 /// The widest panel: three registers of 512 bits.
 const WIDEST: usize = 48;
-/// Rows of which the largest score is looked for side by side.
+/// Rows whose largest scores are found side by side.
 const CHAINS: usize = 4;
 /// f32 in a line.
 const LINE: usize = size_of::<Line>() / size_of::<f32>();
@@ -49,7 +50,7 @@ struct Lengths {
 }
 
 impl Lengths {
-    /// For blocks of C of so many rows and columns.
+    /// The lines for blocks of C of the given rows and columns.
     fn of((rows, columns): (usize, usize), head_dim: usize, queries: usize, keys: usize) -> Self {
         let panels = QUERIES_AT_ONCE.min(queries).div_ceil(columns);
         let (high, steps) = (
@@ -67,10 +68,10 @@ impl Lengths {
     }
 }
 
-/// What the queries of a panel have seen so far.
+/// The softmax of a panel's queries over the keys so far.
 #[derive(Debug, Clone, Copy)]
 struct Running {
-    /// The largest score of each, scaled.
+    /// The largest scaled score of each query.
     largest: [f32; WIDEST],
     /// Σ e^(score − largest).
     sums: [f64; WIDEST],
@@ -83,7 +84,7 @@ impl Running {
     };
 }
 
-/// What a thread works on.
+/// The scratch of a thread.
 pub(super) struct Scratch {
     /// Rows and columns of a block of C.
     block: (usize, usize),
@@ -113,7 +114,7 @@ impl Scratch {
         }
     }
 
-    /// Packs the queries of a block, and says what is to be done with them.
+    /// Packs the queries of a block, and returns the work on them.
     fn start<'a, 'o>(
         &'a mut self,
         source: &Source<'_>,
@@ -182,11 +183,11 @@ struct Block<'a, 'o> {
     scratch: &'a mut Scratch,
     head_dim: usize,
     queries: usize,
-    /// Keys the first query sees.
+    /// Keys visible to the first query.
     first_seen: usize,
     scale: f32,
     out: &'a mut Rectangle<'o>,
-    /// Of `out`, the first of this head.
+    /// The first column of this head in `out`.
     column: usize,
 }
 
@@ -239,7 +240,7 @@ impl InBlocks for Block<'_, '_> {
                     let (scores, _) = S::as_mut_simd_f32s(scores);
                     scores.copy_from_slice(sums.as_flattened());
                 }
-                // Probabilities, in their place.
+                // Probabilities, in place of the scores.
                 let padded = keys.len().next_multiple_of(UNROLLED);
                 let (rows, _) = S::as_mut_simd_f32s(&mut scores[..padded * width]);
                 let (rows, _) = rows.as_chunks_mut::<WIDE>();
@@ -278,12 +279,12 @@ impl InBlocks for Block<'_, '_> {
     }
 }
 
-/// scores ← e^(scale·score − largest), zero for keys of the future and in the rows behind the last key; returns what everything summed
-/// before must be multiplied with, now that the largest score is another.
+/// scores ← e^(scale·score − largest), 0 for future keys and in the rows after the last key. Returns the factor for earlier sums, since
+/// the largest score may have changed.
 ///
 /// # Arguments
 /// * `scores`: a row for each key, a lane for each query
-/// * `first_seen`: keys that the first query sees, each other one more than the one before
+/// * `first_seen`: keys visible to the first query; each later query sees one more
 #[inline(always)]
 fn soften<S: Simd, const WIDE: usize>(
     simd: S,
@@ -298,7 +299,7 @@ fn soften<S: Simd, const WIDE: usize>(
     let (zero, lowest) = (simd.splat_f32s(0.0), simd.splat_f32s(f32::NEG_INFINITY));
     let (scores, beyond) = scores.split_at_mut(keys.len());
     beyond.as_flattened_mut().fill(zero);
-    // A row's key is seen by this lane and those behind it.
+    // This lane and the later ones see the key of a row.
     let mut numbers = [0.0f32; WIDEST];
     for (lane, number) in numbers.iter_mut().enumerate() {
         *number = lane as f32;
@@ -389,7 +390,7 @@ fn soften<S: Simd, const WIDE: usize>(
     shrinks
 }
 
-/// The larger of each pair; what was there where the other is a NaN.
+/// Keeps the larger of each pair, and the old value if the other is a NaN.
 #[inline(always)]
 fn larger_of<S: Simd, const WIDE: usize>(
     simd: S,
@@ -403,141 +404,4 @@ fn larger_of<S: Simd, const WIDE: usize>(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::super::product::Kernel;
-    use super::super::super::rectangles;
-    use super::super::causal;
-    use super::*;
-
-    /// Blocks of another shape than this CPU's: those of AVX-512, of narrower registers.
-    #[cfg(target_arch = "x86_64")]
-    #[test]
-    fn blocks_of_any_shape_give_the_same_bits() {
-        use pulp::WithSimd;
-        struct Run<'a, 'o>(Block<'a, 'o>);
-        impl WithSimd for Run<'_, '_> {
-            type Output = ();
-            #[inline(always)]
-            fn with_simd<S: Simd>(self, simd: S) {
-                match self.0.scratch.block {
-                    (8, 48) => self.0.run::<S, 8, 6>(simd),
-                    (6, 16) => self.0.run::<S, 6, 2>(simd),
-                    (rows, columns) => panic!("no blocks of {rows} by {columns} here"),
-                }
-            }
-        }
-        // Older CPUs have no registers of eight to try them with.
-        let Some(simd) = pulp::x86::V3::try_new() else {
-            return;
-        };
-        let heads = Heads {
-            num_heads: 1,
-            num_key_value_heads: 1,
-            head_dim: 20,
-        };
-        let seqlen = KEYS_AT_ONCE + 100;
-        let wave = |pace: f32| -> Vec<f32> {
-            (0..seqlen * 20)
-                .map(|i| 2.0 * (i as f32 * pace).sin())
-                .collect()
-        };
-        let (q, k, v) = (wave(0.71), wave(0.37), wave(0.53));
-        let source = Source {
-            kernel: Kernel::Fused,
-            heads,
-            past: 0,
-            seqlen,
-            keys: seqlen,
-            q: &q,
-            k: &k,
-            v: &v,
-        };
-        let by = |block: (usize, usize)| {
-            let mut out = vec![f32::NAN; seqlen * 20];
-            let rows: Vec<_> = (0..seqlen)
-                .step_by(QUERIES_AT_ONCE)
-                .map(|first| first..seqlen.min(first + QUERIES_AT_ONCE))
-                .collect();
-            let columns = 0..20;
-            let mut rectangles: Vec<_> =
-                rectangles::cut(&mut out, 20, &rows, std::slice::from_ref(&columns)).collect();
-            let mut scratch = Scratch::with_blocks(block, &source);
-            scratch.pack(&source, 0, &rectangles);
-            for rectangle in &mut rectangles {
-                Simd::vectorize(simd, Run(scratch.start(&source, 0, 0, rectangle)));
-            }
-            out
-        };
-        let narrow = by((6, 16));
-        assert_eq!(narrow, by((8, 48)));
-        let mut here = vec![f32::NAN; seqlen * 20];
-        causal(Kernel::Fused, heads, 0, &q, &k, &v, &mut here);
-        assert_eq!(narrow, here);
-    }
-
-    /// The same in plain loops: the bits every CPU computes that multiplies and adds in one step.
-    #[test]
-    fn panels_have_the_bits_of_plain_loops() {
-        let heads = Heads {
-            num_heads: 2,
-            num_key_value_heads: 1,
-            head_dim: 20,
-        };
-        let (past, seqlen) = (37, KEYS_AT_ONCE + 2 * QUERIES_AT_ONCE + 5);
-        let (keys, head_dim, width) = (past + seqlen, 20, 40);
-        let wave = |count: usize, pace: f32| -> Vec<f32> {
-            (0..count).map(|i| 2.0 * (i as f32 * pace).sin()).collect()
-        };
-        let q = wave(seqlen * width, 0.71);
-        let (k, v) = (wave(keys * head_dim, 0.37), wave(keys * head_dim, 0.53));
-        let mut out = vec![f32::NAN; seqlen * width];
-        causal(Kernel::Fused, heads, past, &q, &k, &v, &mut out);
-
-        let is_one_step = Kernel::Fused.name().ends_with("in one step");
-        let plus = |sum: f32, x: f32, w: f32| {
-            if is_one_step {
-                x.mul_add(w, sum)
-            } else {
-                x * w + sum
-            }
-        };
-        let scale = 1.0 / (head_dim as f32).sqrt();
-        for query in [0, 1, 15, 16, 143, 144, 442, 443, 500, seqlen - 1] {
-            for head in 0..2 {
-                let q = &q[query * width + head * head_dim..][..head_dim];
-                let (mut largest, mut sum) = (f32::NEG_INFINITY, 0.0f64);
-                let mut context = vec![0.0f32; head_dim];
-                let seen: Vec<usize> = (0..past + query + 1).collect();
-                for (block, seen) in seen.chunks(KEYS_AT_ONCE).enumerate() {
-                    let mut p: Vec<f32> = Vec::new();
-                    for &key in seen {
-                        let k = &k[key * head_dim..][..head_dim];
-                        p.push(k.iter().zip(q).fold(0.0, |sum, (k, q)| plus(sum, *k, *q)));
-                    }
-                    let most = p.iter().copied().fold(f32::NEG_INFINITY, f32::max) * scale;
-                    let now = if most > largest { most } else { largest };
-                    let shrink = exp::exp(largest - now);
-                    largest = now;
-                    for p in &mut p {
-                        *p = exp::exp(p.mul_add(scale, -now));
-                    }
-                    sum *= f64::from(shrink);
-                    for some in p.chunks(SHORT) {
-                        sum += f64::from(some.iter().sum::<f32>());
-                    }
-                    for (dim, context) in context.iter_mut().enumerate() {
-                        let before = if block > 0 { *context * shrink } else { 0.0 };
-                        *context = seen.iter().zip(&p).fold(before, |sum, (key, p)| {
-                            plus(sum, v[key * head_dim + dim], *p)
-                        });
-                    }
-                }
-                let scale = (1.0 / sum) as f32;
-                let got = &out[query * width + head * head_dim..][..head_dim];
-                for (got, context) in got.iter().zip(&context) {
-                    assert_eq!(*got, context * scale, "query {query}, head {head}");
-                }
-            }
-        }
-    }
-}
+mod tests;

@@ -1,11 +1,15 @@
 //! `tdpbf16ps`: 16 × 16 outputs of 32 products each per instruction, by Intel's Advanced Matrix Extensions.
 //!
-//! Two row tiles by two column tiles at a time: four accumulators, four operands, the eight tiles there are. The intrinsics are
-//! not stable, so the instructions are written out. The tiles belong to a thread and are configured for each call. The instruction
-//! takes subnormal numbers for zero.
+//! A block is two row tiles by two column tiles: four accumulators and four operands, which are all eight tiles of the CPU. The
+//! intrinsics are not stable, so the instructions are in `asm!`. The tiles belong to a thread and are configured for each call. The
+//! instruction treats subnormal numbers as zero. Loads and products of a step:
 //!
-//! Where factors are split there are more tiles to read, and more to do with each: 12, 20 or 24 products for 8, 12 or 14 tiles,
-//! where bf16 has 4 for 4.
+//! | kernel | tiles loaded | products |
+//! | --- | --- | --- |
+//! | bf16 | 4 | 4 |
+//! | split, W in 1 part | 8 | 12 |
+//! | split, W in 2 parts | 12 | 20 |
+//! | split, W in 3 parts | 14 | 24 |
 
 #![expect(
     unsafe_code,
@@ -15,8 +19,9 @@
 use std::arch::asm;
 use std::sync::OnceLock;
 
-use super::tiles::{DEPTH, ROW_PARTS, TILE, TILE_LINES};
-use super::{Factors, Line};
+use super::packed::{TILE, TILE_DEPTH as DEPTH, TILE_LINES};
+use super::tiles::ROW_PARTS;
+use super::{Factors, Line, assert_holds};
 
 /// Rows and columns of a block: two tiles.
 const BLOCK: usize = 2 * TILE;
@@ -51,14 +56,14 @@ const CONFIGURATION: Configuration = {
     configuration
 };
 
-/// [`is_granted`], asked once.
+/// [`is_granted`], called once.
 fn is_granted_here() -> bool {
     static GRANTED: OnceLock<bool> = OnceLock::new();
     *GRANTED.get_or_init(is_granted)
 }
 
-/// Whether the CPU has bf16 tiles and the system lets this process use them. Linux saves their 8 KiB per thread only for
-/// processes that asked (`arch_prctl`, since 5.16).
+/// Requests the tiles; returns whether the CPU has bf16 tiles and the system grants them. Linux saves their 8 KiB per thread only for
+/// processes that request them (`arch_prctl`, since 5.16).
 pub(super) fn is_granted() -> bool {
     #[cfg(target_os = "linux")]
     {
@@ -81,12 +86,12 @@ pub(super) fn is_granted() -> bool {
     false
 }
 
-/// What an output is a sum of.
+/// The terms of an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sums {
-    /// Products of factors that are bf16.
+    /// Products of bf16 factors.
     Whole,
-    /// Products of the parts of factors: [`ROW_PARTS`] of X, so many of W, less those that an f32 sum would not see.
+    /// Products of parts: [`ROW_PARTS`] of X and the given number of W, without those too small for an f32 sum.
     Split(u8),
 }
 
@@ -121,18 +126,25 @@ pub(super) fn multiply(
     } = factors;
     let steps = inner.div_ceil(DEPTH);
     let (x_parts, w_parts) = sums.parts();
-    let (x_lines, w_lines) = (
-        2 * steps * x_parts * TILE_LINES,
-        2 * steps * w_parts * TILE_LINES,
-    );
+    // Lines of two rows of tiles.
+    let lines = |parts: usize| steps.checked_mul(2 * parts * TILE_LINES);
     let (row_pairs, column_pairs) = (rows.div_ceil(BLOCK), columns.div_ceil(BLOCK));
+    let fits = |factor: &[Line], pairs: usize, lines: usize| {
+        pairs
+            .checked_mul(lines)
+            .is_some_and(|needed| needed <= factor.len())
+    };
+    let (Some(x_lines), Some(w_lines)) = (lines(x_parts), lines(w_parts)) else {
+        panic!("factors must be as large as their shapes say");
+    };
     assert!(
         (1..=3).contains(&w_parts)
             && steps > 0
-            && x.len() >= row_pairs * x_lines
-            && w.len() >= column_pairs * w_lines,
+            && fits(x, row_pairs, x_lines)
+            && fits(w, column_pairs, w_lines),
         "factors must be as large as their shapes say"
     );
+    assert_holds(out.len(), rows, columns, stride);
     // SAFETY: the kernel is chosen only where `is_granted`; the operand is a valid configuration of 64 bytes.
     unsafe {
         asm!("ldtilecfg [{}]", in(reg) &CONFIGURATION, options(nostack, readonly));
@@ -143,16 +155,13 @@ pub(super) fn multiply(
                 (rows - row * BLOCK).min(BLOCK),
                 (columns - column * BLOCK).min(BLOCK),
             );
-            // The next rows of X, an even share with each block of columns; where there are none it reads nothing.
+            // Each block of columns prefetches an even share of the next rows of X; beyond the last row, prefetching has no effect.
             let next = x_pair
                 .as_ptr()
                 .wrapping_add(x_lines + column * x_lines / column_pairs);
             let target = &mut out[row * BLOCK * stride + column * BLOCK..];
             if high == BLOCK && wide == BLOCK {
-                assert!(
-                    (BLOCK - 1) * stride + BLOCK <= target.len(),
-                    "a block reaches beyond its slice"
-                );
+                assert_holds(target.len(), BLOCK, BLOCK, stride);
                 let target = Target {
                     out: target.as_mut_ptr(),
                     stride,
@@ -179,18 +188,23 @@ pub(super) fn multiply(
             }
         }
     }
-    // SAFETY: gives the tiles back; nothing of ours is in them any more.
+    // SAFETY: this releases the tiles, which hold no used values.
     unsafe {
-        asm!("tilerelease", options(nostack, nomem));
+        asm!(
+            "tilerelease",
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack, nomem)
+        );
     }
 }
 
-/// The instruction alone, on four accumulators in turn; returns the operations.
+/// Runs the instruction on four accumulators in turn; returns the number of operations.
 pub(super) fn spin() -> usize {
     const ROUNDS: usize = 1_000_000;
     assert!(is_granted(), "the kernel is listed where tiles are granted");
     // SAFETY: tiles are granted; the operand is a valid configuration of 64 bytes; tiles are zeroed before they are multiplied
-    // and given back at the end, and nothing of ours is in them.
+    // and released at the end.
     unsafe {
         asm!(
             "ldtilecfg [{configuration}]",
@@ -210,28 +224,30 @@ pub(super) fn spin() -> usize {
             "tilerelease",
             configuration = in(reg) &CONFIGURATION,
             rounds = inout(reg) ROUNDS => _,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack, readonly)
         );
     }
     4 * ROUNDS * 2 * TILE * TILE * DEPTH
 }
 
-/// Where a block's sums go.
+/// The target of a block's sums.
 struct Target {
     /// 32 rows of 32 elements.
     out: *mut f32,
-    /// From row to row, in elements.
+    /// Elements from row to row.
     stride: usize,
-    /// Whether they are added to what is there.
+    /// The sums are added to the old content.
     adds: bool,
 }
 
-/// 32 × 32 outputs over `steps` steps, while `next` and what follows is brought into the second-level cache, some hundred bytes a
-/// step.
+/// Computes 32 × 32 outputs over `steps` steps, and prefetches the bytes from `next` on into the second-level cache, some hundred bytes
+/// a step.
 ///
 /// # Safety
-/// Tiles are configured; each factor holds two rows of tiles, `steps` of each part; the target is as large as it says. `next` may be
-/// anywhere: prefetching does not fault.
+/// Tiles are configured; each factor holds two rows of tiles, `steps` of each part; the target has 32 rows of 32 elements. `next` may be
+/// any address: prefetching does not fault.
 unsafe fn block(
     sums: Sums,
     steps: usize,
@@ -240,61 +256,46 @@ unsafe fn block(
     target: Target,
     next: *const Line,
 ) {
-    let Target { out, stride, adds } = target;
-    let bytes = stride * size_of::<f32>();
-    // SAFETY: the caller's contract; every address is inside a factor or the target, and all eight tiles are declared clobbered
-    // by being used nowhere else between `ldtilecfg` and `tilerelease`.
+    // SAFETY: the caller's contract.
     unsafe {
-        let lower = out.add(TILE * stride);
-        if adds {
-            asm!(
-                "tileloadd tmm0, [{upper} + {bytes}]",
-                "tileloadd tmm1, [{upper} + {bytes} + 64]",
-                "tileloadd tmm2, [{lower} + {bytes}]",
-                "tileloadd tmm3, [{lower} + {bytes} + 64]",
-                upper = in(reg) out, lower = in(reg) lower, bytes = in(reg) bytes,
-                options(nostack, readonly)
-            );
-        } else {
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                options(nostack, nomem)
-            );
-        }
         match sums {
-            Sums::Whole => whole(steps, x, w, next),
-            Sums::Split(1) => split_1(steps, x, w, next),
-            Sums::Split(2) => split_2(steps, x, w, next),
-            Sums::Split(_) => split_3(steps, x, w, next),
+            Sums::Whole => whole(steps, x, w, target, next),
+            Sums::Split(1) => split_1(steps, x, w, target, next),
+            Sums::Split(2) => split_2(steps, x, w, target, next),
+            Sums::Split(_) => split_3(steps, x, w, target, next),
         }
-        asm!(
-            "tilestored [{upper} + {bytes}], tmm0",
-            "tilestored [{upper} + {bytes} + 64], tmm1",
-            "tilestored [{lower} + {bytes}], tmm2",
-            "tilestored [{lower} + {bytes} + 64], tmm3",
-            upper = in(reg) out, lower = in(reg) lower, bytes = in(reg) bytes,
-            options(nostack)
-        );
     }
 }
 
-/// A loop over the steps of a block: `$name` is made of these instructions, in which `x0` and `x1` are the rows of tiles of X, `w0`
-/// and `w1` those of W, each with `$x` and `$w` tiles a step, and `next` what is asked for, `$ahead` bytes a step.
-macro_rules! steps {
+/// Defines `$name`, the function of a block: four accumulators are loaded or zeroed, a loop over the steps adds to them, and they are
+/// stored. The instructions of a step use `x0` and `x1` for the rows of tiles of X, and `w0` and `w1` for those of W; a step has `$x`
+/// tiles of a row of X, and `$w` of W. `next` is the address to prefetch, `$ahead` bytes a step.
+///
+/// A block is one `asm!` that declares all eight tiles. Between two `asm!`, the compiler may use the tiles for other values.
+macro_rules! block_of {
     ($name:ident, $x:literal, $w:literal, $ahead:literal, $($instruction:expr),+ $(,)?) => {
-        /// Adds to the four accumulators.
+        /// Writes or adds to the target.
         ///
         /// # Safety
         /// As [`block`].
         #[inline(always)]
-        unsafe fn $name(steps: usize, x: &[Line], w: &[Line], next: *const Line) {
-            // SAFETY: the caller's contract; every address is inside a factor, and all eight tiles are used nowhere else between
-            // `ldtilecfg` and `tilerelease`.
+        unsafe fn $name(steps: usize, x: &[Line], w: &[Line], target: Target, next: *const Line) {
+            let Target { out, stride, adds } = target;
+            // SAFETY: the caller's contract; every address is inside a factor or the target, and `steps` is at least 1.
             unsafe {
                 asm!(
+                    "test {adds}, {adds}",
+                    "jz 3f",
+                    "tileloadd tmm0, [{upper} + {bytes}]",
+                    "tileloadd tmm1, [{upper} + {bytes} + 64]",
+                    "tileloadd tmm2, [{lower} + {bytes}]",
+                    "tileloadd tmm3, [{lower} + {bytes} + 64]",
+                    "jmp 2f",
+                    "3:",
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tilezero tmm2",
+                    "tilezero tmm3",
                     "2:",
                     $($instruction,)+
                     "add {x0}, {x_step}",
@@ -304,6 +305,14 @@ macro_rules! steps {
                     "add {next}, {ahead}",
                     "dec {steps}",
                     "jnz 2b",
+                    "tilestored [{upper} + {bytes}], tmm0",
+                    "tilestored [{upper} + {bytes} + 64], tmm1",
+                    "tilestored [{lower} + {bytes}], tmm2",
+                    "tilestored [{lower} + {bytes} + 64], tmm3",
+                    adds = in(reg) usize::from(adds),
+                    upper = in(reg) out,
+                    lower = in(reg) out.add(TILE * stride),
+                    bytes = in(reg) stride * size_of::<f32>(),
                     x0 = inout(reg) x.as_ptr() => _,
                     x1 = inout(reg) x.as_ptr().add(steps * $x * TILE_LINES) => _,
                     w0 = inout(reg) w.as_ptr() => _,
@@ -314,14 +323,16 @@ macro_rules! steps {
                     x_step = const $x * TILE_BYTES,
                     w_step = const $w * TILE_BYTES,
                     ahead = const $ahead,
-                    options(nostack, readonly)
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack)
                 );
             }
         }
     };
 }
 
-/// The tiles of a part of X, loaded from `$at` bytes behind those of the first, by the tiles of W that are loaded.
+/// Loads the tiles of a part of X, `$at` bytes after those of the first part, and multiplies them by the loaded tiles of W.
 macro_rules! x_part {
     ($at:literal, $ahead:literal) => {
         concat!(
@@ -345,7 +356,7 @@ macro_rules! x_part {
     };
 }
 
-/// The tiles of X that are loaded by those of W that are.
+/// Multiplies the loaded tiles of X by the loaded tiles of W.
 macro_rules! same_x {
     () => {
         "tdpbf16ps tmm0, tmm4, tmm6\n\
@@ -369,9 +380,9 @@ macro_rules! w_part {
     };
 }
 
-// All loads before the products: nothing is lost where the core is this thread's own, and where another shares it, which makes a load
-// among products three times as slow, a step takes 6 % less (measured).
-steps!(
+// All loads come before the products. If two threads share a core, a load among products is three times as slow, and this order takes
+// 6 % less time per step; for a thread alone on its core, the time is equal (measured).
+block_of!(
     whole,
     1,
     1,
@@ -390,8 +401,8 @@ steps!(
     "tdpbf16ps tmm3, tmm5, tmm7",
 );
 
-// x₂w₀ + x₁w₀ + x₀w₀: all there is.
-steps!(
+// x₂w₀ + x₁w₀ + x₀w₀: all terms.
+block_of!(
     split_1,
     3,
     1,
@@ -403,7 +414,7 @@ steps!(
 );
 
 // x₀w₁ + x₁w₁ + x₁w₀ + x₂w₀ + x₀w₀; x₂w₁ is at most 2⁻²⁴ of the product.
-steps!(
+block_of!(
     split_2,
     3,
     2,
@@ -418,7 +429,7 @@ steps!(
 );
 
 // x₀w₂ + x₀w₁ + x₁w₁ + x₁w₀ + x₂w₀ + x₀w₀; x₂w₁, x₁w₂ and x₂w₂ are at most 2⁻²³ of the product together.
-steps!(
+block_of!(
     split_3,
     3,
     3,

@@ -5,7 +5,7 @@
 
 #![expect(unsafe_code, reason = "intrinsics on memory of checked length")]
 
-use super::tiles::{DEPTH, TILE, TILE_LINES};
+use super::packed::{TILE, TILE_DEPTH as DEPTH, TILE_LINES};
 use super::{Factors, Line};
 use std::arch::x86_64::{
     __m256i, __m512, __m512bh, __m512i, _mm512_and_si512, _mm512_castsi512_ps,
@@ -15,26 +15,26 @@ use std::arch::x86_64::{
 };
 use std::mem::transmute;
 
-/// Rows of a block; half a tile.
+/// Rows of a block: half a tile.
 const ROWS: usize = 8;
-/// Column tiles of a block, at most.
+/// The most column tiles of a block.
 const WIDE: usize = 3;
 
-/// Whether the CPU has the instruction.
+/// Returns whether the CPU has the instruction.
 pub(super) fn is_there() -> bool {
     std::is_x86_feature_detected!("avx512f") && std::is_x86_feature_detected!("avx512bf16")
 }
 
-/// Whether the CPU rounds to bf16 in one instruction, and can tell what is not finite.
+/// Returns whether the CPU has instructions to round to bf16 and to find values that are not finite.
 pub(super) fn can_round() -> bool {
     is_there() && std::is_x86_feature_detected!("avx512bw")
 }
 
-/// Rounds whole steps of a row of X, or splits them: one line in each of the tiles of its parts. A row to split with a number that is
-/// not finite, or no more so once it is rounded, is left to `slow`, which packs one step given the line's place in its tiles.
+/// Rounds or splits whole steps of a row of X: one line in the tile of each part. If a number to split is not finite, or rounds to
+/// infinity, `slow` packs the row again, step by step; it gets the position of the line in its tiles.
 ///
 /// # Panics
-/// When `in_tile` is not in a tile.
+/// Panics when `in_tile` is not in a tile.
 pub(super) fn round_row<const PARTS: usize>(
     values: &[[f32; DEPTH]],
     in_tile: usize,
@@ -52,7 +52,7 @@ pub(super) fn round_row<const PARTS: usize>(
     }
 }
 
-/// The loop of [`round_row`]; whether there was something special.
+/// The loop of [`round_row`]; returns whether `slow` must pack the row.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn round_steps<const PARTS: usize>(
     values: &[[f32; DEPTH]],
@@ -84,20 +84,20 @@ fn round_steps<const PARTS: usize>(
     special != 0
 }
 
-/// bf16 as f32.
+/// Widens bf16 to f32.
 #[target_feature(enable = "avx512f")]
 fn widened(bits: __m256i) -> __m512 {
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
 }
 
-/// Whether it does twice the work of an f32 instruction in the same time, as AMD's do.
+/// Returns whether the instruction does twice the work of an f32 instruction in the same time, as on AMD's CPUs.
 pub(super) fn is_fast() -> bool {
     let leaf = std::arch::x86_64::__cpuid_count(0, 0);
     let vendor = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
     is_there() && vendor.as_flattened() == b"AuthenticAMD"
 }
 
-/// The instruction alone, on 24 accumulators in turn; returns the operations.
+/// Runs the instruction on 24 accumulators in turn; returns the number of operations.
 pub(super) fn spin() -> usize {
     const ROUNDS: usize = 5_000_000;
     assert!(is_there(), "the kernel is listed where the CPU has it");
@@ -133,7 +133,7 @@ pub(super) fn multiply(factors: Factors<'_>, out: &mut [f32], stride: usize, add
     }
 }
 
-/// All rows by `N` column tiles from `first` on.
+/// Computes all rows by `N` column tiles from `first` on.
 fn columns<const N: usize>(
     factors: Factors<'_>,
     first: usize,
@@ -156,7 +156,7 @@ fn columns<const N: usize>(
                 sums.as_flattened_mut()[..width].copy_from_slice(&target[line * stride..][..width]);
             }
         }
-        // SAFETY: the CPU has what it takes, each factor holds `steps` tiles, both checked above, and `row` is the beginning or
+        // SAFETY: the CPU has the instruction, each factor holds `steps` tiles, both checked above, and `row` is the beginning or
         // the middle of a tile.
         unsafe { block(&x[row % TILE..], &weights, steps, &mut sums) };
         for (line, sums) in sums.iter().enumerate().take(rows) {
@@ -165,7 +165,7 @@ fn columns<const N: usize>(
     }
 }
 
-/// 8 × 16·N outputs over `steps` tiles.
+/// Computes 8 × 16·N outputs over `steps` tiles.
 ///
 /// # Safety
 /// The CPU has AVX-512 with bf16. Each of `weights` holds `steps` tiles; `activations` holds `steps` tiles less at most the first

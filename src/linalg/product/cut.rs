@@ -1,27 +1,27 @@
-//! How a product is cut into tasks, and what that takes.
+//! The cut of a product into tasks, and its memory.
 
 use std::ops::Range;
 
 use super::Kernel;
 use super::packed::{Line, Shape};
 
-/// Products of a common X, by their sizes.
+/// The sizes of products of a common X.
 #[derive(Debug, Clone)]
 pub struct Product {
-    /// What multiplies.
+    /// The kernel.
     pub kernel: Kernel,
     /// Rows of X.
     pub tokens: usize,
     /// Rows of W of every job.
     pub columns: Vec<usize>,
-    /// Columns of either.
+    /// Columns of each factor.
     pub inner: usize,
-    /// Whether W is packed already.
+    /// W is packed in advance.
     pub is_kept: bool,
 }
 
-/// Bytes of [`Packed`](super::Packed) after these products, at most: the largest X, and as many times as tasks ever run at once the
-/// most that any task works on: scratch goes from hand to hand and keeps its largest size.
+/// The most bytes of [`Packed`](super::Packed) after these products: the largest X, and the scratch of the largest task for every
+/// thread. Tasks pass scratch on, and it keeps its largest size.
 pub fn packed_bytes(products: &[Product], threads: usize) -> usize {
     let of = |product: &Product| {
         let Product {
@@ -54,14 +54,14 @@ pub fn packed_bytes(products: &[Product], threads: usize) -> usize {
     (x + tasks * w) * size_of::<Line>() + tasks * sums * size_of::<f32>()
 }
 
-/// Rows of a task, at most: whatever packs W while it multiplies packs it once per so many tokens.
+/// The most rows of a task. A kernel that packs W while it multiplies packs it once per task.
 const TASK_ROWS: usize = 2048;
-/// The same where W is packed: wide tasks read X less often.
+/// The most rows of a task with packed W; wide tasks read X less often.
 const TASK_ROWS_KEPT: usize = 1024;
-/// Tasks per thread, at least, where there are as many blocks: what is left over for some threads at the end stays short.
+/// The least tasks per thread, if there are enough blocks. With more tasks, threads are idle for a shorter time at the end.
 const TASKS_PER_THREAD: usize = 4;
 
-/// How C is cut into rectangles.
+/// The cut of C into rectangles.
 pub(super) struct Cut {
     shape: Shape,
     tokens: usize,
@@ -83,7 +83,7 @@ impl Cut {
         let mut row_parts = tokens.div_ceil(most_rows).clamp(1, row_blocks.max(1));
         let rows = tokens.div_ceil(row_parts.max(1)).max(1);
         let most_columns = (shape.task / rows / shape.columns).max(1) * shape.columns;
-        // Few tokens: as many columns as are packed with a slab of W in the cache.
+        // With few tokens, a task has the columns whose packed slab of W fits the cache.
         let most_columns = most_columns.min(MOST_COLUMNS / shape.columns * shape.columns);
         let mut column_parts: Vec<usize> = columns
             .iter()
@@ -97,7 +97,7 @@ impl Cut {
         while row_parts * column_parts.iter().sum::<usize>() < wanted {
             let mut grows = false;
             for (parts, columns) in column_parts.iter_mut().zip(columns) {
-                // Two blocks of columns a task at least, which share what is read of X.
+                // A task has at least two blocks of columns, which share the reads of X.
                 if 2 * *parts * 2 * shape.columns <= *columns {
                     *parts *= 2;
                     grows = true;
@@ -110,7 +110,7 @@ impl Cut {
                 row_parts *= 2;
             }
         }
-        // As many tasks for every thread: of fifteen, two threads would wait for the last as long as for any other.
+        // Every thread gets the same number of tasks: with fifteen tasks, one of two threads would be idle during the last one.
         if !row_parts.is_multiple_of(threads) {
             for (parts, columns) in column_parts.iter_mut().zip(columns) {
                 let even = parts.next_multiple_of(threads);
@@ -128,12 +128,12 @@ impl Cut {
         }
     }
 
-    /// The rows of a part: whole blocks.
+    /// The rows of a part, in whole blocks.
     pub(super) fn rows(&self, part: usize) -> Range<usize> {
         even(self.tokens, self.shape.rows, part, self.row_parts)
     }
 
-    /// The columns of a part of a job: whole blocks.
+    /// The columns of a part of a job, in whole blocks.
     pub(super) fn columns(&self, job: usize, part: usize) -> Range<usize> {
         even(
             self.columns[job],
@@ -155,16 +155,16 @@ impl Cut {
     }
 }
 
-/// Columns of a task, at most.
+/// The most columns of a task.
 const MOST_COLUMNS: usize = 288;
-/// Rows below which a task is not cut.
+/// The least rows of a task that is cut.
 const LEAST_TASK_ROWS: usize = 64;
 
-/// The longest of these parts, without looking at all of them: there may be a hundred thousand.
+/// The length of the longest part, without a loop over all parts, of which there may be a hundred thousand.
 fn longest(total: usize, block: usize, parts: usize) -> usize {
     let blocks = total.div_ceil(block);
     let (each, more) = (blocks / parts, blocks % parts);
-    // `more` parts have a block more. The last is one of them, and may end within a block.
+    // `more` parts have an additional block. The last part is one of these, and may end within a block.
     let last = even(total, block, parts - 1, parts).len();
     let others = match (parts, more) {
         (1, _) => 0,

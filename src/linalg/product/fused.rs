@@ -1,34 +1,32 @@
-//! f32 products for any CPU: blocks of C in registers, one multiply-add per product, as wide as the CPU has it.
+//! f32 products for any CPU: blocks of C in registers, one multiply-add per product, on the widest vectors of the CPU.
 //!
-//! | registers | a block of C | sums under way | beside them |
+//! | registers | a block of C | sums | other registers |
 //! | --- | --- | --- | --- |
-//! | 32 | 8 rows by 3 registers | 24 | 3 of W, elements of X, each in all of a register |
+//! | 32 | 8 rows by 3 registers | 24 | 3 of W, one with an element of X in all lanes |
 //! | 16 | 6 rows by 2 registers | 12 | 2 of W, the same |
 //!
-//! 4 rows by 3 registers would load less, but take all 16: compilers then keep one of the sums in memory, every step waits for the
-//! store of the last, and products take twice the time. Four steps are written out, for where two threads share a core it is
-//! the number of instructions that counts. What was widened while it was packed is multiplied without a copy of W in f32. Where
-//! the CPU cannot multiply and add in one step it rounds twice and is slow; such CPUs are rare since 2013.
+//! 4 rows by 3 registers would load less, but need all 16 registers. Compilers then keep one of the sums in memory, every step waits for
+//! the store of the last, and products take twice the time. The loop is unrolled by four steps, because the number of instructions
+//! limits two threads that share a core. Packing widens W, so there is no copy of W in f32. A CPU that cannot multiply and add in one
+//! step rounds twice and is slow; such CPUs are rare since 2013.
 
 use pulp::{Arch, Simd, WithSimd};
 
 use super::super::rectangles::Rectangle;
-use super::interleave::interleave;
+use super::interleave::{DEPTH, interleave};
 use super::packed::TASK_ELEMENTS;
 use super::{Factors, Line, Shape, Strided};
 
-/// `inner` is packed in multiples of this, so that blocks of any size are whole lines.
-pub(super) const DEPTH: usize = 16;
-/// Steps along `inner` that are written out; packed factors have a multiple of it.
+/// Unrolled steps along `inner`; packed factors have a multiple of it.
 pub const UNROLLED: usize = 4;
 /// Elements of the largest block: 8 rows by three registers of 512 bits.
 const MOST_ELEMENTS: usize = 8 * 48;
 
-/// What a block looks like on this CPU.
+/// The sizes on this CPU.
 ///
-/// Longer slabs fetch and store C less often, wider tasks read X less often. With 16 registers products gained 3 to 11 % of the peak by 2048
-/// steps in place of 1024 and by half as many columns more, though a block's rows of X (48 KiB) then leave the first-level cache
-/// and a task's columns of W the second: what comes from further away comes in order. With 32, neither was tried.
+/// Longer slabs load and store C less often, and wider tasks read X less often. With 16 registers, slabs of 2048 steps in place of 1024
+/// and tasks with half as many columns more gained 3 to 11 % of the peak. A block's rows of X (48 KiB) then exceed the first-level
+/// cache, and a task's columns of W the second, but both are read in order. With 32 registers, neither was tried.
 pub(super) fn shape() -> Shape {
     struct Ask;
     impl WithSimd for Ask {
@@ -61,7 +59,7 @@ pub fn block_of_c() -> (usize, usize) {
     (rows, columns)
 }
 
-/// Whether the CPU rounds once per product and sum, not twice.
+/// Returns whether the CPU rounds once per product and sum, not twice.
 pub(super) fn in_one_step() -> bool {
     struct Ask;
     impl WithSimd for Ask {
@@ -77,7 +75,7 @@ pub(super) fn in_one_step() -> bool {
     Arch::new().dispatch(Ask)
 }
 
-/// Which of the two blocks the registers hold.
+/// Returns whether the CPU has registers for the larger block.
 const fn has_32<S: Simd>() -> bool {
     S::REGISTER_COUNT >= 32
 }
@@ -98,13 +96,13 @@ pub(super) fn pack_columns(columns: Strided<'_>, count: usize, inner: usize, pac
     interleave(columns, count, inner, shape().columns, packed);
 }
 
-/// Where a block's sums come from and go to.
+/// The source and target of a block's sums.
 pub(super) trait Rows {
-    /// A row of the product.
+    /// Lends a row of the product.
     fn row(&mut self, row: usize) -> &mut [f32];
 }
 
-/// Rows some elements apart.
+/// Rows of a slice, `stride` elements apart.
 pub(super) struct Slice<'a> {
     pub(super) out: &'a mut [f32],
     pub(super) stride: usize,
@@ -124,16 +122,16 @@ impl Rows for Rectangle<'_> {
     }
 }
 
-/// What works on blocks of C, compiled for the registers the CPU has.
+/// Work on blocks of C, compiled for the CPU's registers.
 pub trait InBlocks {
-    /// What comes out.
+    /// The result.
     type Output;
 
-    /// With blocks of `ROWS` rows by `WIDE` registers. Whatever it calls is to be `#[inline(always)]`.
+    /// Runs with blocks of `ROWS` rows by `WIDE` registers. All called functions must be `#[inline(always)]`.
     fn run<S: Simd, const ROWS: usize, const WIDE: usize>(self, simd: S) -> Self::Output;
 }
 
-/// Runs it with the blocks of this CPU.
+/// Runs work with the blocks of this CPU.
 pub fn in_blocks<W: InBlocks>(work: W) -> W::Output {
     Arch::new().dispatch(Dispatched(work))
 }
@@ -206,7 +204,7 @@ impl<R: Rows> InBlocks for Blocks<'_, R> {
                     }
                     continue;
                 }
-                // A block at the edge of C, of which only some rows or columns are there.
+                // A block at the edge of C has fewer rows or columns.
                 if self.adds {
                     let lines = edge.chunks_exact_mut(width).take(present);
                     for (row, sums) in (first_row..).zip(lines) {
@@ -230,7 +228,7 @@ impl<R: Rows> InBlocks for Blocks<'_, R> {
 /// sums + x·w, with sums `[ROWS, WIDE registers]`, x `[steps, ROWS]` and w `[steps, WIDE registers]`.
 ///
 /// # Arguments
-/// * `x`, `w`: [`UNROLLED`] steps or a multiple; more steps of one than of the other are left out
+/// * `x`, `w`: a multiple of [`UNROLLED`] steps; surplus steps of the longer one are ignored
 #[inline(always)]
 pub fn plus_block<S: Simd, const ROWS: usize, const WIDE: usize>(
     simd: S,
@@ -254,11 +252,11 @@ pub fn plus_block<S: Simd, const ROWS: usize, const WIDE: usize>(
     sums
 }
 
-/// Multiply-adds on registers and nothing else; returns the operations.
+/// Runs multiply-adds on registers; returns the number of operations.
 pub(super) fn spin() -> usize {
     /// Latency 4 or 5 times 2 units, and few enough for 16 registers.
     const CHAINS: usize = 12;
-    // A twentieth of a second: long against starting the threads.
+    // A twentieth of a second, long compared with the start of the threads.
     const ROUNDS: usize = 20_000_000;
     struct Chains;
     impl WithSimd for Chains {
@@ -288,7 +286,7 @@ mod tests {
     use super::super::Values;
     use super::*;
 
-    /// The same product by every width of register this CPU has.
+    /// The same product with every width of registers of this CPU.
     #[test]
     fn registers_of_any_width_give_the_same_bits() {
         let (rows, columns, inner) = (13, 100, 300);
@@ -333,7 +331,7 @@ mod tests {
         }
         let run = || Run(&x, &w, (rows, columns, inner));
         let widest = Arch::new().dispatch(run());
-        // Rounding once per product, in order: what every CPU with such an instruction computes.
+        // Rounding once per product, in order, as on every CPU with such an instruction.
         for row in 0..rows {
             for column in 0..columns {
                 let chain = (0..inner).fold(0.0f32, |sum, k| {
@@ -355,7 +353,7 @@ mod tests {
                 assert_eq!(Simd::vectorize(simd, run()), widest);
             }
         }
-        // Without such an instruction every product is rounded, too; blocks of two columns, the narrowest there are.
+        // Without such an instruction every product is rounded too. Blocks of two columns are the narrowest.
         let narrowest = Simd::vectorize(pulp::Scalar::new(), run());
         for row in 0..rows {
             for column in 0..columns {

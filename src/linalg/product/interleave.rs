@@ -1,22 +1,22 @@
-//! Rows of a factor side by side, as the blocks of f32 products read them: `[steps, rows of a block]`, widened on the way.
+//! Packing for f32 products: rows of a factor side by side, `[steps, rows of a block]`, widened to f32.
 //!
-//! Elements of a row lie one after another, and what is wanted one after another are elements of different rows: an exchange of
-//! rows and columns, which is made of 8 × 8 elements in registers where blocks are so wide and the CPU has AVX, elsewhere
-//! element by element. Products of 128 tokens spent a third of their time on the latter, and an eighth on the former.
+//! This transposes a block. With AVX and blocks of at least 8 rows, 8 × 8 elements are transposed in registers; otherwise the elements
+//! are moved one by one. Products of 128 tokens spend an eighth of their time on the former, and a third on the latter.
 
 use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::Line;
-use super::fused::DEPTH;
 use super::packed::{Strided, Values};
 
-/// Rows and columns that are exchanged in registers.
+/// `inner` is packed in multiples of this, so that blocks of any size are whole lines.
+pub(super) const DEPTH: usize = 16;
+/// Rows and columns that are transposed in registers.
 const EIGHT: usize = 8;
-/// Elements of a row of f16 that are widened at once: its instruction is behind a call.
+/// Elements of a row of f16 that are widened by one call.
 const LONG: usize = 128;
 
-/// Packs rows of a factor, `width` of them at a time; what is missing to whole blocks is zero.
+/// Packs rows of a factor, `width` rows at a time, with zeros up to whole blocks.
 ///
 /// # Arguments
 /// * `width`: rows of a block
@@ -36,7 +36,7 @@ pub(in super::super) fn interleave(
     });
 }
 
-/// The loops of [`interleave`], compiled for the registers the CPU has.
+/// The loops of [`interleave`], compiled for the CPU's registers.
 struct Interleave<'a> {
     factor: Strided<'a>,
     count: usize,
@@ -108,9 +108,9 @@ impl Interleave<'_> {
     }
 }
 
-/// What is widened where it is used.
+/// Elements that can be widened to f32.
 trait Element: Copy {
-    /// As many elements as there is room for.
+    /// Widens as many elements as `wide` holds.
     fn widen(values: &[Self], out: &mut [f32]);
 }
 
@@ -143,7 +143,7 @@ fn side_by_side<E: Element, const WIDTH: usize>(
     packed: &mut [[f32; WIDTH]],
 ) {
     let exchange = Exchange::here();
-    // Some elements of every row at a time, so that what is written stays in the first-level cache.
+    // Some elements of every row at a time, so that the written lines stay in the first-level cache.
     for (chunk, packed) in packed.as_chunks_mut::<DEPTH>().0.iter_mut().enumerate() {
         let k = chunk * DEPTH;
         let some = DEPTH.min(inner.saturating_sub(k));
@@ -170,12 +170,12 @@ fn side_by_side<E: Element, const WIDTH: usize>(
     }
 }
 
-/// Rows that are exchanged at once.
+/// Rows that are transposed at once.
 const fn group<const WIDTH: usize>() -> usize {
     if WIDTH < EIGHT { WIDTH } else { EIGHT }
 }
 
-/// Exchanges rows and columns in registers, where the CPU has instructions for that.
+/// Transposes in registers, on CPUs with instructions for it.
 #[derive(Clone, Copy)]
 struct Exchange {
     #[cfg(target_arch = "x86_64")]
@@ -193,7 +193,7 @@ impl Exchange {
         None
     }
 
-    /// [`DEPTH`] elements of some rows, as so many columns of `packed`, from column `first` on.
+    /// Writes [`DEPTH`] elements of some rows as columns of `packed`, from column `first` on.
     #[inline(always)]
     fn rows<E: Element, const WIDTH: usize>(
         self,
@@ -219,7 +219,7 @@ impl Exchange {
         }
     }
 
-    /// Pairs, then pairs of pairs within each half of a register, then the halves.
+    /// Exchanges single elements, then pairs within each half of a register, then the halves.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn rows_and_columns(self, rows: [[f32; EIGHT]; EIGHT]) -> [[f32; EIGHT]; EIGHT] {
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn every_element_is_where_blocks_read_it_and_what_is_missing_is_zero() {
         let count = 21usize;
-        // Longer and shorter than what is widened at once.
+        // Longer and shorter than the elements widened at once.
         for inner in [45, LONG, 2 * LONG + 45] {
             let stride = inner + 5;
             let exact: Vec<f32> = (1..=count * stride).map(|i| (i % 251) as f32).collect();

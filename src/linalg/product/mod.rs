@@ -1,29 +1,28 @@
-//! C = X·Wᵀ with f32 sums: the products the program spends its time on.
+//! C = X·Wᵀ with f32 sums, the products that take most of a run's time.
 //!
 //! X `[tokens, inner]` is f32, W `[columns, inner]` is in its stored dtype and never copied as a whole, C `[tokens, columns]` is f32.
 //!
 //! | kernel | factors | instruction | CPUs |
 //! | --- | --- | --- | --- |
-//! | `Fused` | f32, weights widened while they are packed | fused multiply-add, as wide as the CPU has it | any |
-//! | `Split` | f32, as sums of bf16 parts | `tdpbf16ps` on 16 × 16 tiles | Intel from Sapphire Rapids on (and Linux, which grants tiles) |
+//! | `Fused` | f32, weights widened while they are packed | fused multiply-add on the CPU's widest vectors | any |
+//! | `Split` | f32, as sums of bf16 parts | `tdpbf16ps` on 16 × 16 tiles | Intel from Sapphire Rapids on, with Linux, which grants the tiles |
 //! | `Amx` | bf16 | the same | the same |
 //! | `Avx512` | bf16 | `vdpbf16ps` | AMD from Zen 4 on, Intel from Cooper Lake on |
 //!
-//! `Split` takes a number x apart: x₀ is the bf16 next to it, x₁ the one next to x − x₀, x₂ the one next to what is left, and
-//! x = x₀ + x₁ + x₂ in all 24 bits of its significand. So x·w = Σ xᵢ·wⱼ, each of which f32 holds exactly; those with i + j > 2
-//! are left out, 2⁻²³ of the product at most. A weight that is stored in bf16 is its own first part, one in f16 has two: 3, 5 or 6
-//! products of bf16 make one of f32 (Henry, Tang and Heinecke 2019, arXiv:1904.06376, who have the bounds).
+//! `Split` splits a number x: x₀ is the bf16 nearest to x, x₁ the one nearest to x − x₀, x₂ the one nearest to x − x₀ − x₁. Then
+//! x = x₀ + x₁ + x₂ in all 24 bits of the significand. So x·w = Σ xᵢ·wⱼ, and f32 holds each of these products exactly. Those with
+//! i + j > 2 are left out; they are at most 2⁻²³ of the product. A bf16 weight is its own first part, an f16 weight has two parts. So
+//! 3, 5 or 6 products of bf16 make one of f32 (bounds: Henry, Tang and Heinecke 2019, arXiv:1904.06376).
 //!
-//! Every output is one chain of sums along `inner`, from its first element to its last (the bf16 instructions add two products at
-//! a time, `Split` the parts of 32 products in turn): neither the number of threads, nor that of tokens, nor how a product is cut
-//! up changes a bit, and `Fused` gives the same bits on every CPU that multiplies and adds in one step.
+//! Every output is one chain of sums along `inner`, from the first element to the last (the bf16 instructions add two products at a
+//! time, `Split` the parts of 32 products in turn). So the bits do not depend on the number of threads, the number of tokens, or the
+//! cuts of a product. `Fused` gives the same bits on every CPU that multiplies and adds in one step.
 //!
-//! A product is cut three times: into rectangles of C, one per task; along `inner` into slabs, so that what a core works on
-//! stays in its second-level cache; and into the blocks of C that fit the registers. Factors are packed in the order blocks
-//! read them, slab by slab ([`Kernel::pack_rows`], [`Kernel::pack_columns`]): rows of a matrix whose length is a power of two
-//! would otherwise fall on the same few lines of the cache. `Fused` packs all factors slab by slab while it multiplies. The others
-//! pack X as a whole, sum in scratch (their products are so fast that C would not come and go from memory in time), and
-//! take weights packed once for many products ([`PackedWeight`]).
+//! A product is cut three times: into rectangles of C, one per task; along `inner` into slabs, so that the data of a core stay in its
+//! second-level cache; and into blocks of C that fit the registers. Factors are packed slab by slab, in the order in which blocks read
+//! them ([`Kernel::pack_rows`], [`Kernel::pack_columns`]). Unpacked rows whose length is a power of two would share a few lines of the
+//! cache. `Fused` packs all factors slab by slab while it multiplies. The other kernels pack X as a whole, sum in scratch (memory is
+//! too slow for C), and accept weights packed once for many products ([`PackedWeight`]).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -33,42 +32,38 @@ mod cut;
 mod fused;
 mod interleave;
 mod packed;
+mod products;
 #[cfg(test)]
 mod tests;
 mod tiles;
 
-use std::ops::Range;
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
 
-use rayon::prelude::*;
-
-use super::lent::Lent;
-use super::rectangles::{self, Rectangle};
+use super::rectangles::assert_holds;
 use super::stored::StoredDtype;
-use cut::Cut;
-use packed::{Shape, resize};
+use packed::Shape;
 
 pub use cut::{Product, packed_bytes};
 pub use fused::{InBlocks, UNROLLED, block_of_c, in_blocks, plus_block};
 pub(super) use interleave::interleave;
 pub use packed::{Factor, Factors, Line, PackedWeight, Strided, Values};
+pub use products::{Job, Packed, products};
 
-/// What multiplies.
+/// A kernel of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
     /// f32, multiplied and added in one step.
     Fused,
-    /// f32 as sums of bf16: three for an element of X, so many for one of W ([`Kernel::split`]); tiles as [`Kernel::Amx`].
+    /// f32 as sums of bf16 parts, on AMX tiles: three parts for X, the given number for W ([`Kernel::split`]).
     Split(u8),
-    /// bf16, tiles of Intel's Advanced Matrix Extensions.
+    /// bf16, on tiles of Intel's Advanced Matrix Extensions.
     Amx,
     /// bf16, AVX-512 with `vdpbf16ps`.
     Avx512,
 }
 
 impl Kernel {
-    /// As a run's protocol calls it; what gives other bits for the same weights has another name.
+    /// The name in a run's protocol. Kernels with different bits for the same weights have different names.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fused if fused::in_one_step() => "f32 products, multiplied and added in one step",
@@ -79,12 +74,12 @@ impl Kernel {
         }
     }
 
-    /// Whether factors are rounded to bf16.
+    /// Returns whether factors are rounded to bf16.
     pub fn is_bf16(self) -> bool {
         matches!(self, Self::Amx | Self::Avx512)
     }
 
-    /// The bf16 products of parts that a product is a sum of; 1 for a kernel that does not split.
+    /// The number of bf16 products per product; 1 for a kernel that does not split.
     pub fn terms(self) -> usize {
         match self {
             Self::Fused | Self::Amx | Self::Avx512 => 1,
@@ -94,12 +89,12 @@ impl Kernel {
         }
     }
 
-    /// Whether it multiplies weights that were packed before ([`PackedWeight`]).
+    /// Returns whether weights may be packed in advance ([`PackedWeight`]).
     pub fn keeps(self) -> bool {
         self != Self::Fused
     }
 
-    /// The kernel that splits weights of a dtype into as many parts as hold every bit of them; where there are tiles.
+    /// The kernel for AMX tiles that splits weights of a dtype into parts without loss.
     pub fn split(dtype: StoredDtype) -> Self {
         Self::Split(match dtype {
             StoredDtype::Bf16 => 1,
@@ -108,14 +103,14 @@ impl Kernel {
         })
     }
 
-    /// Whether [`Kernel::Split`] can be had here.
+    /// Returns whether this CPU has [`Kernel::Split`].
     pub fn has_split() -> bool {
         static HAS: OnceLock<bool> = OnceLock::new();
         *HAS.get_or_init(|| Self::all().contains(&Self::Split(1)))
     }
 
-    /// The bf16 kernel that is faster here than f32 products; asked once. `None` where there is none: Intel's CPUs have
-    /// `vdpbf16ps` at a third of the rate of f32 (measured on Sapphire Rapids), so without tiles bf16 is widened.
+    /// The bf16 kernel that is faster than f32 products on this CPU, if there is one. Intel's CPUs have `vdpbf16ps` at a third of the rate
+    /// of f32 (measured on Sapphire Rapids), so without tiles they widen bf16.
     pub fn best_bf16() -> Option<Self> {
         static BEST: OnceLock<Option<Kernel>> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -131,7 +126,7 @@ impl Kernel {
         })
     }
 
-    /// Every kernel that runs here, fastest first.
+    /// All kernels of this CPU, fastest first.
     pub fn all() -> Vec<Self> {
         let mut kernels = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -147,7 +142,7 @@ impl Kernel {
         kernels
     }
 
-    /// Multiplies what is in registers for some hundredths of a second, for [`super::peak`]; returns the operations.
+    /// Multiplies registers for some hundredths of a second, for [`super::peak`]; returns the number of operations.
     pub(super) fn spin(self) -> usize {
         match self {
             Self::Fused => fused::spin(),
@@ -165,22 +160,22 @@ impl Kernel {
             Self::Fused => fused::shape(),
             Self::Split(parts) => tiles::split(parts.into()),
             Self::Amx => Shape {
-                columns: 2 * tiles::TILE,
-                unit: 2 * tiles::TILE,
+                columns: 2 * packed::TILE,
+                unit: 2 * packed::TILE,
                 ..tiles::SHAPE
             },
             Self::Avx512 => tiles::SHAPE,
         }
     }
 
-    /// Lines that rows of X take when they are packed, of at most a slab of `inner`.
+    /// Lines of packed rows of X, of at most a slab of `inner`.
     ///
-    /// Lines of a slab of any rows follow those of the rows before, where these are whole blocks.
+    /// Within a slab, the lines of any rows follow those of the rows before, if these are whole blocks.
     pub fn row_lines(self, rows: usize, inner: usize) -> usize {
         self.shape().packed_rows(rows, inner)
     }
 
-    /// Lines that columns of W take when they are packed, of at most a slab of `inner`.
+    /// Lines of packed columns of W, of at most a slab of `inner`.
     pub fn column_lines(self, columns: usize, inner: usize) -> usize {
         self.shape().packed_columns(columns, inner)
     }
@@ -190,11 +185,11 @@ impl Kernel {
         self.shape().slab
     }
 
-    /// Packs some rows of a factor, at most a slab of `inner`; what is missing to whole blocks is zero.
+    /// Packs rows of a factor, at most a slab of `inner`, with zeros up to whole blocks.
     ///
     /// # Arguments
     /// * `rows`: f32, `[rows, inner]`
-    /// * `packed`: [`Kernel::row_lines`] of them
+    /// * `packed`: [`Kernel::row_lines`] lines
     pub fn pack_rows(self, rows: Strided<'_>, count: usize, inner: usize, packed: &mut [Line]) {
         match self {
             Self::Fused => fused::pack_rows(rows, count, inner, packed),
@@ -203,10 +198,10 @@ impl Kernel {
         }
     }
 
-    /// Packs some columns of a product, which are the rows of W, at most a slab of `inner`; what is missing to whole units is zero.
+    /// Packs columns of a product, which are rows of W, at most a slab of `inner`, with zeros up to whole units.
     ///
     /// # Arguments
-    /// * `packed`: [`Kernel::column_lines`] of them
+    /// * `packed`: [`Kernel::column_lines`] lines
     pub fn pack_columns(
         self,
         columns: Strided<'_>,
@@ -229,17 +224,16 @@ impl Kernel {
     ///
     /// # Arguments
     /// * `out`: `[rows, columns]`, rows `stride` elements apart
-    /// * `adds`: whether the product is added to what is in `out`
+    /// * `adds`: the product is added to `out`
     ///
     /// # Panics
-    /// When the factors are not as large as their shapes say, or `out` too small.
+    /// Panics when a factor or `out` is smaller than its shape.
     pub fn multiply(self, factors: Factors<'_>, out: &mut [f32], stride: usize, adds: bool) {
         assert!(
-            factors.columns <= stride
-                && factors.rows > 0
-                && (factors.rows - 1) * stride + factors.columns <= out.len(),
-            "the result reaches beyond its slice"
+            factors.columns <= stride && factors.rows > 0,
+            "rows of the result must not overlap"
         );
+        assert_holds(out.len(), factors.rows, factors.columns, stride);
         match self {
             Self::Fused => fused::multiply(factors, &mut fused::Slice { out, stride }, adds),
             #[cfg(target_arch = "x86_64")]
@@ -252,225 +246,8 @@ impl Kernel {
             Self::Avx512 => avx512::multiply(factors, out, stride, adds),
             #[cfg(not(target_arch = "x86_64"))]
             Self::Split(_) | Self::Amx | Self::Avx512 => {
-                unreachable!("no such kernel is listed for this CPU, so none is asked for")
+                unreachable!("this CPU does not list such kernels")
             }
         }
     }
-}
-
-/// One of the products of a common X.
-#[derive(Debug)]
-pub struct Job<'a> {
-    /// W.
-    pub weight: Factor<'a>,
-    /// Rows of W.
-    pub columns: usize,
-    /// `[tokens, columns]`, rows `stride` elements apart; its old content is ignored, what is between rows is kept.
-    pub out: &'a mut [f32],
-    /// From row to row of `out`.
-    pub stride: usize,
-}
-
-/// Packed factors and sums under way, reused by every product.
-#[derive(Debug, Default)]
-pub struct Packed {
-    x: Vec<Line>,
-    scratch: Lent<Scratch>,
-    /// What packing X took since this was last asked.
-    packing: Duration,
-}
-
-/// What a task works on.
-#[derive(Debug, Default)]
-struct Scratch {
-    w: Vec<Line>,
-    sums: Vec<f32>,
-}
-
-impl Packed {
-    /// The time packing took since this was last asked; what tasks pack while they multiply is not part of it.
-    pub(super) fn take_time(&mut self) -> Duration {
-        std::mem::take(&mut self.packing)
-    }
-
-    #[cfg(test)]
-    fn bytes(self) -> usize {
-        let scratch = self.scratch.into_inner();
-        let scratch = scratch
-            .iter()
-            .map(|scratch| scratch.w.len() * size_of::<Line>() + scratch.sums.len() * 4);
-        self.x.len() * size_of::<Line>() + scratch.sum::<usize>()
-    }
-}
-
-/// A rectangle of the result of a job.
-struct Task<'a> {
-    weight: Factor<'a>,
-    out: Rectangle<'a>,
-}
-
-/// Writes x·Wᵀ of every job, x being packed once for all.
-///
-/// # Arguments
-/// * `x`: `[tokens, inner]`, row-major
-///
-/// # Panics
-/// When a slice does not have the size its shape says.
-pub fn products(
-    kernel: Kernel,
-    x: &[f32],
-    inner: usize,
-    jobs: &mut [Job<'_>],
-    packed: &mut Packed,
-) {
-    assert!(
-        inner > 0 && x.len().is_multiple_of(inner),
-        "x must be [tokens, inner]"
-    );
-    let tokens = x.len() / inner;
-    if tokens == 0 {
-        return;
-    }
-    let shape = kernel.shape();
-    let is_kept = jobs
-        .iter()
-        .all(|job| matches!(job.weight, Factor::Packed(..)));
-    for job in &*jobs {
-        let fits = match job.weight {
-            Factor::Stored(weight) => weight.len() == job.columns * inner,
-            Factor::Packed(weight, first) => {
-                weight.kernel == kernel
-                    && weight.inner == inner
-                    && first + job.columns <= weight.columns
-                    && first.is_multiple_of(shape.unit)
-            }
-        };
-        assert!(fits, "shapes of a product must match");
-        assert!(
-            job.columns <= job.stride && (tokens - 1) * job.stride + job.columns <= job.out.len(),
-            "the result reaches beyond its slice"
-        );
-    }
-    let columns: Vec<usize> = jobs.iter().map(|job| job.columns).collect();
-    let threads = rayon::current_num_threads();
-    let cut = Cut::of(shape, tokens, &columns, threads, is_kept);
-    let row_ranges: Vec<_> = (0..cut.row_parts).map(|part| cut.rows(part)).collect();
-    let mut tasks = Vec::new();
-    for (index, job) in jobs.iter_mut().enumerate() {
-        let column_ranges: Vec<_> = (0..cut.column_parts[index])
-            .map(|part| cut.columns(index, part))
-            .collect();
-        let weight = job.weight;
-        let rectangles = rectangles::cut(job.out, job.stride, &row_ranges, &column_ranges);
-        tasks.extend(rectangles.map(|out| Task { weight, out }));
-    }
-    tasks.retain(|task| !task.out.rows().is_empty() && !task.out.columns().is_empty());
-    let x = Strided::rows(Values::F32(x), inner);
-    let Packed {
-        x: lines,
-        scratch,
-        packing,
-    } = packed;
-    match kernel {
-        Kernel::Fused => {
-            for slab in shape.slabs(inner) {
-                let lines = resize(lines, shape.packed_rows(tokens, slab.len()));
-                *packing += pack_slab(kernel, x, tokens, slab.clone(), lines);
-                tasks.par_iter_mut().with_max_len(1).for_each(|task| {
-                    scratch.lend(Scratch::default, |scratch| {
-                        let (rows, columns) = (task.out.rows(), task.out.columns());
-                        let x = &lines[shape.packed_rows(rows.start, slab.len())..];
-                        let w = pack_part(kernel, task, inner, slab.clone(), &mut scratch.w);
-                        let factors = Factors {
-                            x,
-                            w,
-                            rows: rows.len(),
-                            columns: columns.len(),
-                            inner: slab.len(),
-                        };
-                        fused::multiply(factors, &mut task.out, slab.start > 0);
-                    });
-                });
-            }
-        }
-        Kernel::Split(_) | Kernel::Amx | Kernel::Avx512 => {
-            let lines = resize(lines, shape.packed_rows(tokens, inner));
-            let mut rest = &mut *lines;
-            for slab in shape.slabs(inner) {
-                let (packed, behind) = rest.split_at_mut(shape.packed_rows(tokens, slab.len()));
-                rest = behind;
-                *packing += pack_slab(kernel, x, tokens, slab, packed);
-            }
-            tasks.par_iter_mut().with_max_len(1).for_each(|task| {
-                scratch.lend(Scratch::default, |scratch| {
-                    let Scratch { w, sums } = scratch;
-                    let (first_row, first_column) =
-                        (task.out.rows().start, task.out.columns().start);
-                    let (rows, columns) = (task.out.rows().len(), task.out.columns().len());
-                    let sums = super::weight::grow(sums, rows * columns);
-                    for slab in shape.slabs(inner) {
-                        let x = &lines[shape.packed_rows(tokens, slab.start)..]
-                            [shape.packed_rows(first_row, slab.len())..];
-                        let w = match task.weight {
-                            Factor::Stored(_) => pack_part(kernel, task, inner, slab.clone(), w),
-                            Factor::Packed(weight, first) => {
-                                &weight.lines[shape.packed_columns(weight.columns, slab.start)..]
-                                    [shape.packed_columns(first + first_column, slab.len())..]
-                            }
-                        };
-                        let factors = Factors {
-                            x,
-                            w,
-                            rows,
-                            columns,
-                            inner: slab.len(),
-                        };
-                        kernel.multiply(factors, sums, columns, slab.start > 0);
-                    }
-                    for (row, sums) in sums.chunks_exact(columns).enumerate() {
-                        task.out.row(row).copy_from_slice(sums);
-                    }
-                });
-            });
-        }
-    }
-}
-
-/// Packs a slab of X on all threads; returns how long it took.
-fn pack_slab(
-    kernel: Kernel,
-    x: Strided<'_>,
-    tokens: usize,
-    slab: Range<usize>,
-    lines: &mut [Line],
-) -> Duration {
-    let began = Instant::now();
-    let shape = kernel.shape();
-    lines
-        .par_chunks_mut(shape.packed_rows(shape.rows, slab.len()))
-        .enumerate()
-        .for_each(|(block, lines)| {
-            let first = block * shape.rows;
-            let count = shape.rows.min(tokens - first);
-            kernel.pack_rows(x.at(first, slab.start), count, slab.len(), lines);
-        });
-    began.elapsed()
-}
-
-/// Packs a task's columns of a slab of a stored weight.
-fn pack_part<'l>(
-    kernel: Kernel,
-    task: &Task<'_>,
-    inner: usize,
-    slab: Range<usize>,
-    lines: &'l mut Vec<Line>,
-) -> &'l [Line] {
-    let Factor::Stored(weight) = task.weight else {
-        unreachable!("`Fused` keeps no weight packed, and the others ask for stored ones only");
-    };
-    let columns = task.out.columns();
-    let lines = resize(lines, kernel.column_lines(columns.len(), slab.len()));
-    let weight = Strided::rows(weight, inner).at(columns.start, slab.start);
-    kernel.pack_columns(weight, columns.len(), slab.len(), lines);
-    lines
 }

@@ -1,4 +1,4 @@
-//! Factors as blocks read them: lines of a cache, in the order of slabs and blocks.
+//! Packed factors: cache lines in the order in which blocks read them.
 
 use std::ops::Range;
 
@@ -12,10 +12,17 @@ use super::Kernel;
 #[repr(C, align(64))]
 pub struct Line(pub(super) [u16; 32]);
 
-/// Elements of C in a task: a bit more than a MiB, which leaves as much of a second-level cache of 2 MiB to the factors.
+/// Rows or columns of a tile of the bf16 kernels.
+pub(super) const TILE: usize = 16;
+/// Elements of `inner` in a tile.
+pub(super) const TILE_DEPTH: usize = 32;
+/// Lines of a tile.
+pub(super) const TILE_LINES: usize = TILE;
+
+/// Elements of C in a task: a little more than a MiB, so that a second-level cache of 2 MiB has nearly as much for the factors.
 pub(super) const TASK_ELEMENTS: usize = 288 << 10;
 
-/// How a kernel cuts its factors.
+/// The sizes in which a kernel cuts its factors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
     /// Rows of a block of C.
@@ -28,7 +35,7 @@ pub(super) struct Shape {
     pub(super) depth: usize,
     /// Elements of `inner` in a slab.
     pub(super) slab: usize,
-    /// Elements of C in a task, at most.
+    /// The most elements of C in a task.
     pub(super) task: usize,
     /// Bytes of a packed element of X.
     pub(super) row_bytes: usize,
@@ -37,12 +44,12 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Lines of so many elements of X, whole blocks of them.
+    /// Lines of a number of elements of X, in whole blocks.
     pub(super) fn row_lines(&self, elements: usize) -> usize {
         elements * self.row_bytes / size_of::<Line>()
     }
 
-    /// Lines of so many elements of W, whole units of them.
+    /// Lines of a number of elements of W, in whole units.
     pub(super) fn column_lines(&self, elements: usize) -> usize {
         elements * self.column_bytes / size_of::<Line>()
     }
@@ -63,7 +70,7 @@ impl Shape {
             .map(move |first| first..inner.min(first + slab))
     }
 
-    /// `inner` with what is packed beyond it.
+    /// `inner` with its padding.
     pub(super) fn steps(&self, inner: usize) -> usize {
         inner.next_multiple_of(self.depth)
     }
@@ -90,11 +97,11 @@ pub struct Factors<'a> {
     pub rows: usize,
     /// Rows of W, columns of the product.
     pub columns: usize,
-    /// Elements of a row of either.
+    /// Elements of a row of each factor.
     pub inner: usize,
 }
 
-/// Elements in the dtype they are stored in.
+/// Elements in their stored dtype.
 #[derive(Debug, Clone, Copy)]
 pub enum Values<'a> {
     /// Single precision.
@@ -167,7 +174,7 @@ impl<'a> Strided<'a> {
         }
     }
 
-    /// The same from a row and an element of `inner` on.
+    /// The part from a row and an element of `inner` on.
     #[must_use]
     pub fn at(self, row: usize, inner: usize) -> Self {
         let first = if self.is_transposed {
@@ -182,7 +189,7 @@ impl<'a> Strided<'a> {
     }
 }
 
-/// A weight packed for as many products as there will be.
+/// A weight packed once for many products.
 #[derive(Debug)]
 pub struct PackedWeight {
     pub(super) lines: Vec<Line>,
@@ -195,7 +202,7 @@ impl PackedWeight {
     /// Packs a weight `[columns, inner]`, row-major.
     ///
     /// # Panics
-    /// When there are not as many elements, or rows of none, and for a kernel that keeps none.
+    /// Panics when the elements do not fill the shape, when rows are empty, and for a kernel that does not use packed weights.
     pub fn of(kernel: Kernel, weight: Values<'_>, columns: usize, inner: usize) -> Self {
         assert!(
             inner > 0 && weight.len() == columns * inner,
@@ -227,13 +234,13 @@ impl PackedWeight {
         }
     }
 
-    /// What a weight of this shape takes.
+    /// Bytes of a packed weight of this shape.
     pub fn bytes(kernel: Kernel, columns: usize, inner: usize) -> usize {
         let shape = kernel.shape();
         shape.packed_columns(columns, inner) * size_of::<Line>()
     }
 
-    /// Whether products with some of the columns can begin with this one.
+    /// Returns whether a product with some of the columns can begin at this one.
     pub fn begins_at(kernel: Kernel, column: usize) -> bool {
         column.is_multiple_of(kernel.shape().unit)
     }
@@ -244,14 +251,14 @@ impl PackedWeight {
 pub enum Factor<'a> {
     /// `[columns, inner]` as stored, row-major; packed while it is multiplied.
     Stored(Values<'a>),
-    /// So many columns of a packed weight, from the first one on, which [`PackedWeight::begins_at`].
+    /// Columns of a packed weight from a first one on, at which a product may begin ([`PackedWeight::begins_at`]).
     Packed(&'a PackedWeight, usize),
 }
 
-/// So many lines of unspecified content.
+/// Lends lines with unspecified content.
 pub(super) fn resize(lines: &mut Vec<Line>, length: usize) -> &mut [Line] {
     if lines.len() < length {
-        // Never two at once, and zeroed by the system, not by us, where it is new.
+        // The old lines are freed first. The system zeroes new ones.
         *lines = Vec::new();
         *lines = bytemuck::allocation::zeroed_vec(length);
     }

@@ -5,6 +5,8 @@ use half::{bf16, f16};
 use super::tiles::{rounded, take_part};
 use super::*;
 
+mod precision;
+
 /// Reproducible numbers in (-1, 1).
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -64,7 +66,7 @@ fn product(
     products(kernel, x, inner, &mut jobs, packed);
 }
 
-/// A product into rows that lie closely.
+/// A product into contiguous rows.
 fn multiply(
     kernel: Kernel,
     x: &[f32],
@@ -101,7 +103,7 @@ fn products_of_any_shape_are_those_of_the_triple_loop() {
                 numbers(tokens * inner, 1),
                 stored(&numbers(columns * inner, 2)),
             );
-            // What was there before must not shine through.
+            // The old content must not show.
             let mut out = vec![f32::NAN; tokens * columns];
             multiply(kernel, &x, &weight, inner, &mut out, &mut packed);
             for (at, (found, (sum, size))) in out
@@ -249,7 +251,7 @@ fn neither_threads_nor_tokens_change_a_bit() {
 }
 
 #[test]
-fn what_is_not_finite_stays_visible_and_stays_where_it_is() {
+fn infinities_and_nans_stay_visible_in_their_rows() {
     let (inner, columns) = (70, 40);
     let mut x = numbers(3 * inner, 5);
     (x[inner + 69], x[2 * inner]) = (f32::NAN, f32::INFINITY);
@@ -265,7 +267,7 @@ fn what_is_not_finite_stays_visible_and_stays_where_it_is() {
             out[columns..2 * columns].iter().all(|value| value.is_nan()),
             "{kernel:?}"
         );
-        // What is infinite meets the parts that a weight has not, which are 0.
+        // An infinity is multiplied by missing parts of a weight, which are 0.
         let has_more_parts = matches!(kernel, Kernel::Split(2..));
         assert!(
             out[2 * columns..]
@@ -276,201 +278,15 @@ fn what_is_not_finite_stays_visible_and_stays_where_it_is() {
     }
 }
 
-/// How far a kernel is from the exact product of weights in a dtype: the root of the mean square, and the most, relative to Σ|x·w|.
-fn error_of(
-    kernel: Kernel,
-    weight: Values<'_>,
-    wide: &[f32],
-    x: &[f32],
-    inner: usize,
-) -> (f64, f64) {
-    let columns = wide.len() / inner;
-    let mut out = vec![f32::NAN; x.len() / inner * columns];
-    let factor = Factor::Stored(weight);
-    let target = (&mut out[..], columns);
-    let mut packed = Packed::default();
-    product(kernel, x, factor, (columns, inner), target, &mut packed);
-    let (mut squares, mut most) = (0.0, 0.0f64);
-    for (x, out) in x.chunks_exact(inner).zip(out.chunks_exact(columns)) {
-        for (w, found) in wide.chunks_exact(inner).zip(out) {
-            let products = x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w));
-            let (sum, size) = products.fold((0.0, 0.0), |(sum, size), product| {
-                (sum + product, size + product.abs())
-            });
-            let error = (f64::from(*found) - sum) / size;
-            squares += error * error;
-            most = most.max(error.abs());
-        }
-    }
-    ((squares / out.len() as f64).sqrt(), most)
-}
-
+/// Products one after another, of one weight and of several: the planned bytes are the most that remain.
 #[test]
-fn products_by_parts_are_as_exact_as_those_of_f32() {
-    let (tokens, inner, columns) = (40, 4096, 50);
-    // Every bit of the significand is used, and sizes differ as those of activations do.
-    let x: Vec<f32> = numbers(tokens * inner, 21)
-        .iter()
-        .enumerate()
-        .map(|(at, value)| value * 10.0f32.powi((at * 31 % 7) as i32 - 3))
-        .collect();
-    let values = numbers(columns * inner, 22);
-    let halves: Vec<f16> = values
-        .iter()
-        .map(|&value| f16::from_f32(value * 0.03))
-        .collect();
-    let brains = stored(&values);
-    let widened: Vec<f32> = halves.iter().map(|value| value.to_f32()).collect();
-    let widest: Vec<f32> = brains.iter().map(|value| value.to_f32()).collect();
-    for (dtype, weight, wide) in [
-        (StoredDtype::Bf16, Values::Bf16(&brains), &widest),
-        (StoredDtype::F16, Values::F16(&halves), &widened),
-        (StoredDtype::F32, Values::F32(&values), &values),
-    ]
-    .into_iter()
-    .filter(|_| Kernel::has_split())
-    {
-        let by_parts = error_of(Kernel::split(dtype), weight, wide, &x, inner);
-        let fused = error_of(Kernel::Fused, weight, wide, &x, inner);
-        assert!(by_parts.0 <= fused.0, "{dtype:?}: {by_parts:?} {fused:?}");
-        assert!(
-            by_parts.1 <= 1.5 * fused.1,
-            "{dtype:?}: {by_parts:?} {fused:?}"
-        );
-        // One part fewer would not do.
-        if let Kernel::Split(parts @ 2..) = Kernel::split(dtype) {
-            let fewer = error_of(Kernel::Split(parts - 1), weight, wide, &x, inner);
-            assert!(
-                fewer.0 > 3.0 * by_parts.0,
-                "{dtype:?}: {fewer:?} {by_parts:?}"
-            );
-        }
-    }
-}
-
-#[test]
-fn the_parts_of_a_number_are_the_number() {
-    let odd = [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0 - f32::EPSILON,
-        std::f32::consts::PI,
-        f32::MAX,
-        f32::MIN,
-        3.4e38,
-        1e-30,
-        -7.7e-33,
-    ];
-    for value in odd.into_iter().chain(numbers(1000, 23)) {
-        let mut rest = value;
-        let parts: [u16; 3] = std::array::from_fn(|_| take_part::<3>(&mut rest));
-        let sum: f64 = parts
-            .iter()
-            .map(|&part| bf16::from_bits(part).to_f64())
-            .sum();
-        assert_eq!((sum, rest), (f64::from(value), 0.0), "{value:e}");
-    }
-    for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
-        let mut rest = value;
-        let first = bf16::from_bits(take_part::<3>(&mut rest)).to_f32();
-        assert!(first == value || first.is_nan() && value.is_nan());
-        assert_eq!((take_part::<3>(&mut rest), rest), (0, 0.0));
-    }
-}
-
-#[test]
-fn rounding_is_that_of_the_half_crate() {
-    let odd = [
-        0.0,
-        -0.0,
-        1.0,
-        1.003_906_3,
-        1.011_718_8,
-        3.4e38,
-        f32::MAX,
-        f32::INFINITY,
-        f32::MIN_POSITIVE,
-        1e-45,
-        -2.5,
-    ];
-    for value in odd.into_iter().chain(numbers(1000, 6)) {
-        assert_eq!(rounded(value), bf16::from_f32(value).to_bits(), "{value}");
-    }
-    for nan in [
-        f32::NAN,
-        f32::from_bits(0x7f80_0001),
-        f32::from_bits(0xffff_ffff),
-    ] {
-        assert!(bf16::from_bits(rounded(nan)).is_nan());
-    }
-}
-
-/// However rows are packed on this CPU, a line has the bits of [`take_part`]; for a subnormal number it may have zero.
-fn parts_are_taken_one_by_one<const PARTS: usize>() {
-    // Whole steps and the beginning of one more; more rows than a tile, fewer than a block.
-    let (rows, inner) = (19, 3 * 32 + 5);
-    let mut values = numbers(rows * inner, 11);
-    let odd = [
-        0.0,
-        -0.0,
-        3.4e38,
-        f32::MAX,
-        f32::MIN,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::NAN,
-        1e-45,
-        f32::MIN_POSITIVE,
-        1e-38,
-        -1.5e-36,
-        65504.0,
-    ];
-    // One to a line, and all in one.
-    for (at, odd) in odd.into_iter().enumerate() {
-        values[at * inner + 7 * at % 96] = odd;
-        values[(rows - 1) * inner + 32 + at] = odd;
-    }
-    let steps = inner.div_ceil(32);
-    let mut lines = vec![Line([7; 32]); 2 * steps * PARTS * 16];
-    let strided = Strided::rows(Values::F32(&values), inner);
-    super::tiles::pack_rows::<PARTS>(strided, rows, inner, &mut lines);
-    for row in 0..32 {
-        for at in 0..steps * 32 {
-            let is_there = row < rows && at < inner;
-            let value = if is_there {
-                values[row * inner + at]
-            } else {
-                0.0
-            };
-            let mut rest = value;
-            for part in 0..PARTS {
-                let wanted = bf16::from_bits(take_part::<PARTS>(&mut rest));
-                let line = ((row / 16 * steps + at / 32) * PARTS + part) * 16 + row % 16;
-                let got = bf16::from_bits(lines[line].0[at % 32]);
-                let is_same = got.to_bits() == wanted.to_bits() || got.is_nan() && wanted.is_nan();
-                let is_tiny = got == bf16::ZERO && wanted.to_f32().abs() <= f32::MIN_POSITIVE;
-                assert!(is_same || is_tiny, "{value}, part {part}: {got} {wanted}");
-            }
-        }
-    }
-}
-
-#[test]
-fn rows_are_packed_as_one_by_one() {
-    parts_are_taken_one_by_one::<1>();
-    parts_are_taken_one_by_one::<3>();
-}
-
-/// Products one after another, of one weight and of several: what they leave, and what is said of them.
-#[test]
-fn what_is_packed_is_what_the_footprint_says() {
+fn packed_bytes_are_those_of_the_footprint() {
     type Case = (usize, usize, usize, &'static [usize]);
     let cases: [&[Case]; 5] = [
         &[(1, 50, 100, &[70])],
         &[(3, 2100, 600, &[700])],
         &[(2, 300, 2100, &[500])],
-        // Cut each for itself: into wider tasks than their sum would be.
+        // Each product alone is cut into wider tasks than all together.
         &[(8, 1024, 64, &[2048, 512, 512])],
         // Few wide tasks, then many narrow ones.
         &[(4, 70, 600, &[96]), (4, 700, 40, &[300, 300])],
@@ -525,7 +341,7 @@ fn what_is_packed_is_what_the_footprint_says() {
 }
 
 #[test]
-fn rows_may_lie_apart_and_what_is_between_them_is_kept() {
+fn rows_may_be_apart_and_the_elements_between_them_are_kept() {
     let (tokens, inner, columns, stride) = (35, 64, 20, 33);
     let (x, weight) = (
         numbers(tokens * inner, 7),
@@ -571,6 +387,47 @@ fn a_weight_packed_once_gives_the_bits_of_one_packed_each_time() {
             let mut packed = Packed::default();
             product(kernel, &x, factor, (some, inner), target, &mut packed);
             assert!(each == once, "{kernel:?} {first} {some}");
+        }
+    }
+}
+
+/// The message a product of these factors panics with.
+fn panic_of(factors: Factors<'_>, out: &mut [f32], stride: usize, kernel: Kernel) -> String {
+    let run = std::panic::AssertUnwindSafe(|| kernel.multiply(factors, out, stride, false));
+    let payload = std::panic::catch_unwind(run).expect_err("the product is refused");
+    match payload.downcast::<String>() {
+        Ok(message) => *message,
+        Err(payload) => payload.downcast::<&str>().expect("a message").to_string(),
+    }
+}
+
+#[test]
+fn shapes_and_strides_that_overflow_are_refused_with_a_message() {
+    for kernel in Kernel::all() {
+        let (x, w) = (
+            vec![Line::default(); kernel.row_lines(5, 32)],
+            vec![Line::default(); kernel.column_lines(1, 32)],
+        );
+        let factors = |rows, columns, inner| Factors {
+            x: &x,
+            w: &w,
+            rows,
+            columns,
+            inner,
+        };
+        let out = &mut [0.0; 64][..];
+        // 4 · 2⁶² and 2 · 2⁶³ are 0 in 64 bits.
+        for (rows, stride) in [(5, 1 << 62), (3, 1 << 63), (2, usize::MAX)] {
+            let message = panic_of(factors(rows, 1, 32), out, stride, kernel);
+            assert_eq!(
+                message, "the result reaches beyond its slice",
+                "{kernel:?} {rows} {stride}"
+            );
+        }
+        // No slice is as long as these factors.
+        for inner in [1 << 58, 1 << 62, usize::MAX] {
+            let message = panic_of(factors(1, 1, inner), out, 1, kernel);
+            assert!(!message.is_empty(), "{kernel:?} {inner}");
         }
     }
 }

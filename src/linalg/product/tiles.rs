@@ -1,21 +1,14 @@
-//! The packed form of the kernels that multiply bf16: tiles of 16 rows or columns and 32 of `inner`, 1 KiB each, those of one row of
-//! tiles and one slab behind one another; where numbers are split, the tiles of all parts at each step.
+//! Packing for the bf16 kernels: tiles of 16 rows or columns by 32 elements of `inner`, 1 KiB each. The tiles of a row of tiles and a
+//! slab follow one another; for split numbers, each step has the tiles of all parts.
 //!
-//! In a tile of X a row's 32 values are 64 bytes; in a tile of W the values 2p and 2p + 1 of all 16 columns are 64 bytes, which is
-//! what both instructions multiply. f32 is rounded to the nearest bf16, ties to even. What is missing to whole tiles is zero.
+//! In a tile of X, the 32 values of a row are 64 bytes. In a tile of W, the values 2p and 2p + 1 of all 16 columns are 64 bytes. Both
+//! instructions multiply these forms. f32 is rounded to the nearest bf16, ties to even. Zeros fill up whole tiles.
 
 use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 
-use super::packed::TASK_ELEMENTS;
+use super::packed::{TASK_ELEMENTS, TILE, TILE_DEPTH as DEPTH, TILE_LINES};
 use super::{Line, Shape, Strided, Values};
-
-/// Rows or columns of a tile.
-pub(super) const TILE: usize = 16;
-/// Elements of `inner` in a tile.
-pub(super) const DEPTH: usize = 32;
-/// Lines of a tile.
-pub(super) const TILE_LINES: usize = TILE;
 
 /// Blocks of two row tiles by three column tiles; a slab of a block of X is 64 KiB.
 pub(super) const SHAPE: Shape = Shape {
@@ -29,10 +22,10 @@ pub(super) const SHAPE: Shape = Shape {
     column_bytes: size_of::<bf16>(),
 };
 
-/// Parts of an element of X that is split: with 8 bits of significand each, all 24 of an f32.
+/// Parts of a split element of X: three significands of 8 bits hold the 24 bits of an f32.
 pub(super) const ROW_PARTS: usize = 3;
 
-/// Blocks of two tiles by two, X in [`ROW_PARTS`], W in so many; a slab of a block of X is 96 KiB.
+/// Blocks of two by two tiles, with X in [`ROW_PARTS`] parts and W in `parts`; a slab of a block of X is 96 KiB.
 pub(super) const fn split(parts: usize) -> Shape {
     Shape {
         columns: 2 * TILE,
@@ -70,7 +63,7 @@ pub(super) fn pack_rows<const PARTS: usize>(
     Arch::new().dispatch(pack);
 }
 
-/// The loops of [`pack_rows`], compiled for the registers the CPU has.
+/// The loops of [`pack_rows`], compiled for the CPU's registers.
 struct PackRows<'a, const PARTS: usize> {
     values: &'a [f32],
     stride: usize,
@@ -89,7 +82,7 @@ impl<const PARTS: usize> WithSimd for PackRows<'_, PARTS> {
 }
 
 impl<const PARTS: usize> PackRows<'_, PARTS> {
-    /// Goes over the rows. `ROUNDS` says that the CPU rounds in one instruction.
+    /// Packs all rows. With `ROUNDS`, the CPU rounds in one instruction.
     #[inline(always)]
     fn run<const ROUNDS: bool>(self) {
         let tiles = self.count.div_ceil(SHAPE.rows) * SHAPE.rows / TILE;
@@ -107,7 +100,7 @@ impl<const PARTS: usize> PackRows<'_, PARTS> {
                 let (whole, rest) = values.as_chunks::<DEPTH>();
                 let (now, behind) = lines.split_at_mut(whole.len() * PARTS * TILE_LINES);
                 split_row::<PARTS, ROUNDS>(whole, in_tile, now);
-                // The end of a row, or a row that only fills the tile.
+                // The end of a row, or a row of padding.
                 let mut rest = rest;
                 for lines in behind.chunks_exact_mut(PARTS * TILE_LINES) {
                     let mut values = [0.0; DEPTH];
@@ -120,7 +113,7 @@ impl<const PARTS: usize> PackRows<'_, PARTS> {
     }
 }
 
-/// Whole steps of a row.
+/// Packs whole steps of a row.
 #[inline(always)]
 fn split_row<const PARTS: usize, const ROUNDS: bool>(
     values: &[[f32; DEPTH]],
@@ -137,7 +130,7 @@ fn split_row<const PARTS: usize, const ROUNDS: bool>(
     }
 }
 
-/// A row's part of a step: one line in each of the tiles of its parts.
+/// Packs a step of a row: one line in the tile of each part.
 #[inline(always)]
 fn split_line<const PARTS: usize>(values: &[f32; DEPTH], in_tile: usize, lines: &mut [Line]) {
     let mut rest = *values;
@@ -149,8 +142,8 @@ fn split_line<const PARTS: usize>(values: &[f32; DEPTH], in_tile: usize, lines: 
     }
 }
 
-/// The bits of the bf16 next to a number, which becomes what is left of it. Alone it is [`rounded`]; a number that is split does not
-/// become infinite by rounding, and nothing is left of one that is not finite.
+/// Returns the bits of the bf16 nearest to a number, and replaces the number by the difference. With one part it is [`rounded`]. A split
+/// number does not become infinite by rounding; the difference of an infinity or NaN is 0.
 #[inline(always)]
 pub(super) fn take_part<const PARTS: usize>(value: &mut f32) -> u16 {
     const EXPONENT: u32 = 0x7f80_0000;
@@ -171,7 +164,7 @@ pub(super) fn take_part<const PARTS: usize>(value: &mut f32) -> u16 {
     taken
 }
 
-/// Packs columns of a product, `tiles` column tiles at least.
+/// Packs columns of a product, in multiples of `tiles` column tiles.
 pub(super) fn pack_columns<const PARTS: usize>(
     columns: Strided<'_>,
     count: usize,
@@ -188,7 +181,7 @@ pub(super) fn pack_columns<const PARTS: usize>(
     });
 }
 
-/// The loops of [`pack_columns`], compiled for the registers the CPU has.
+/// The loops of [`pack_columns`], compiled for the CPU's registers.
 struct PackColumns<'a, const PARTS: usize> {
     columns: Strided<'a>,
     count: usize,
@@ -216,7 +209,7 @@ impl<const PARTS: usize> WithSimd for PackColumns<'_, PARTS> {
             let first = tile * TILE;
             let present = count.saturating_sub(first).min(TILE);
             if present == 0 {
-                // A tile that only fills a pair.
+                // A tile of padding.
                 lines.fill(Line::default());
                 continue;
             }
@@ -234,7 +227,7 @@ impl<const PARTS: usize> WithSimd for PackColumns<'_, PARTS> {
     }
 }
 
-/// A step of columns that lie row by row: the tiles of its parts.
+/// Packs a step of columns stored row by row: the tiles of all parts.
 #[inline(always)]
 fn pack_straight<const PARTS: usize>(
     columns: Strided<'_>,
@@ -256,7 +249,7 @@ fn pack_straight<const PARTS: usize>(
     }
 }
 
-/// A step of columns that lie side by side: the tiles of its parts.
+/// Packs a step of columns stored side by side: the tiles of all parts.
 #[inline(always)]
 fn pack_transposed<const PARTS: usize>(
     columns: Strided<'_>,
@@ -278,7 +271,7 @@ fn pack_transposed<const PARTS: usize>(
     }
 }
 
-/// The bits of the parts of `some` elements; those after them stay what they were.
+/// Writes the bits of the parts of `some` elements; later elements of `bits` stay unchanged.
 #[inline(always)]
 fn bits_of<const PARTS: usize, const WIDTH: usize>(
     values: Values<'_>,
@@ -292,7 +285,7 @@ fn bits_of<const PARTS: usize, const WIDTH: usize>(
     }
     let mut wide = [0.0f32; WIDTH];
     match values {
-        // A copy of known length.
+        // The compiler knows the length of this copy.
         Values::F32(values) if some == WIDTH => wide.copy_from_slice(&values[first..first + WIDTH]),
         _ => values.widen(first, &mut wide[..some]),
     }
@@ -308,7 +301,7 @@ pub(super) fn tile_lines<const PARTS: usize>(inner: usize) -> usize {
     inner.div_ceil(DEPTH) * PARTS * TILE_LINES
 }
 
-/// The bits of the nearest bf16, ties to even; NaN stays NaN, what is too large becomes infinite.
+/// The bits of the nearest bf16, ties to even. NaN stays NaN, and a number that is too large becomes infinite.
 #[inline(always)]
 pub(super) fn rounded(value: f32) -> u16 {
     let bits = value.to_bits();
