@@ -87,10 +87,16 @@ pub(super) fn headers(
         let repo = repo.ok_or_else(|| missing_folder(model))?;
         let repo = repo.at(revision.unwrap_or("main"))?;
         let headers = hub(cache_dir)?.model_headers(&repo, &Checkpoint, events)?;
-        config = ModelConfig::load(&headers.snapshot.folder)?;
-        let shards = headers.shards.into_iter();
-        let shards = shards.map(|shard| (shard.name, shard.json, shard.file_bytes));
-        source = Box::new(HeadersOnly::new(repo.id(), shards)?);
+        let folder = &headers.snapshot.folder;
+        config = ModelConfig::load(folder)?;
+        source = match headers.shards {
+            Some(shards) => {
+                let shards = shards.into_iter();
+                let shards = shards.map(|shard| (shard.name, shard.json, shard.file_bytes));
+                Box::new(HeadersOnly::new(repo.id(), shards)?)
+            }
+            None => Box::new(checkpoint::Checkpoint::open(folder)?),
+        };
     }
     for layer in 0..config.num_hidden_layers {
         DecoderLayer::check(&*source, &config, layer)?;

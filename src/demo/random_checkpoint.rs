@@ -21,12 +21,11 @@ use super::noise::Noise;
 use super::tokenizer::{BYTE_TOKENS, Tokenizer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    CHUNK_BYTES, INDEX_FILE, Meter, PARTIAL_SUFFIX, SINGLE_FILE, encode_header, sync_folder,
-    write_atomic,
+    CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE, encode_header, sync_folder, write_atomic,
 };
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::run::Events;
+use crate::run::{Events, Meter};
 
 /// The version whose config.json this one imitates.
 const TRANSFORMERS_VERSION: &str = "4.46.3";

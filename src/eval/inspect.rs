@@ -11,13 +11,13 @@ use safetensors::Dtype;
 
 use super::comparison::Against;
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Checkpoint, GROUP_SIZES, Meter, Scan, TensorEntry, scan_tensor};
+use crate::checkpoint::{Checkpoint, GROUP_SIZES, Scan, TensorEntry, scan_tensor};
 use crate::model::{ModelConfig, Projection};
-use crate::run::Events;
 use crate::run::inspection::{
     DtypeShare, Group, InspectedLayer, InspectedMatrix, Inspection, OtherTensors, PatternCount,
     Problem, SCHEMA, ShardFile, Zeros,
 };
+use crate::run::{Events, Meter};
 
 /// A pattern accounts for a matrix's zeros where it explains at least this share of them: a few weights of a group may be
 /// zero beyond it, because they were before.

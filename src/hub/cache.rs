@@ -1,14 +1,13 @@
-//! Where a repository lies in the cache, as all of the hub's clients have it:
+//! The folder of a repository in the cache, in the layout that all clients of the hub share:
 //!
 //! ```text
 //! models--owner--name/
 //!   blobs/<etag>                     the contents
-//!   refs/<revision>                  the commit a branch or tag stood at
+//!   refs/<revision>                  the commit of a branch or tag at the last download
 //!   snapshots/<commit>/<file>        a relative link to its blob
 //! ```
 //!
-//! A reference is written when everything it promises is there, so that an update that broke off leaves the old state usable
-//! offline.
+//! A reference is written after all files of its commit. So an interrupted update leaves the old commit usable offline.
 
 use std::fs;
 use std::io;
@@ -20,7 +19,7 @@ use super::id::HubRepo;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
-/// One repository's folder in the cache.
+/// The folder of a repository in the cache.
 pub(super) struct RepoCache {
     layout: CacheRepo,
     folder: PathBuf,
@@ -39,7 +38,7 @@ impl RepoCache {
         }
     }
 
-    /// The commit that the revision is, or was when it was last downloaded.
+    /// The commit of the revision, or of its last download.
     pub(super) fn commit(&self) -> Option<String> {
         if is_full_hash(&self.revision) {
             return Some(self.revision.clone());
@@ -58,7 +57,7 @@ impl RepoCache {
         self.layout.pointer_path(commit)
     }
 
-    /// Whether a file of a commit is there.
+    /// Returns whether a file of a commit is in the cache.
     pub(super) fn has(&self, commit: &str, file: &str) -> bool {
         self.snapshot(commit).join(file).is_file()
     }
@@ -71,13 +70,13 @@ impl RepoCache {
         self.locks.join(format!("{etag}.lock"))
     }
 
-    /// Makes the folder of the blobs.
+    /// Creates the folder of the blobs.
     pub(super) fn create(&self) -> Result<(), Failure> {
         let blobs = self.folder.join("blobs");
         fs::create_dir_all(&blobs).map_err(|error| cannot_write(&blobs, &error))
     }
 
-    /// Shows a blob under its name in a commit.
+    /// Links a blob under its file name in a commit.
     pub(super) fn link(&self, commit: &str, file: &str, etag: &str) -> Result<(), Failure> {
         let pointer = self.snapshot(commit).join(file);
         let cannot = |error: io::Error| cannot_write(&pointer, &error);
@@ -90,7 +89,7 @@ impl RepoCache {
         if let Some(folder) = pointer.parent() {
             fs::create_dir_all(folder).map_err(cannot)?;
         }
-        // Out of the file's folders, the commit and `snapshots`.
+        // Leaves the file's folders, the commit and `snapshots`.
         let depth = Path::new(file).components().count() + 1;
         let target: PathBuf = std::iter::repeat_n("..", depth)
             .chain(["blobs", etag])
@@ -101,7 +100,7 @@ impl RepoCache {
             }
             match symlink(&target, &pointer) {
                 Ok(()) => return Ok(()),
-                // Another process was faster, or an old link leads nowhere.
+                // Another process made the link, or an old link is broken.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     if pointer.is_file() {
                         return Ok(());
@@ -113,13 +112,13 @@ impl RepoCache {
                         _ => {}
                     }
                 }
-                // A file system without links: the contents themselves, as the Python client does.
+                // Without links, the blob itself gets the name, as with the Python client.
                 Err(_) => return fs::rename(self.blob(etag), &pointer).map_err(cannot),
             }
         }
     }
 
-    /// Records the commit of the revision; nothing to do where that is a commit itself.
+    /// Records the commit of the revision, unless the revision is a commit itself.
     pub(super) fn write_reference(&self, commit: &str) -> Result<(), Failure> {
         if self.commit().as_deref() == Some(commit) {
             return Ok(());
@@ -129,7 +128,7 @@ impl RepoCache {
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).map_err(cannot)?;
         }
-        // Whole or not at all: another process may be reading it.
+        // The rename keeps readers from a half-written file.
         let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
         fs::write(&temporary, commit).map_err(cannot)?;
         fs::rename(&temporary, &path).map_err(cannot)
@@ -146,12 +145,12 @@ fn symlink(target: &Path, pointer: &Path) -> io::Result<()> {
     std::os::windows::fs::symlink_file(target, pointer)
 }
 
-/// Whether a text can name a commit's folder.
+/// Returns whether a text can be the name of a commit's folder.
 pub(super) fn is_plain_commit(text: &str) -> bool {
     (1..=64).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric())
 }
 
-/// Whether a revision is a commit by itself: it never moves.
+/// Returns whether a revision is a commit, which never moves.
 fn is_full_hash(text: &str) -> bool {
     text.len() == 40 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -180,11 +179,13 @@ fn is_full(error: &io::Error) -> bool {
     )
 }
 
-/// The failure for a disk that has no room for the rest of a file.
+/// The failure for a write of which `missing` bytes remain.
 pub(super) fn cannot_store(path: &Path, error: &io::Error, missing: Option<ByteSize>) -> Failure {
     let failure = cannot_write(path, error);
     match missing {
-        Some(missing) if is_full(error) => failure.detail(format!("{missing} of it are missing")),
+        Some(missing) if is_full(error) => {
+            failure.detail(format!("{missing} are still to be written"))
+        }
         _ => failure,
     }
 }
@@ -199,7 +200,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn links_are_relative_and_replace_those_that_lead_nowhere() {
+    fn links_are_relative_and_replace_broken_ones() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let cache = cache(folder.path());
         cache.create().expect("writable");
@@ -246,11 +247,13 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_said_as_such() {
+    fn a_full_disk_is_named_in_the_message() {
         let full = io::Error::from(io::ErrorKind::StorageFull);
         let shown = cannot_store(Path::new("x"), &full, Some(ByteSize(3 << 20))).to_string();
         assert!(
-            shown.starts_with("the disk is full: cannot write `x`\n  3.00 MiB of it are missing"),
+            shown.starts_with(
+                "the disk is full: cannot write `x`\n  3.00 MiB are still to be written"
+            ),
             "{shown}"
         );
     }

@@ -1,4 +1,4 @@
-//! One file of a dataset's repository. No list is asked for: C4's has tens of thousands of files.
+//! One file of a dataset's repository. It is requested without a list of files: C4 has tens of thousands.
 
 use std::path::PathBuf;
 
@@ -7,17 +7,14 @@ use anyhow::Result;
 use super::Hub;
 use super::cache::{RepoCache, is_plain_commit};
 use super::id::HubRepo;
-use super::meter::Meter;
-use super::transfer::Transfer;
-use crate::bytes::ByteSize;
 use crate::failure::Failure;
-use crate::run::Events;
+use crate::run::{Events, Meter};
 
 impl Hub {
-    /// Brings one file of a dataset into the cache, unless it is there; the folder its path begins in.
+    /// Downloads one file of a dataset into the cache, unless it is there. Returns the folder in which its path begins.
     ///
     /// # Errors
-    /// As [`Hub::model`].
+    /// Fails when the hub cannot be reached or refuses, and offline when the file is not in the cache.
     pub fn dataset_file(&self, id: &str, file: &str, events: &dyn Events) -> Result<PathBuf> {
         let repo = HubRepo::dataset(id);
         let cache = RepoCache::new(self.cache(), &repo);
@@ -29,13 +26,8 @@ impl Hub {
             return Ok(cache.snapshot(&commit));
         }
         self.warn_of_open_token(events);
-        let transfer = Transfer {
-            client: &self.client,
-            repo: &repo,
-            cache: &cache,
-            events,
-        };
-        let remote = transfer.ask(repo.revision(), file)?;
+        let transfer = self.transfer(&repo, &cache, events);
+        let remote = transfer.describe(repo.revision(), file)?;
         let commit = remote
             .commit
             .clone()
@@ -49,7 +41,7 @@ impl Hub {
             .hint("check HF_ENDPOINT, or give the text's path")
         })?;
         if !cache.has(&commit, file) {
-            let total = ByteSize(remote.bytes.unwrap_or_default());
+            let total = remote.bytes.unwrap_or_default();
             let mut meter = Meter::start(events, format!("download {id}"), total);
             transfer.fetch(&commit, file, &remote, Some(&mut meter))?;
             meter.finish();

@@ -1,27 +1,27 @@
-//! The headers of a model's weights, and nothing of the weights: the first bytes of every shard by range requests.
+//! The headers of a model's weights without the weights: the first bytes of every shard by range requests.
 //!
-//! A plan needs names, shapes and dtypes. Of Llama-2-70B's 138 GB that is `config.json`, the index, and some kilobytes of each of
-//! its shards. What a model's files are called and which repositories are refused stands in `model`.
+//! A plan needs names, shapes and dtypes. For the 138 GB of Llama-2-70B these are `config.json`, the index, and some kilobytes of each
+//! shard. `model` has the names of the files and refuses unusable repositories.
 
 use std::io::Read;
 
 use anyhow::Result;
 
 use super::cache::RepoCache;
-use super::http::{Asked, Request, Trouble};
+use super::http::Request;
 use super::id::HubRepo;
 use super::listing::{Listing, listing};
-use super::model::{CONFIG, INDEX, SINGLE, refuse_other_repositories, shards};
-use super::transfer::Transfer;
-use super::{Hub, ModelFiles, Snapshot, refusal};
+use super::model::refuse_other_repositories;
+use super::refusal::{self, Asked, RequestError};
+use super::{Hub, ModelFiles, Snapshot};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::run::Events;
 
-/// Asked for first: a length and, of most shards, the whole header.
+/// Bytes of the first request: the header's length and, for most shards, the whole header.
 const FIRST_BYTES: u64 = 64 << 10;
 
-/// Headers above this are nonsense; the reader of files draws the same line.
+/// The largest header; the reader of files has the same limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The beginning of one shard.
@@ -38,17 +38,18 @@ pub struct ShardHeader {
 /// A model's headers, and its small files in the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelHeaders {
-    /// Where `config.json` lies.
+    /// The folder of `config.json`.
     pub snapshot: Snapshot,
-    /// Every shard, in order.
-    pub shards: Vec<ShardHeader>,
+    /// Every shard, in order; `None` where the folder holds the weights themselves.
+    pub shards: Option<Vec<ShardHeader>>,
 }
 
 impl Hub {
-    /// Fetches `config.json`, the index and the headers of all shards. Only the first two go into the cache.
+    /// Fetches `config.json`, the index and the headers of all shards, and stores the first two in the cache. Offline, and where
+    /// the hub gives no list of files, a model that is whole in the cache is taken from there.
     ///
     /// # Errors
-    /// Fails as [`Hub::model`] does, and when the hub does not answer range requests or a header is none.
+    /// Fails as [`Hub::model`] does, when the hub does not answer range requests, and for an invalid header.
     pub fn model_headers(
         &self,
         repo: &HubRepo,
@@ -56,43 +57,46 @@ impl Hub {
         events: &dyn Events,
     ) -> Result<ModelHeaders> {
         let cache = RepoCache::new(self.cache(), repo);
+        let cached = || {
+            self.cached_model(repo, &cache)
+                .map(|snapshot| ModelHeaders {
+                    snapshot,
+                    shards: None,
+                })
+        };
+        if self.client.settings().is_offline {
+            return cached();
+        }
         self.warn_of_open_token(events);
-        let list = self
+        let list = match self
             .client
-            .patiently(events, || listing(&self.client, repo))?;
-        refuse_other_repositories(repo, &list)?;
-        let transfer = Transfer {
-            client: &self.client,
-            repo,
-            cache: &cache,
-            events,
-        };
-        let fetch = |name: &str| -> Result<()> {
-            if cache.has(&list.commit, name) {
-                return Ok(());
+            .with_retries(events, || listing(&self.client, repo))
+        {
+            Ok(list) => list,
+            Err(error) => {
+                let headers = cached().map_err(|_| error)?;
+                events.note(format!(
+                    "the hub did not list the files of the model `{}`; using the cache, which has commit {}",
+                    repo.id(),
+                    headers.snapshot.commit
+                ));
+                return Ok(headers);
             }
-            let remote = transfer.ask(&list.commit, name)?;
-            transfer.fetch(&list.commit, name, &remote, None)
         };
-        fetch(CONFIG)?;
-        let folder = cache.snapshot(&list.commit);
-        files.check_config(&folder)?;
-        let names = if list.files.contains_key(INDEX) {
-            fetch(INDEX)?;
-            shards(repo, &folder)?
-        } else {
-            vec![SINGLE.to_string()]
-        };
+        refuse_other_repositories(repo, &list)?;
+        let transfer = self.transfer(repo, &cache, events);
+        self.fetch_config(&transfer, &list, files)?;
+        let names = self.fetch_index(&transfer, &list)?;
         let shards = names
             .into_iter()
             .map(|name| self.shard_header(repo, &list, name, events))
             .collect::<Result<_>>()?;
         Ok(ModelHeaders {
             snapshot: Snapshot {
-                folder,
+                folder: cache.snapshot(&list.commit),
                 commit: list.commit,
             },
-            shards,
+            shards: Some(shards),
         })
     }
 
@@ -112,7 +116,7 @@ impl Hub {
         };
         let read = |first: u64, end: u64| {
             self.client
-                .patiently(events, || self.range(repo, &list.commit, &name, first, end))
+                .with_retries(events, || self.range(repo, &list.commit, &name, first, end))
         };
         let (begin, whole) = read(0, FIRST_BYTES)?;
         let file_bytes = list
@@ -121,7 +125,7 @@ impl Hub {
             .copied()
             .flatten()
             .or(whole)
-            .ok_or_else(|| unlike("nobody says how long the file is".to_string()))?;
+            .ok_or_else(|| unlike("its length is unknown".to_string()))?;
         let length = begin
             .first_chunk::<8>()
             .map(|length| u64::from_le_bytes(*length))
@@ -148,7 +152,8 @@ impl Hub {
         })
     }
 
-    /// The bytes from `first` up to `end` of a file, fewer where it ends before, and its whole length where that is told.
+    /// Requests the bytes from `first` up to `end` of a file. Returns them, fewer at the end of the file, and the file's length if the
+    /// answer has it.
     fn range(
         &self,
         repo: &HubRepo,
@@ -156,7 +161,7 @@ impl Hub {
         name: &str,
         first: u64,
         end: u64,
-    ) -> Result<(Vec<u8>, Option<u64>), Trouble> {
+    ) -> Result<(Vec<u8>, Option<u64>), RequestError> {
         let asked = Asked {
             repo,
             file: Some(name),
@@ -187,7 +192,7 @@ impl Hub {
             .and_then(|bytes| bytes.parse().ok());
         let whole = told.or(own);
         let mut bytes = Vec::new();
-        // A server that sends the whole file is not listened to for longer than was asked.
+        // A server may ignore the range and send the whole file; the rest is not read.
         let body = answer.response.into_body().into_reader();
         body.take(end - first)
             .read_to_end(&mut bytes)

@@ -1,9 +1,9 @@
-//! One request to the hub: redirects followed by us, the token bound to its host, timeouts, and patience where it may pass.
+//! Requests to the hub: redirects, a token bound to its host, timeouts, and retries.
 //!
-//! Redirects are followed here and not by the HTTP client, for three reasons. The token goes to the endpoint's own scheme, host
-//! and port, and once a request has left them it travels without, even if it is sent back. What the hub says of a large file
-//! stands in the headers of the redirect itself. And a redirect without a location, in a circle, or from https to http must
-//! end in an error a person understands. Addresses are shown without their query, which may hold a signature.
+//! Redirects are followed here and not by the HTTP client, for three reasons. First, the token is sent only to the scheme, host and
+//! port of the endpoint; after a redirect elsewhere it is not sent again, even if a redirect leads back. Second, the headers of the
+//! redirect describe a large file. Third, a redirect without a location, in a circle, or from https to http needs a clear error.
+//! Addresses are printed without their query, which may hold a signature.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -12,66 +12,19 @@ use anyhow::Result;
 use ureq::http::{HeaderMap, Response, Uri};
 use ureq::{Agent, Body};
 
-use super::id::HubRepo;
-use super::refusal;
+use super::refusal::{self, Asked, RequestError, header};
 use super::settings::{Origin, Settings};
 use crate::failure::Failure;
 use crate::run::Events;
 
-/// More redirects than this are a circle; the hub needs two.
+/// The most redirects of a request; the hub needs two.
 const MAX_REDIRECTS: usize = 10;
-/// A wait that is asked for is granted up to here: more is told, not slept through.
+/// The longest wait that a server may ask for; a longer one ends in an error.
 const MAX_WAIT: Duration = Duration::from_secs(300);
-/// Our own waits grow up to here.
+/// The longest wait between two tries.
 const MAX_DELAY: Duration = Duration::from_secs(30);
-/// Tries after the first where nobody answers at all: without a network, waiting seldom helps.
+/// Retries without any answer: without a network, waiting seldom helps.
 const UNREACHABLE_RETRIES: u32 = 2;
-
-/// Why a request did not succeed.
-#[derive(Debug)]
-pub(super) enum Trouble {
-    /// The same request may succeed later.
-    Passing(Box<Passing>),
-    /// It will not.
-    Final(Box<Failure>),
-}
-
-/// Trouble that may pass.
-#[derive(Debug)]
-pub(super) struct Passing {
-    pub(super) failure: Failure,
-    /// How long the server asks to wait.
-    pub(super) wait: Option<Duration>,
-    /// Whether nobody answered at all.
-    pub(super) is_unreachable: bool,
-    /// Whether it came further than the time before: then tries are counted anew.
-    pub(super) has_progressed: bool,
-}
-
-impl Trouble {
-    pub(super) fn passing(failure: Failure) -> Self {
-        Self::Passing(Box::new(Passing {
-            failure,
-            wait: None,
-            is_unreachable: false,
-            has_progressed: false,
-        }))
-    }
-}
-
-impl From<Failure> for Trouble {
-    fn from(failure: Failure) -> Self {
-        Self::Final(Box::new(failure))
-    }
-}
-
-/// What is asked for; refusals name it.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Asked<'a> {
-    pub(super) repo: &'a HubRepo,
-    /// A file of it, or the list of its files.
-    pub(super) file: Option<&'a str>,
-}
 
 /// A request below the endpoint.
 #[derive(Debug)]
@@ -79,17 +32,17 @@ pub(super) struct Request<'a> {
     pub(super) asked: Asked<'a>,
     /// Path and query.
     pub(super) path: String,
-    /// Headers only: `HEAD`, which ends at the redirect that describes the file.
+    /// `HEAD`: headers only, up to the redirect that describes the file.
     pub(super) is_head: bool,
     pub(super) headers: Vec<(&'static str, String)>,
 }
 
-/// An answer that is no refusal: 2xx, 416, or the redirect that describes the file.
+/// A usable answer: 2xx, 416, or the redirect that describes the file.
 pub(super) struct Answer {
     pub(super) response: Response<Body>,
-    /// Who answered.
+    /// The server that answered.
     pub(super) origin: Origin,
-    /// The first commit that an answer on the way named.
+    /// The first commit in the headers of the redirects and the answer.
     pub(super) commit: Option<String>,
 }
 
@@ -98,10 +51,6 @@ impl Answer {
     pub(super) fn header(&self, name: &str) -> Option<&str> {
         header(self.response.headers(), name)
     }
-}
-
-pub(super) fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
-    headers.get(name)?.to_str().ok().map(str::trim)
 }
 
 /// The client: an HTTP agent and the settings.
@@ -116,12 +65,12 @@ impl Client {
             .max_redirects(0)
             .http_status_as_error(false)
             .user_agent(concat!("prune/", env!("CARGO_PKG_VERSION")))
-            // Sizes and ranges are those of the file, not of a packed form of it.
+            // Sizes and ranges must count the file's own bytes, not compressed ones.
             .accept_encoding("identity")
             .timeout_resolve(Some(settings.silence))
             .timeout_connect(Some(settings.silence))
             .timeout_recv_response(Some(settings.silence))
-            // Per read, not over the whole body: a shard may take hours as long as it flows.
+            // The limit is per read: a whole shard may take hours.
             .timeout_per_read(Some(settings.silence))
             .timeout_per_write(Some(settings.silence));
         Self {
@@ -137,48 +86,48 @@ impl Client {
     /// Calls `attempt` until it succeeds, fails for good, or has failed too often in a row.
     ///
     /// # Errors
-    /// Fails with the last trouble.
-    pub(super) fn patiently<T>(
+    /// Fails with the last failure.
+    pub(super) fn with_retries<T>(
         &self,
         events: &dyn Events,
-        mut attempt: impl FnMut() -> Result<T, Trouble>,
+        mut attempt: impl FnMut() -> Result<T, RequestError>,
     ) -> Result<T> {
         let mut failed = 0;
         loop {
-            let trouble = match attempt() {
+            let error = match attempt() {
                 Ok(answer) => return Ok(answer),
-                Err(Trouble::Final(failure)) => return Err((*failure).into()),
-                Err(Trouble::Passing(trouble)) => trouble,
+                Err(RequestError::Permanent(failure)) => return Err((*failure).into()),
+                Err(RequestError::Transient(error)) => error,
             };
-            if trouble.has_progressed {
+            if error.has_progressed {
                 failed = 0;
             }
             failed += 1;
-            let retries = if trouble.is_unreachable {
+            let retries = if error.is_unreachable {
                 self.settings.retries.min(UNREACHABLE_RETRIES)
             } else {
                 self.settings.retries
             };
-            let wait = trouble.wait.unwrap_or_else(|| self.delay(failed));
+            let wait = error.wait.unwrap_or_else(|| self.delay(failed));
             if wait > MAX_WAIT {
                 let asked = format!("it asks to wait {} s", wait.as_secs());
-                return Err(trouble.failure.detail(asked).into());
+                return Err(error.failure.detail(asked).into());
             }
             if failed > retries {
                 let times = if failed == 1 { "time" } else { "times" };
                 let tried = format!("tried {failed} {times}");
-                return Err(trouble.failure.detail(tried).into());
+                return Err(error.failure.detail(tried).into());
             }
             events.note(format!(
                 "{}; trying again in {} s ({failed} of {retries})",
-                trouble.failure.message,
+                error.failure.message,
                 wait.as_secs_f64()
             ));
             sleep(wait);
         }
     }
 
-    /// Doubles from the settings' delay.
+    /// The wait after some failed tries; it doubles each time.
     fn delay(&self, failed: u32) -> Duration {
         let factor = 1u32 << (failed - 1).min(16);
         self.settings
@@ -190,8 +139,8 @@ impl Client {
     /// Sends a request and follows its redirects.
     ///
     /// # Errors
-    /// Trouble for everything but 2xx and 416.
-    pub(super) fn send(&self, request: &Request<'_>) -> Result<Answer, Trouble> {
+    /// Fails for every answer except 2xx, 416, and a redirect that describes the file.
+    pub(super) fn send(&self, request: &Request<'_>) -> Result<Answer, RequestError> {
         let address = format!("{}{}", self.settings.endpoint, request.path);
         let mut uri: Uri = address.parse().map_err(|_| {
             Failure::new(format!("`{address}` is not an address")).hint("check HF_ENDPOINT")
@@ -242,7 +191,7 @@ impl Client {
         uri: &Uri,
         origin: &Origin,
         is_home: bool,
-    ) -> Result<Response<Body>, Trouble> {
+    ) -> Result<Response<Body>, RequestError> {
         let mut builder = if request.is_head {
             self.agent.head(uri)
         } else {
@@ -260,7 +209,7 @@ impl Client {
     }
 }
 
-/// An address without its query.
+/// Returns an address without its query.
 fn shown(uri: &Uri) -> String {
     let host = uri.host().unwrap_or_default();
     let port = uri
@@ -273,8 +222,8 @@ fn shown(uri: &Uri) -> String {
     )
 }
 
-/// Where a redirect leads.
-fn next(uri: &Uri, origin: &Origin, headers: &HeaderMap) -> Result<Uri, Trouble> {
+/// The address to which a redirect leads.
+fn next(uri: &Uri, origin: &Origin, headers: &HeaderMap) -> Result<Uri, RequestError> {
     let wrong = |why: &str| {
         Failure::new(format!("`{origin}` redirects {why}"))
             .detail(format!("asked for `{}`", shown(uri)))
@@ -298,7 +247,7 @@ fn next(uri: &Uri, origin: &Origin, headers: &HeaderMap) -> Result<Uri, Trouble>
     Ok(next)
 }
 
-/// A location as its address: absolute, without scheme, without host, or beside the page.
+/// The address of a location, which may be absolute or relative to `uri`.
 fn joined(uri: &Uri, location: &str) -> Option<Uri> {
     let location = location.split('#').next()?;
     let (scheme, authority) = (uri.scheme_str()?, uri.authority()?);
@@ -350,7 +299,7 @@ mod tests {
             let mut headers = HeaderMap::new();
             headers.insert("location", location.parse().expect("a header"));
             match next(&uri, &origin, &headers) {
-                Err(Trouble::Final(failure)) => failure.to_string(),
+                Err(RequestError::Permanent(failure)) => failure.to_string(),
                 other => panic!("{other:?}"),
             }
         };

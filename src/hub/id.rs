@@ -1,13 +1,13 @@
-//! Names on the hub: `owner/name` at a revision, and what is not one.
+//! Names on the hub: `owner/name` at a revision.
 
 use hf_hub::{Repo, RepoType};
 
 use crate::failure::Failure;
 
-/// Longer names do not exist there.
+/// The longest name on the hub.
 const MAX_NAME: usize = 96;
 
-/// What a repository holds.
+/// The kind of a repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RepoKind {
     /// Weights.
@@ -25,7 +25,7 @@ pub struct HubRepo {
 }
 
 impl HubRepo {
-    /// A model's repository; `None` where `id` cannot be one, as a path cannot.
+    /// A model's repository; `None` if `id` has another form, such as a path.
     pub fn model(id: &str) -> Option<Self> {
         is_id(id).then(|| Self::new(RepoKind::Model, id))
     }
@@ -43,10 +43,10 @@ impl HubRepo {
         }
     }
 
-    /// At another revision than `main`.
+    /// The repository at another revision than `main`.
     ///
     /// # Errors
-    /// Fails for what cannot be a branch, a tag or a commit.
+    /// Fails for a text that cannot name a branch, a tag or a commit.
     pub fn at(mut self, revision: &str) -> Result<Self, Failure> {
         let is_plain = |part: &str| {
             !part.is_empty()
@@ -89,7 +89,7 @@ impl HubRepo {
         }
     }
 
-    /// The hub client's own type, which knows the cache's folder and the addresses.
+    /// The type of the `hf-hub` library, which builds folder names and addresses.
     pub(super) fn repo(&self) -> Repo {
         let kind = match self.kind {
             RepoKind::Model => RepoType::Model,
@@ -104,17 +104,17 @@ impl HubRepo {
         format!("/{}/resolve/{revision}/{}", self.repo().url(), escape(file))
     }
 
-    /// The path of the page a person reads.
+    /// The path of the repository's page.
     pub(super) fn page_path(&self) -> String {
         format!("/{}", self.repo().url())
     }
 }
 
-/// `owner/name` as the hub allows it.
+/// Returns whether a text is a valid `owner/name`.
 fn is_id(text: &str) -> bool {
     let is_name = |name: &str| {
         let edge = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
-        // The hub also lets a name begin or end with an underscore.
+        // A name may also begin or end with an underscore.
         let edge = |byte: Option<&u8>| edge(byte) || byte == Some(&b'_');
         let bytes = name.as_bytes();
         name.len() <= MAX_NAME
@@ -132,7 +132,7 @@ fn is_id(text: &str) -> bool {
     matches!(pair, (Some(owner), Some(name), None) if is_name(owner) && is_name(name))
 }
 
-/// A file's path in an address: everything but letters, digits, `-._~` and `/` as %XX.
+/// Writes a file's path for an address: characters other than letters, digits, `-._~` and `/` become %XX.
 fn escape(path: &str) -> String {
     path.bytes()
         .map(|byte| match byte {

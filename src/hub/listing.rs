@@ -1,4 +1,4 @@
-//! Which files a repository holds at a revision, and which commit that is: one request.
+//! The list of a repository's files at a revision, with its commit: one request.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -6,20 +6,20 @@ use std::io::Read;
 use serde::Deserialize;
 
 use super::cache::is_plain_commit;
-use super::http::{Asked, Client, Request, Trouble};
+use super::http::{Client, Request};
 use super::id::HubRepo;
-use super::refusal;
+use super::refusal::{self, Asked, RequestError};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
-/// A model's list is some kilobytes.
+/// The longest answer that is read; the list of a model has some kilobytes.
 const MAX_LISTING: u64 = 64 << 20;
 
 /// A repository's files.
 #[derive(Debug)]
 pub(super) struct Listing {
     pub(super) commit: String,
-    /// Name → bytes, where the hub says so.
+    /// Name → bytes, if the hub gives them.
     pub(super) files: BTreeMap<String, Option<u64>>,
 }
 
@@ -36,8 +36,8 @@ struct Sibling {
     size: Option<u64>,
 }
 
-/// Asks for the list.
-pub(super) fn listing(client: &Client, repo: &HubRepo) -> Result<Listing, Trouble> {
+/// Requests the list.
+pub(super) fn listing(client: &Client, repo: &HubRepo) -> Result<Listing, RequestError> {
     let asked = Asked { repo, file: None };
     let answer = client.send(&Request {
         asked,

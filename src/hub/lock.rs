@@ -1,7 +1,7 @@
-//! One process per file: others that want the same one wait, and find it finished.
+//! A lock per file: of several processes one downloads a file, and the others wait for it.
 //!
-//! A lock of the operating system on `<cache>/.locks/<repository>/<etag>.lock`, where the Python client takes its own, so that the
-//! two wait for each other. It ends with its process, however that ends, so none is left behind; the empty file stays.
+//! The lock is one of the operating system, on `<cache>/.locks/<repository>/<etag>.lock`. The Python client locks the same file, so the
+//! two wait for each other. The system releases the lock when its process ends; the empty file stays.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use crate::run::Events;
 
-/// How often a waiting process looks.
+/// The time between two attempts.
 const POLL: Duration = Duration::from_millis(100);
 
-/// Takes the lock, waiting as long as another process has it; `None` where the file system has no locks.
+/// Takes the lock after every other process has released it; `None` on a file system without locks.
 ///
 /// # Errors
 /// Fails when the lock file cannot be made.

@@ -1,8 +1,8 @@
-//! A model's repository as a folder: which of its files are needed, and that nothing large is downloaded in vain.
+//! The files of a model's repository, in an order in which nothing large is downloaded in vain.
 //!
-//! One request lists the files at a commit, and a repository without safetensors is refused by that list alone. Then
-//! `config.json` comes and is looked at, then the other small files, then the weights: `model.safetensors`, or the shards that
-//! the index names. Offline, the same files are looked for in the cache.
+//! One request lists the files at a commit; the list alone refuses a repository without safetensors. Then `config.json` is downloaded
+//! and checked, then the other small files, then the weights: `model.safetensors`, or the shards of the index. Offline, the same
+//! files are found in the cache.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -13,18 +13,17 @@ use serde::Deserialize;
 use super::cache::RepoCache;
 use super::id::HubRepo;
 use super::listing::{Listing, listing};
-use super::meter::Meter;
 use super::transfer::Transfer;
 use super::{Hub, ModelFiles, Snapshot};
 use crate::bytes::{ByteSize, read_whole};
 use crate::failure::Failure;
-use crate::run::Events;
+use crate::run::{Events, Meter};
 
-pub(super) const CONFIG: &str = "config.json";
-pub(super) const INDEX: &str = "model.safetensors.index.json";
-pub(super) const SINGLE: &str = "model.safetensors";
+const CONFIG: &str = "config.json";
+const INDEX: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
 const TOKENIZER: &str = "tokenizer.json";
-/// The largest index that is read; the reader of folders draws the same line.
+/// The largest index that is read; the reader of folders has the same limit.
 const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);
 
 /// The part of the index that names the shards.
@@ -34,11 +33,11 @@ struct Index {
 }
 
 impl Hub {
-    /// Brings a model's files into the cache, those that are not there yet.
+    /// Downloads the files of a model that are not in the cache.
     ///
     /// # Errors
-    /// Fails when the hub cannot be reached or refuses, when the repository holds no model of ours, and offline when a file is
-    /// not in the cache.
+    /// Fails when the hub cannot be reached or refuses, when the repository holds no usable model, and offline when a file is not
+    /// in the cache.
     pub fn model(
         &self,
         repo: &HubRepo,
@@ -52,32 +51,18 @@ impl Hub {
         self.warn_of_open_token(events);
         let list = self
             .client
-            .patiently(events, || listing(&self.client, repo))
+            .with_retries(events, || listing(&self.client, repo))
             .map_err(|error| self.or_offline(error, repo, &cache))?;
         refuse_other_repositories(repo, &list)?;
-        let transfer = Transfer {
-            client: &self.client,
-            repo,
-            cache: &cache,
-            events,
-        };
-        let fetch = |name: &str, meter: Option<&mut Meter<'_>>| -> Result<()> {
-            if cache.has(&list.commit, name) {
-                return Ok(());
-            }
-            let remote = transfer.ask(&list.commit, name)?;
-            transfer.fetch(&list.commit, name, &remote, meter)
-        };
+        let transfer = self.transfer(repo, &cache, events);
         if !list.files.contains_key(TOKENIZER) {
-            // Said before gigabytes are fetched; without texts it is no error.
+            // The user should know before gigabytes are downloaded. Runs without texts need no tokenizer.
             events.note(format!(
                 "the model `{}` has no {TOKENIZER}: it cannot be calibrated or evaluated with its own",
                 repo.id()
             ));
         }
-        let folder = cache.snapshot(&list.commit);
-        fetch(CONFIG, None)?;
-        files.check_config(&folder)?;
+        self.fetch_config(&transfer, &list, files)?;
         let is_small = |name: &str| {
             name != CONFIG
                 && !name.contains(['/', '\\'])
@@ -85,14 +70,9 @@ impl Hub {
                 && files.wants(name)
         };
         for name in list.files.keys().filter(|name| is_small(name)) {
-            fetch(name, None)?;
+            transfer.ensure(&list.commit, name, None)?;
         }
-        let weights = if list.files.contains_key(INDEX) {
-            fetch(INDEX, None)?;
-            shards(repo, &folder)?
-        } else {
-            vec![SINGLE.to_string()]
-        };
+        let weights = self.fetch_index(&transfer, &list)?;
         for shard in &weights {
             if !list.files.contains_key(shard) {
                 return Err(Failure::new(format!(
@@ -112,23 +92,62 @@ impl Hub {
                 .iter()
                 .map(|name| list.files.get(*name).copied().flatten());
             let total = sizes.collect::<Option<Vec<u64>>>().unwrap_or_default();
-            // Sums of sizes saturate; these are whatever the hub says.
-            let total = total.into_iter().map(ByteSize).sum();
+            // The hub's numbers may be anything.
+            let total = total.into_iter().fold(0, u64::saturating_add);
             let mut meter = Meter::start(events, format!("download {}", repo.id()), total);
             for name in missing {
-                fetch(name, Some(&mut meter))?;
+                transfer.ensure(&list.commit, name, Some(&mut meter))?;
             }
             meter.finish();
         }
         cache.write_reference(&list.commit)?;
         Ok(Snapshot {
-            folder,
+            folder: cache.snapshot(&list.commit),
             commit: list.commit,
         })
     }
 
-    /// The model as the cache has it.
-    fn cached_model(&self, repo: &HubRepo, cache: &RepoCache) -> Result<Snapshot> {
+    /// Downloads `config.json` and checks it.
+    pub(super) fn fetch_config(
+        &self,
+        transfer: &Transfer<'_>,
+        list: &Listing,
+        files: &dyn ModelFiles,
+    ) -> Result<()> {
+        transfer.ensure(&list.commit, CONFIG, None)?;
+        files.check_config(&transfer.cache.snapshot(&list.commit))
+    }
+
+    /// Downloads the index of the weights, if there is one, and returns the names of the weight files in order.
+    pub(super) fn fetch_index(
+        &self,
+        transfer: &Transfer<'_>,
+        list: &Listing,
+    ) -> Result<Vec<String>> {
+        if !list.files.contains_key(INDEX) {
+            return Ok(vec![SINGLE.to_string()]);
+        }
+        transfer.ensure(&list.commit, INDEX, None)?;
+        shards(transfer.repo, &transfer.cache.snapshot(&list.commit))
+    }
+
+    /// Downloads of a repository into its cache.
+    pub(super) fn transfer<'a>(
+        &'a self,
+        repo: &'a HubRepo,
+        cache: &'a RepoCache,
+        events: &'a dyn Events,
+    ) -> Transfer<'a> {
+        Transfer {
+            client: &self.client,
+            repo,
+            cache,
+            events,
+        }
+    }
+
+    /// The model in the cache.
+    pub(super) fn cached_model(&self, repo: &HubRepo, cache: &RepoCache) -> Result<Snapshot> {
         let commit = cache.commit().ok_or_else(|| self.not_cached(repo, None))?;
         let folder = cache.snapshot(&commit);
         let missing = |name: &str| !cache.has(&commit, name);
@@ -146,7 +165,7 @@ impl Hub {
         Ok(Snapshot { folder, commit })
     }
 
-    /// The failure for something that is not in the cache while nothing may be asked for.
+    /// The failure for a file that is not in the cache while offline.
     pub(super) fn not_cached(&self, repo: &HubRepo, file: Option<&str>) -> Failure {
         let (noun, id, revision) = (repo.noun(), repo.id(), repo.revision());
         let message = match file {
@@ -165,7 +184,7 @@ impl Hub {
             })
     }
 
-    /// Adds to an error that the cache could do, where it could.
+    /// Adds to an error that the cache holds the model, if it does.
     fn or_offline(&self, error: anyhow::Error, repo: &HubRepo, cache: &RepoCache) -> anyhow::Error {
         match (error.downcast::<Failure>(), self.cached_model(repo, cache)) {
             (Ok(failure), Ok(snapshot)) => failure
@@ -187,7 +206,7 @@ impl Hub {
 }
 
 /// The shards that the index in `folder` names, in order.
-pub(super) fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
+fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
     let path = folder.join(INDEX);
     let unusable = |why: String| {
         Failure::new(format!(
@@ -201,7 +220,7 @@ pub(super) fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
     let index: Index =
         serde_json::from_slice(&text).map_err(|error| unusable(error.to_string()))?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
-    // They become paths.
+    // The names become paths.
     let is_plain = |name: &String| {
         name.ends_with(".safetensors") && !name.starts_with('.') && !name.contains(['/', '\\', ':'])
     };
@@ -212,7 +231,7 @@ pub(super) fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
     }
 }
 
-/// Refuses by the list alone what is no model in safetensors.
+/// Refuses a repository whose list of files shows no model in safetensors.
 pub(super) fn refuse_other_repositories(repo: &HubRepo, list: &Listing) -> Result<(), Failure> {
     let id = repo.id();
     let has = |name: &str| list.files.contains_key(name);

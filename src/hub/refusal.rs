@@ -1,4 +1,4 @@
-//! What the hub's refusals mean and what to do about each: the one place where a status becomes a sentence.
+//! Refusals of the hub: each status and each network error becomes a message with a remedy here, and nowhere else.
 
 use std::io;
 use std::time::Duration;
@@ -6,21 +6,73 @@ use std::time::Duration;
 use ureq::Body;
 use ureq::http::{HeaderMap, Response};
 
-use super::http::{Asked, Passing, Trouble, header};
+use super::id::HubRepo;
 use super::settings::{Origin, Settings};
 use crate::failure::Failure;
 
-/// An explanation longer than this is not a sentence.
+/// The most characters of a server's explanation that are shown.
 const MAX_SAID: usize = 300;
 
-/// Trouble for an answer that is neither a success nor a redirect. `is_home`: it came from the endpoint itself, with the token.
+/// The failure of a request.
+#[derive(Debug)]
+pub(super) enum RequestError {
+    /// The same request may succeed later.
+    Transient(Box<Transient>),
+    /// The same request will fail again.
+    Permanent(Box<Failure>),
+}
+
+/// A failure that may pass.
+#[derive(Debug)]
+pub(super) struct Transient {
+    pub(super) failure: Failure,
+    /// The wait that the server asks for.
+    pub(super) wait: Option<Duration>,
+    /// No server answered.
+    pub(super) is_unreachable: bool,
+    /// The download made progress, so tries are counted from zero.
+    pub(super) has_progressed: bool,
+}
+
+impl RequestError {
+    pub(super) fn transient(failure: Failure) -> Self {
+        Self::Transient(Box::new(Transient {
+            failure,
+            wait: None,
+            is_unreachable: false,
+            has_progressed: false,
+        }))
+    }
+}
+
+impl From<Failure> for RequestError {
+    fn from(failure: Failure) -> Self {
+        Self::Permanent(Box::new(failure))
+    }
+}
+
+/// The object of a request, which refusals name.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Asked<'a> {
+    pub(super) repo: &'a HubRepo,
+    /// A file of the repository; `None` for the list of files.
+    pub(super) file: Option<&'a str>,
+}
+
+/// A header as text.
+pub(super) fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    headers.get(name)?.to_str().ok().map(str::trim)
+}
+
+/// The failure for an answer that is neither a success nor a redirect. `is_home`: the endpoint itself answered, to a request with the
+/// token.
 pub(super) fn refused(
     settings: &Settings,
     asked: Asked<'_>,
     response: &Response<Body>,
     origin: &Origin,
     is_home: bool,
-) -> Trouble {
+) -> RequestError {
     let (status, headers) = (response.status(), response.headers());
     let answered = format!(
         "`{origin}` answered {}{}",
@@ -42,14 +94,14 @@ pub(super) fn refused(
                 "wait some minutes, or set HF_TOKEN: with a token more is allowed"
             };
             let failure = Failure::new(format!("{answered}: it asks to slow down")).hint(hint);
-            Trouble::Passing(Box::new(Passing {
+            RequestError::Transient(Box::new(Transient {
                 failure: explained(failure),
                 wait: wait(headers),
                 is_unreachable: false,
                 has_progressed: false,
             }))
         }
-        408 | 500..=599 => Trouble::Passing(Box::new(Passing {
+        408 | 500..=599 => RequestError::Transient(Box::new(Transient {
             failure: explained(
                 Failure::new(answered).hint("try again later; what was downloaded is kept"),
             ),
@@ -57,8 +109,8 @@ pub(super) fn refused(
             is_unreachable: false,
             has_progressed: false,
         })),
-        // A file's host lets its signed addresses expire; the next try gets a new one.
-        400..=499 if !is_home => Trouble::passing(explained(
+        // Signed addresses expire; the next try gets a new one.
+        400..=499 if !is_home => RequestError::transient(explained(
             Failure::new(format!("{answered} for {}", what(asked)))
                 .hint("try again later; what was downloaded is kept"),
         )),
@@ -75,7 +127,7 @@ pub(super) fn refused(
     }
 }
 
-/// Not allowed, or not there: the hub does not always tell these apart, to keep private names private.
+/// The failure for a repository that is missing or forbidden. The hub often hides the difference, to keep private names private.
 fn denied(
     settings: &Settings,
     asked: Asked<'_>,
@@ -153,7 +205,7 @@ pub(super) fn what(asked: Asked<'_>) -> String {
     }
 }
 
-/// The server's own explanation, on one line and without the token.
+/// The explanation in the server's answer, without the token.
 fn said(settings: &Settings, headers: &HeaderMap) -> Option<String> {
     let said = header(headers, "x-error-message").filter(|said| !said.is_empty())?;
     let said: String = said.chars().take(MAX_SAID).collect();
@@ -163,7 +215,7 @@ fn said(settings: &Settings, headers: &HeaderMap) -> Option<String> {
     })
 }
 
-/// How long the server asks to wait: `Retry-After` in seconds, else the hub's `RateLimit: ...;t=SECONDS`.
+/// The wait that the server asks for: `Retry-After` in seconds, else the hub's `RateLimit: ...;t=SECONDS`.
 fn wait(headers: &HeaderMap) -> Option<Duration> {
     let seconds = header(headers, "retry-after")
         .and_then(|value| value.parse::<f64>().ok())
@@ -176,8 +228,12 @@ fn wait(headers: &HeaderMap) -> Option<Duration> {
     Duration::try_from_secs_f64(seconds).ok()
 }
 
-/// Trouble for a request nobody answered.
-pub(super) fn unanswered(settings: &Settings, origin: &Origin, error: &ureq::Error) -> Trouble {
+/// The failure for a request without an answer.
+pub(super) fn unanswered(
+    settings: &Settings,
+    origin: &Origin,
+    error: &ureq::Error,
+) -> RequestError {
     use ureq::Error as E;
     use ureq::Timeout as T;
     let elsewhere = "name a local folder, or set HF_ENDPOINT to a mirror you can reach";
@@ -190,7 +246,7 @@ pub(super) fn unanswered(settings: &Settings, origin: &Origin, error: &ureq::Err
                 | io::ErrorKind::BrokenPipe
         )
     };
-    // What goes wrong inside a secure connection comes as invalid data of the connection below it.
+    // An error inside a secure connection arrives as invalid data of the connection below.
     let is_tls = match error {
         E::Rustls(_) | E::Tls(_) | E::Pem(_) | E::TlsRequired => true,
         E::Io(error) => origin.is_https && error.kind() == io::ErrorKind::InvalidData,
@@ -209,18 +265,18 @@ pub(super) fn unanswered(settings: &Settings, origin: &Origin, error: &ureq::Err
                 .hint("check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT")
                 .into()
         }
-        E::Io(broken) if broke_off(broken) => Trouble::passing(
+        E::Io(broken) if broke_off(broken) => RequestError::transient(
             Failure::new(format!("the connection to `{origin}` broke off"))
                 .hint("try again later; what was downloaded is kept"),
         ),
         E::Timeout(timeout) if !matches!(timeout, T::Resolve | T::Connect) => {
-            Trouble::passing(silent(settings, origin))
+            RequestError::transient(silent(settings, origin))
         }
         E::Io(_)
         | E::HostNotFound
         | E::ConnectionFailed
         | E::Timeout(_)
-        | E::ConnectProxyFailed(_) => Trouble::Passing(Box::new(Passing {
+        | E::ConnectProxyFailed(_) => RequestError::Transient(Box::new(Transient {
             failure: Failure::new(format!("cannot reach `{origin}`"))
                 .detail(error.to_string())
                 .hint(format!(
@@ -231,7 +287,7 @@ pub(super) fn unanswered(settings: &Settings, origin: &Origin, error: &ureq::Err
             is_unreachable: true,
             has_progressed: false,
         })),
-        _ => Trouble::passing(
+        _ => RequestError::transient(
             Failure::new(format!("the answer of `{origin}` cannot be read"))
                 .detail(error.to_string())
                 .hint("check HF_ENDPOINT and the proxy; or name a local folder"),
@@ -239,7 +295,7 @@ pub(super) fn unanswered(settings: &Settings, origin: &Origin, error: &ureq::Err
     }
 }
 
-/// The failure for a connection that carries nothing any more.
+/// The failure for a connection that stopped transferring.
 pub(super) fn silent(settings: &Settings, origin: &Origin) -> Failure {
     Failure::new(format!(
         "`{origin}` is silent for {} s",

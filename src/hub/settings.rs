@@ -1,7 +1,7 @@
-//! What flags and environment say about the hub: where it is, where its cache lies, who asks, and how patient we are.
+//! Settings of the hub from flags and environment: address, cache, token, retries, and timeouts.
 //!
-//! The variables are those of the Python client, so that a cluster's existing set-up works unchanged (docs/hub.md has the
-//! table). They are read through a closure, so that tests need not touch the process's environment.
+//! The environment variables are those of the Python client, so an existing set-up works unchanged (docs/hub.md has the table). A
+//! closure reads them, so that tests do not change the environment of the process.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -14,10 +14,10 @@ use ureq::http::Uri;
 
 use crate::failure::Failure;
 
-/// Where the hub is unless `HF_ENDPOINT` says otherwise.
+/// The address of the hub without `HF_ENDPOINT`.
 const HUB: &str = "https://huggingface.co";
 
-/// A person's token. Never shown: its `Debug` says only that there is one.
+/// A user's token. `Debug` does not print it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
 
@@ -33,13 +33,13 @@ impl Token {
         format!("Bearer {}", self.0)
     }
 
-    /// `text` without the token, should somebody have echoed it.
+    /// Replaces the token in a text from a server.
     pub(super) fn hidden_in(&self, text: &str) -> String {
         text.replace(&self.0, "(token)")
     }
 }
 
-/// Scheme, host and port: what a token is bound to.
+/// Scheme, host and port; a token is bound to them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Origin {
     pub(super) is_https: bool,
@@ -79,7 +79,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// Everything the hub's client needs to know.
+/// Settings of the client of the hub.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The address without a slash at the end.
@@ -89,21 +89,21 @@ pub struct Settings {
     pub(super) cache: PathBuf,
     pub(super) token: Option<Token>,
     pub(super) is_offline: bool,
-    /// Tries after the first.
+    /// Retries after the first try.
     pub(super) retries: u32,
-    /// Before the second try; doubles from there.
+    /// The wait before the second try; it doubles after each try.
     pub(super) retry_delay: Duration,
-    /// How long a connection may be silent.
+    /// The longest silence of a connection.
     pub(super) silence: Duration,
 }
 
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 impl Settings {
-    /// Settles everything from `--cache-dir` and the environment that `lookup` shows.
+    /// Reads all settings from `--cache-dir` and the environment behind `lookup`.
     ///
     /// # Errors
-    /// Fails when no cache folder can be named, and for an endpoint, token or number that cannot be one.
+    /// Fails without a folder for the cache, and for an invalid endpoint, token or number.
     pub fn resolve(cache_dir: Option<&Path>, lookup: Lookup<'_>) -> Result<Self> {
         let (endpoint, origin) = endpoint(lookup)?;
         Ok(Self {
@@ -112,7 +112,7 @@ impl Settings {
             cache: cache(cache_dir, lookup)?,
             token: token(lookup)?,
             is_offline: text(lookup, "HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
-            // Checked to be small and not negative; a fraction is cut off.
+            // The number is from 0 to 100; the cast drops a fraction.
             retries: number(lookup, "PRUNE_HUB_RETRIES", 5.0, 100.0)? as u32,
             retry_delay: seconds(lookup, "PRUNE_HUB_RETRY_SECONDS", 1.0)?,
             silence: seconds(lookup, "HF_HUB_DOWNLOAD_TIMEOUT", 30.0)?
@@ -120,7 +120,7 @@ impl Settings {
         })
     }
 
-    /// Why a person should change something before a token travels, where there is a reason.
+    /// The warning for a token that would travel unencrypted.
     pub(super) fn unencrypted_token(&self) -> Option<String> {
         let is_open = self.token.is_some() && !self.origin.is_https && !self.origin.is_loopback();
         is_open.then(|| {
@@ -132,13 +132,13 @@ impl Settings {
     }
 }
 
-/// A variable that is set and not blank.
+/// The value of a variable; `None` if it is unset or blank.
 fn text(lookup: Lookup<'_>, name: &str) -> Option<String> {
     let value = lookup(name)?.to_string_lossy().trim().to_string();
     (!value.is_empty()).then_some(value)
 }
 
-/// The Python client's idea of truth.
+/// Returns whether the Python client takes a value for true.
 fn is_true(value: &str) -> bool {
     ["1", "ON", "YES", "TRUE"].contains(&value.to_ascii_uppercase().as_str())
 }
@@ -167,7 +167,7 @@ fn endpoint(lookup: Lookup<'_>) -> Result<(String, Origin)> {
     let given = text(lookup, "HF_ENDPOINT").unwrap_or_else(|| HUB.to_string());
     let endpoint = given.trim_end_matches('/').to_string();
     let wrong = |why: &str| {
-        // Not shown: it may hold a password.
+        // The address is not printed: it may hold a password.
         Failure::usage(format!("HF_ENDPOINT {why}")).hint(format!(
             "unset it, or use an address like HF_ENDPOINT={HUB}"
         ))
@@ -184,7 +184,7 @@ fn endpoint(lookup: Lookup<'_>) -> Result<(String, Origin)> {
     Ok((endpoint, origin))
 }
 
-/// A path; `~` is the home folder, as the Python client has it.
+/// The path in a variable; `~` is the home folder, as in the Python client.
 fn path(lookup: Lookup<'_>, name: &str) -> Option<PathBuf> {
     let value = lookup(name).filter(|value| !value.is_empty())?;
     let path = PathBuf::from(value);
@@ -194,7 +194,7 @@ fn path(lookup: Lookup<'_>, name: &str) -> Option<PathBuf> {
     }
 }
 
-/// `HF_HOME`, else where the Python client has it.
+/// `HF_HOME`, else the default of the Python client.
 fn home(lookup: Lookup<'_>) -> Option<PathBuf> {
     path(lookup, "HF_HOME")
         .or_else(|| Some(path(lookup, "XDG_CACHE_HOME")?.join("huggingface")))
@@ -214,7 +214,7 @@ fn cache(cache_dir: Option<&Path>, lookup: Lookup<'_>) -> Result<PathBuf> {
         Failure::usage("there is no folder for the hub's files: neither HF_HOME nor HOME is set")
             .hint("name one with --cache-dir")
     })?;
-    // Links in the cache are relative to it, and messages should not depend on where one stands.
+    // Links in the cache are relative to it, and messages should not depend on the current folder.
     std::path::absolute(&found).map_err(|error| {
         Failure::new(format!("cannot find the folder `{}`", found.display()))
             .detail(error.to_string())
@@ -241,7 +241,7 @@ fn token(lookup: Lookup<'_>) -> Result<Option<Token>> {
     }
 }
 
-/// What cannot stand in a header is no token; the message does not repeat it.
+/// Checks that a token fits into a header. The message does not repeat it.
 fn checked(token: String, place: &str) -> Result<Token> {
     if token.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Ok(Token(token));
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn offline_is_said_as_in_python() {
+    fn offline_has_the_values_of_the_python_client() {
         let is_offline = |value: &str| {
             settings(None, &[("HF_HUB_OFFLINE", value), ("HF_HOME", "/hf")])
                 .expect("valid")
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_are_addresses_and_an_open_one_is_warned_of() {
+    fn endpoints_are_addresses_and_an_unencrypted_one_gives_a_warning() {
         let at = |endpoint: &str| {
             settings(
                 None,
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_are_refused_by_name() {
+    fn invalid_numbers_are_refused_with_the_name_of_the_variable() {
         for value in ["x", "-1", "nan", "1e9"] {
             let error = settings(None, &[("PRUNE_HUB_RETRIES", value), ("HF_HOME", "/hf")])
                 .expect_err(value)

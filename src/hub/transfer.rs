@@ -1,24 +1,30 @@
-//! One file from the hub into the cache: asked after, resumed where it broke off, verified, and shown in its snapshot.
+//! One file from the hub to the cache: its description, its bytes from where an earlier download stopped, and its hash.
 //!
-//! What arrives is appended to `blobs/<etag>.incomplete`, the Python client's name for it, and renamed when it is whole. The
-//! name is the content's own, so a partial file belongs to this content and no other: large files are named by their SHA-256,
-//! which is compared at the end. The bytes themselves are fetched by `append`.
+//! A partial file is named by the content's own name, so it belongs to this content and to no other. Large files are named by their
+//! SHA-256, which is compared at the end. An answer is used only if it fits: a part must begin where ours ends, the announced length
+//! must be the file's, and a whole file in answer to a range starts the download over. `If-Range` is sent for small files only. Their
+//! ETag is the address's own; a large file comes from another host with another ETag, which would restart every download.
 
-use std::fs::{self, File};
+use std::fs;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use super::append::truncate;
 use super::cache::{RepoCache, cannot_write};
-use super::http::{Answer, Asked, Client, Request, Trouble};
+use super::http::{Answer, Client, Request};
 use super::id::HubRepo;
-use super::meter::Meter;
+use super::partial::{BUFFER, Partial};
+use super::refusal::{Asked, RequestError, Transient, header};
 use super::{lock, refusal};
+use crate::bytes::ByteSize;
 use crate::failure::Failure;
-use crate::run::Events;
+use crate::run::{Events, Meter};
 
-/// What the hub says of a file before it is downloaded.
+/// A try that brought this many bytes resets the number of failed tries.
+const PROGRESS: u64 = 1 << 20;
+
+/// The hub's description of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Remote {
     /// The content's name: a SHA-256 for large files, a git hash for small ones.
@@ -28,7 +34,7 @@ pub(super) struct Remote {
 }
 
 impl Remote {
-    /// The SHA-256 of the content, where the hub names it by that.
+    /// The SHA-256 of the content, where it is the content's name.
     pub(super) fn sha256(&self) -> Option<&str> {
         let is_hash = self.etag.len() == 64
             && self
@@ -47,13 +53,38 @@ pub(super) struct Transfer<'a> {
     pub(super) events: &'a dyn Events,
 }
 
+/// A file at a commit, as the hub describes it.
+#[derive(Clone, Copy)]
+struct Wanted<'a> {
+    commit: &'a str,
+    file: &'a str,
+    remote: &'a Remote,
+}
+
 impl Transfer<'_> {
-    /// Asks what a file is at a commit or revision.
+    /// Puts a file into the snapshot of a commit, unless it is there.
+    ///
+    /// # Errors
+    /// As [`Transfer::describe`] and [`Transfer::fetch`].
+    pub(super) fn ensure(
+        &self,
+        commit: &str,
+        file: &str,
+        meter: Option<&mut Meter<'_>>,
+    ) -> Result<()> {
+        if self.cache.has(commit, file) {
+            return Ok(());
+        }
+        let remote = self.describe(commit, file)?;
+        self.fetch(commit, file, &remote, meter)
+    }
+
+    /// Asks the hub for the description of a file at a commit or revision.
     ///
     /// # Errors
     /// Fails for everything the hub refuses, and when it does not name the content.
-    pub(super) fn ask(&self, revision: &str, file: &str) -> Result<Remote> {
-        self.client.patiently(self.events, || {
+    pub(super) fn describe(&self, revision: &str, file: &str) -> Result<Remote> {
+        self.client.with_retries(self.events, || {
             let answer = self.client.send(&Request {
                 asked: self.asked(file),
                 path: self.repo.file_path(revision, file),
@@ -81,32 +112,33 @@ impl Transfer<'_> {
             let path = self.cache.lock(&remote.etag);
             let lock = lock::acquire(&path, file, self.events)
                 .map_err(|error| cannot_write(&path, &error))?;
-            // Another process may have finished it while we waited.
+            // Another process may have finished it during the wait.
             if !is_whole(&blob, remote) {
                 let mut partial = blob.clone().into_os_string();
                 if lock.is_none() {
-                    // Nobody else may write into ours.
+                    // Without a lock, every process has a partial file of its own.
                     partial.push(format!(".{}", std::process::id()));
                 }
                 partial.push(".incomplete");
-                self.download(
+                let wanted = Wanted {
                     commit,
                     file,
                     remote,
-                    &PathBuf::from(partial),
-                    meter.as_deref_mut(),
-                )?;
+                };
+                let partial = Partial::open(PathBuf::from(partial))?;
+                self.download(wanted, partial, meter.as_deref_mut())?
+                    .publish(&blob)?;
             }
         }
         self.cache.link(commit, file, &remote.etag)?;
         if let Some(meter) = meter {
             let stored = fs::metadata(&blob).map_or(0, |data| data.len());
-            meter.file_done(remote.bytes.unwrap_or(stored));
+            meter.add(remote.bytes.unwrap_or(stored));
         }
         Ok(())
     }
 
-    pub(super) fn asked<'b>(&'b self, file: &'b str) -> Asked<'b> {
+    fn asked<'b>(&'b self, file: &'b str) -> Asked<'b> {
         Asked {
             repo: self.repo,
             file: Some(file),
@@ -146,55 +178,181 @@ impl Transfer<'_> {
         })
     }
 
-    /// Downloads until the file is whole; the blob appears at the end.
+    /// Downloads until the file is whole and its hash is right.
     fn download(
         &self,
-        commit: &str,
-        file: &str,
-        remote: &Remote,
-        partial: &Path,
+        wanted: Wanted<'_>,
+        mut partial: Partial,
         mut meter: Option<&mut Meter<'_>>,
-    ) -> Result<()> {
-        let mut store = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(partial)
-            .map_err(|error| cannot_write(partial, &error))?;
-        let mut was_other = false;
-        self.client.patiently(self.events, || {
-            let digest = self.append(
-                commit,
-                file,
-                remote,
-                &mut store,
-                partial,
-                meter.as_deref_mut(),
-            )?;
-            match remote.sha256() {
+    ) -> Result<Partial> {
+        let mut was_damaged = false;
+        self.client.with_retries(self.events, || {
+            self.continue_download(wanted, &mut partial, meter.as_deref_mut())?;
+            let digest = partial.sha256();
+            match wanted.remote.sha256() {
                 Some(expected) if expected != digest => {
-                    truncate(&mut store, partial)?;
-                    let failure = self.other_content(file, expected, &digest);
-                    // Once may be an old partial file; twice is what the hub has.
-                    if was_other {
+                    partial.keep(0)?;
+                    let failure = self.damaged(wanted.file, expected, &digest);
+                    // The first time, an old partial file may be the cause; the second time, the hub is.
+                    if was_damaged {
                         return Err(failure.into());
                     }
-                    was_other = true;
-                    Err(Trouble::passing(failure))
+                    was_damaged = true;
+                    Err(RequestError::transient(failure))
                 }
                 _ => Ok(()),
             }
         })?;
-        let blob = self.cache.blob(&remote.etag);
-        store
-            .sync_all()
-            .map_err(|error| cannot_write(partial, &error))?;
-        fs::rename(partial, &blob).map_err(|error| cannot_write(&blob, &error))?;
-        Ok(())
+        Ok(partial)
     }
 
-    fn other_content(&self, file: &str, expected: &str, found: &str) -> Failure {
+    /// Sends one request for the missing bytes and appends them.
+    fn continue_download(
+        &self,
+        wanted: Wanted<'_>,
+        partial: &mut Partial,
+        mut meter: Option<&mut Meter<'_>>,
+    ) -> Result<(), RequestError> {
+        let (file, size) = (wanted.file, wanted.remote.bytes);
+        // Without a size, the end of the file is unknown, so an old part is useless.
+        let stored = partial.stored()?;
+        let is_usable = size.is_some_and(|size| stored <= size);
+        let have = if is_usable { stored } else { 0 };
+        if have > 0 && size == Some(have) {
+            return Ok(partial.keep(have)?);
+        }
+        let answer = self.request(wanted, have)?;
+        if answer.response.status() == 416 {
+            partial.keep(0)?;
+            let why = "the range we asked for is refused";
+            return Err(RequestError::transient(self.unfit(file, &answer, why)));
+        }
+        partial.keep(self.start_of(wanted, have, &answer)?)?;
+        let (origin, started) = (answer.origin, partial.length());
+        let mut body = answer.response.into_body().into_reader();
+        let mut buffer = vec![0; BUFFER];
+        loop {
+            let have = partial.length();
+            if let Some(meter) = meter.as_deref_mut() {
+                meter.at(have);
+            }
+            let missing = size.map(|size| size - have);
+            let read = match body.read(&mut buffer) {
+                Ok(0) if missing.is_none_or(|missing| missing == 0) => return Ok(()),
+                Ok(0) => return Err(self.broken(wanted, have, started, None)),
+                Ok(read) => read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    let error = ureq::Error::from(error);
+                    let cause = refusal::unanswered(self.client.settings(), &origin, &error);
+                    return Err(self.broken(wanted, have, started, Some(cause)));
+                }
+            };
+            if missing.is_some_and(|missing| read as u64 > missing) {
+                partial.keep(0)?;
+                let failure = Failure::new(format!(
+                    "more of {} arrives than its {}",
+                    refusal::what(self.asked(file)),
+                    ByteSize(size.unwrap_or_default())
+                ));
+                return Err(RequestError::transient(failure.hint(CHECK_ENDPOINT)));
+            }
+            partial.append(&buffer[..read], missing)?;
+        }
+    }
+
+    fn request(&self, wanted: Wanted<'_>, have: u64) -> Result<Answer, RequestError> {
+        let mut headers = Vec::new();
+        if have > 0 {
+            headers.push(("range", format!("bytes={have}-")));
+            if wanted.remote.sha256().is_none() {
+                headers.push(("if-range", format!("\"{}\"", wanted.remote.etag)));
+            }
+        }
+        self.client.send(&Request {
+            asked: self.asked(wanted.file),
+            path: self.repo.file_path(wanted.commit, wanted.file),
+            is_head: false,
+            headers,
+        })
+    }
+
+    /// Returns the byte of the file at which an answer's body begins: `have` if the range was honoured, 0 for the whole file.
+    fn start_of(
+        &self,
+        wanted: Wanted<'_>,
+        have: u64,
+        answer: &Answer,
+    ) -> Result<u64, RequestError> {
+        let unfit = |why: &str| Err(self.unfit(wanted.file, answer, why).into());
+        let headers = answer.response.headers();
+        if header(headers, "content-encoding").is_some_and(|encoding| encoding != "identity") {
+            return unfit("it is packed although we asked for it as it is");
+        }
+        let (start, total) = if answer.response.status() == 206 {
+            match header(headers, "content-range").and_then(content_range) {
+                None => return unfit("a part without a usable Content-Range"),
+                Some((start, _)) if start != have => {
+                    return unfit(&format!("the part begins at {start}, we asked for {have}"));
+                }
+                Some(range) => range,
+            }
+        } else {
+            let length = header(headers, "content-length");
+            (0, length.and_then(|bytes| bytes.parse().ok()))
+        };
+        match (wanted.remote.bytes, total) {
+            (Some(expected), Some(total)) if expected != total => unfit(&format!(
+                "{total} bytes are announced, the repository says {expected}"
+            )),
+            _ => Ok(start),
+        }
+    }
+
+    /// The failure for an answer that does not fit the file.
+    fn unfit(&self, file: &str, answer: &Answer, why: &str) -> Failure {
+        Failure::new(format!(
+            "what `{}` sends is not {}",
+            answer.origin,
+            refusal::what(self.asked(file))
+        ))
+        .detail(why)
+        .hint(CHECK_ENDPOINT)
+    }
+
+    /// The failure for a body that ended too early.
+    fn broken(
+        &self,
+        wanted: Wanted<'_>,
+        have: u64,
+        started: u64,
+        cause: Option<RequestError>,
+    ) -> RequestError {
+        let of = wanted
+            .remote
+            .bytes
+            .map_or(String::new(), |bytes| format!(" of {}", ByteSize(bytes)));
+        let mut failure = Failure::new(format!(
+            "the download of {} broke off after {}{of}",
+            refusal::what(self.asked(wanted.file)),
+            ByteSize(have)
+        ))
+        .hint("start again: what was downloaded is kept, and the rest is asked for");
+        if let Some(cause) = cause {
+            failure = failure.detail(match cause {
+                RequestError::Transient(transient) => transient.failure.message,
+                RequestError::Permanent(failure) => failure.message,
+            });
+        }
+        RequestError::Transient(Box::new(Transient {
+            failure,
+            wait: None,
+            is_unreachable: false,
+            has_progressed: have >= started + PROGRESS,
+        }))
+    }
+
+    fn damaged(&self, file: &str, expected: &str, found: &str) -> Failure {
         Failure::new(format!(
             "{} arrived damaged: its hash is another one",
             refusal::what(self.asked(file))
@@ -204,10 +362,23 @@ impl Transfer<'_> {
     }
 }
 
-/// Whether a blob is there with the size the hub says.
+const CHECK_ENDPOINT: &str = "check HF_ENDPOINT and the proxy; or name a local folder";
+
+/// Returns whether a blob exists with the size that the hub announced.
 fn is_whole(blob: &Path, remote: &Remote) -> bool {
     fs::metadata(blob)
         .is_ok_and(|data| data.is_file() && remote.bytes.is_none_or(|bytes| bytes == data.len()))
+}
+
+/// `bytes 3-9/10` → (3, Some(10)); the total may be `*`.
+fn content_range(value: &str) -> Option<(u64, Option<u64>)> {
+    let (range, total) = value.strip_prefix("bytes ")?.split_once('/')?;
+    let (start, _) = range.split_once('-')?;
+    let total = match total.trim() {
+        "*" => None,
+        total => Some(total.parse().ok()?),
+    };
+    Some((start.trim().parse().ok()?, total))
 }
 
 #[cfg(test)]
@@ -224,6 +395,21 @@ mod tests {
         assert!(remote(&"0a".repeat(32)).sha256().is_some());
         for other in ["0a".repeat(20), "0A".repeat(32), "xy".repeat(32)] {
             assert_eq!(remote(&other).sha256(), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_content_range_has_a_start_and_perhaps_a_total() {
+        assert_eq!(content_range("bytes 3-9/10"), Some((3, Some(10))));
+        assert_eq!(content_range("bytes 0-0/*"), Some((0, None)));
+        for wrong in [
+            "bytes */10",
+            "3-9/10",
+            "bytes 3-9",
+            "bytes x-9/10",
+            "bytes 3-9/x",
+        ] {
+            assert_eq!(content_range(wrong), None, "{wrong}");
         }
     }
 }

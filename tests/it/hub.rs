@@ -247,6 +247,55 @@ fn a_plan_needs_the_headers_alone() {
 }
 
 #[test]
+fn a_plan_uses_the_cache_offline_and_without_a_network() {
+    let (server, place) = with_model();
+    let plan = [
+        "plan",
+        "--model",
+        MODEL,
+        "--max-memory",
+        "cpu=4GiB",
+        "--json",
+    ];
+    let settled = |ran: &Ran| {
+        let mut plan: serde_json::Value = serde_json::from_str(&ran.stdout).expect("one object");
+        plan["inventory"].take();
+        plan
+    };
+    refuses(
+        command(&place, &server, &plan).env("HF_HUB_OFFLINE", "1"),
+        1,
+        &format!(
+            "error: the model `{MODEL}` (revision `main`) is not in the cache, and HF_HUB_OFFLINE forbids to download it"
+        ),
+        "hint: run once without HF_HUB_OFFLINE",
+    );
+    assert!(server.seen().is_empty());
+    let online = ran(&mut command(&place, &server, &plan));
+    assert_eq!(online.code, 0, "{}", online.stderr);
+    let fetched = ran(&mut command(&place, &server, &QUICK));
+    assert_eq!(fetched.code, 0, "{}", fetched.stderr);
+    let asked = server.seen().len();
+    let offline = ran(command(&place, &server, &plan).env("HF_HUB_OFFLINE", "1"));
+    assert_eq!(offline.code, 0, "{}", offline.stderr);
+    assert_eq!(settled(&offline), settled(&online));
+    let closed = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a free port");
+    let host = closed.local_addr().expect("bound").to_string();
+    drop(closed);
+    let cut_off = ran(command(&place, &server, &plan).env("HF_ENDPOINT", format!("http://{host}")));
+    assert_eq!(cut_off.code, 0, "{}", cut_off.stderr);
+    assert_eq!(settled(&cut_off), settled(&online));
+    assert!(
+        cut_off
+            .stderr
+            .contains(&format!("using the cache, which has commit {COMMIT}")),
+        "{}",
+        cut_off.stderr
+    );
+    assert_eq!(server.seen().len(), asked, "neither plan asked the hub");
+}
+
+#[test]
 fn a_local_folder_comes_before_an_id_and_a_revision_is_not_for_it() {
     let (server, place) = with_model();
     fs::create_dir(place.path("some-owner")).expect("a new folder");

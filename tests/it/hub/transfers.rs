@@ -301,7 +301,7 @@ fn a_full_disk_is_one_error() {
     assert_eq!(
         error,
         format!(
-            "the disk is full: cannot write `{}`\n  9.77 KiB of it are missing\nhint: free space there, or choose another cache with \
+            "the disk is full: cannot write `{}`\n  9.77 KiB are still to be written\nhint: free space there, or choose another cache with \
              --cache-dir or HF_HUB_CACHE; what was downloaded is kept",
             bench.partial().display()
         )

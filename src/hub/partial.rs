@@ -1,0 +1,107 @@
+//! The partial file of a download: it grows by what arrives, and knows the SHA-256 of its bytes.
+//!
+//! A download appends to `blobs/<etag>.incomplete`, the Python client's name for it, and renames it when it is whole.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use super::cache::{cannot_store, cannot_write};
+use crate::bytes::{ByteSize, hex};
+use crate::failure::Failure;
+
+/// Bytes read at once.
+pub(super) const BUFFER: usize = 256 << 10;
+
+/// A file under way to the cache.
+pub(super) struct Partial {
+    file: File,
+    path: PathBuf,
+    /// Of the first `length` bytes.
+    hash: Sha256,
+    length: u64,
+}
+
+impl Partial {
+    /// Opens a partial file, or creates it.
+    pub(super) fn open(path: PathBuf) -> Result<Self, Failure> {
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(|error| cannot_write(&path, &error))?;
+        Ok(Self {
+            file,
+            path,
+            hash: Sha256::new(),
+            length: 0,
+        })
+    }
+
+    /// Returns the bytes in the file.
+    pub(super) fn stored(&self) -> Result<u64, Failure> {
+        let metadata = self.file.metadata();
+        Ok(metadata.map_err(|error| self.cannot(&error))?.len())
+    }
+
+    /// Keeps the first `length` bytes, hashes them, and continues behind them.
+    pub(super) fn keep(&mut self, length: u64) -> Result<(), Failure> {
+        self.hash = Sha256::new();
+        self.length = length;
+        let kept = self.hash_and_cut(length);
+        kept.map_err(|error| self.cannot(&error))
+    }
+
+    fn hash_and_cut(&mut self, length: u64) -> io::Result<()> {
+        // A device has no length to cut.
+        if self.file.metadata()?.len() != length {
+            self.file.set_len(length)?;
+        }
+        self.file.seek(SeekFrom::Start(0))?;
+        let mut buffer = vec![0; BUFFER];
+        let mut left = length;
+        while left > 0 {
+            let read = self.file.read(&mut buffer)?;
+            if read == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            self.hash.update(&buffer[..read]);
+            left -= read as u64;
+        }
+        Ok(())
+    }
+
+    /// Appends bytes; `missing` is the number that the file lacks, for the message of a full disk.
+    pub(super) fn append(&mut self, bytes: &[u8], missing: Option<u64>) -> Result<(), Failure> {
+        self.file
+            .write_all(bytes)
+            .map_err(|error| cannot_store(&self.path, &error, missing.map(ByteSize)))?;
+        self.hash.update(bytes);
+        self.length += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Returns the bytes that are kept and hashed.
+    pub(super) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Returns the SHA-256 of these bytes, as hexadecimal digits.
+    pub(super) fn sha256(&self) -> String {
+        hex(&self.hash.clone().finalize())
+    }
+
+    /// Gives the whole file its name in the cache.
+    pub(super) fn publish(self, blob: &Path) -> Result<(), Failure> {
+        self.file.sync_all().map_err(|error| self.cannot(&error))?;
+        fs::rename(&self.path, blob).map_err(|error| cannot_write(blob, &error))
+    }
+
+    fn cannot(&self, error: &io::Error) -> Failure {
+        cannot_write(&self.path, error)
+    }
+}
