@@ -21,7 +21,7 @@ use candle_core::Tensor;
 use criterion::measurement::{Measurement, ValueFormatter, WallTime};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prune::bytes::ByteSize;
-use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSink, WeightSource};
+use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSource};
 use prune::demo::RandomCheckpoint;
 use prune::linalg::attention::{self, Heads};
 use prune::linalg::matmul::{Threads, View, matmul};

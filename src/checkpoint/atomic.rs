@@ -1,4 +1,4 @@
-//! Small files that appear whole or not at all: written beside their name, synced, then renamed onto it.
+//! Small files that appear whole or not at all: written under a temporary name, synced, then renamed.
 
 use std::ffi::OsString;
 use std::io;
@@ -11,12 +11,12 @@ use crate::failure::Failure;
 ///
 /// # Errors
 ///
-/// Fails when the folder of `path` does not exist or cannot be written; an old file at `path` is then still there.
+/// Fails when the folder of `path` does not exist or cannot be written; an old file at `path` then stays.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let temporary = temporary_name(path);
     let written = write_and_rename(&temporary, path, bytes);
     if written.is_err() {
-        // The first error is the one to tell; a leftover temporary file harms nobody.
+        // The first error is reported; a temporary file that stays does no harm.
         let _ = disk::remove(&temporary);
     }
     written.map_err(|error| cannot_write(path, &error).into())
@@ -31,7 +31,7 @@ pub fn sync_folder(folder: &Path) -> anyhow::Result<()> {
     disk::sync_folder(folder).map_err(|error| cannot_write(folder, &error).into())
 }
 
-/// The failure of any write below `path`, with a hint where the disk is full.
+/// The failure of a write to `path`, with a hint if the disk is full.
 pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     let failure =
         Failure::new(format!("cannot write `{}`", path.display())).detail(error.to_string());

@@ -1,4 +1,4 @@
-//! Stored elements as bits: which are zero, which changed, where they stand. No arithmetic, no conversion.
+//! Stored elements as bits: zeros, changes and positions, without arithmetic or conversion.
 //!
 //! Zero means the value 0 of either sign; a *pruned* weight is +0, all bits zero.
 
@@ -12,13 +12,13 @@ pub(super) fn element_bytes(dtype: Dtype) -> usize {
     (dtype.bitsize() / 8).max(1)
 }
 
-/// Whether the element `now` is neither +0 nor what it was `before`.
+/// Returns whether the element `now` is neither +0 nor equal to `before`.
 #[inline]
 pub(super) fn is_changed(now: &[u8], before: &[u8]) -> bool {
     now != before && now.iter().any(|&byte| byte != 0)
 }
 
-/// Where the flat element `at` stands in a matrix: (row, column).
+/// The row and column of the flat element `at` in a matrix.
 pub(super) fn row_and_column(entry: &TensorEntry, at: usize) -> (usize, usize) {
     let columns = entry.shape.last().copied().unwrap_or(1).max(1);
     (at / columns, at % columns)
@@ -45,12 +45,12 @@ pub(super) fn count_zeros(dtype: Dtype, bytes: &[u8]) -> u64 {
     }
 }
 
-/// How a type of weights lays out its bits.
+/// The bit layout of a type of weights.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FloatBits {
-    /// All bits but the sign: none of them set is the value 0.
+    /// All bits except the sign; none of them is set in the value 0.
     pub(super) magnitude: u32,
-    /// All of them set is an infinity or NaN.
+    /// The exponent; all of its bits are set in an infinity or NaN.
     pub(super) exponent: u32,
 }
 
@@ -68,7 +68,7 @@ pub(super) fn float_bits(dtype: Dtype) -> Option<FloatBits> {
     })
 }
 
-/// The value of one stored element; NaN for types that hold no weights.
+/// The value of a stored element; NaN for types without weights.
 pub(super) fn value(dtype: Dtype, bytes: &[u8]) -> f32 {
     match (dtype, bytes) {
         (Dtype::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),

@@ -1,7 +1,6 @@
-//! Which safetensors files a folder holds, and why a folder is refused.
+//! The safetensors files of a folder, and the refusal of a folder without usable ones.
 //!
-//! Only names are looked at here; the files themselves are opened by `source`. Pickled weights are never opened: loading a
-//! pickle can run code.
+//! This file looks only at names; `source` opens the files. Pickled weights are never opened, because loading a pickle can run code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,14 +8,14 @@ use std::path::{Component, Path};
 
 use serde::Deserialize;
 
-use super::{INDEX_FILE, SINGLE_FILE};
+use super::names::{INDEX_FILE, SINGLE_FILE};
 use crate::bytes::{ByteSize, read_whole};
 use crate::failure::Failure;
 
-/// An index is JSON of a line per tensor, and the largest published ones have 10 MB; more than this is not one.
+/// The largest index that is read. An index has a line of JSON per tensor; the largest published ones have 10 MB.
 const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);
 
-/// What to do about a damaged index.
+/// The hint for a damaged index.
 const AGAIN: &str = "download this file again";
 
 /// The weights of a folder, by name.
@@ -24,11 +23,11 @@ const AGAIN: &str = "download this file again";
 pub(super) struct FolderWeights {
     /// Shard file names, sorted.
     pub(super) shards: Vec<String>,
-    /// Tensor → shard, where there is an index; empty for a single file.
+    /// Tensor → shard, from the index; empty for a single file.
     pub(super) weight_map: BTreeMap<String, String>,
 }
 
-/// The part of `model.safetensors.index.json` that matters here.
+/// The used part of `model.safetensors.index.json`.
 #[derive(Deserialize)]
 struct Index {
     weight_map: BTreeMap<String, String>,
@@ -89,7 +88,7 @@ pub(super) fn find_weights(folder: &Path) -> anyhow::Result<FolderWeights> {
     }
 }
 
-/// The refusal of a name that leads nowhere, as those of a hub's cache do where a file was removed.
+/// The refusal of a broken link, which a hub's cache has after a file was removed.
 pub(super) fn broken_link(path: &Path) -> Failure {
     Failure::new(format!(
         "`{}` is a link to a file that is not there",
@@ -150,7 +149,7 @@ fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
     })
 }
 
-/// One ordinary path component, on this platform and on the others.
+/// Returns whether a name is a single ordinary path component on every platform.
 fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     let single = matches!(
@@ -160,7 +159,7 @@ fn is_plain_name(name: &str) -> bool {
     single && !name.contains(['/', '\\', ':', '\0'])
 }
 
-/// The refusal of a folder without `model.safetensors` and index, by what lies there instead.
+/// The refusal of a folder without `model.safetensors` and index; it names the files found instead.
 fn no_safetensors(folder: &Path) -> anyhow::Result<Failure> {
     let cannot_list = |error: std::io::Error| {
         Failure::new(format!("cannot list `{}`", folder.display())).detail(error.to_string())

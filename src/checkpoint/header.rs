@@ -1,8 +1,8 @@
 //! The header of one safetensors file: an 8-byte little-endian length, a JSON object (tensor name → dtype, shape,
 //! byte range), then the tensors' bytes without holes.
 //!
-//! The numbers in a header decide what is read and allocated later, so every one is checked here against the length of the
-//! file, and a refusal names the file, the tensor and both numbers. The length is judged before anything is allocated.
+//! The numbers in a header decide later reads and allocations. So every number is checked here against the length of the file, the
+//! length of the header before anything is allocated. A refusal names the file, the tensor and both numbers.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -21,16 +21,16 @@ use crate::failure::Failure;
 /// Bytes before the JSON: its length.
 pub(super) const LENGTH_BYTES: u64 = 8;
 
-/// No real header comes near it (a 405B model's is under 1 MB); the `safetensors` library draws the same line.
+/// The largest header, as in the `safetensors` library; a model of 405B has less than 1 MB.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// A git-lfs pointer begins with these eight bytes where a length should stand.
+/// The first eight bytes of a git-lfs pointer, which stand in place of the length.
 const LFS_POINTER: [u8; 8] = *b"version ";
 
 /// The JSON key that holds free text instead of a tensor.
 const METADATA_KEY: &str = "__metadata__";
 
-/// Where one tensor lies.
+/// The position and form of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorEntry {
     /// Its name, as stored ("model.layers.0.self_attn.q_proj.weight").
@@ -41,7 +41,7 @@ pub struct TensorEntry {
     pub shape: Vec<usize>,
     /// The index of its file in [`Checkpoint::shards`](super::Checkpoint::shards).
     pub shard: usize,
-    /// Where its data begins, in bytes from the start of the file.
+    /// The start of its data, in bytes from the start of the file.
     pub offset: u64,
     /// The length of its data in bytes.
     pub bytes: u64,
@@ -66,7 +66,7 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// Where the tensors' bytes begin in the file.
+    /// The position in the file where the tensors' bytes begin.
     pub(super) fn data_start(&self) -> u64 {
         LENGTH_BYTES + self.json.len() as u64
     }
@@ -88,7 +88,7 @@ impl Header {
                 .into());
         }
         let length = u64::from_le_bytes(length);
-        // Before allocating: the length is whatever the first eight bytes say.
+        // Checked before allocating: the first eight bytes may hold any number.
         if length > MAX_HEADER_BYTES {
             return Err(bad("it is not a safetensors file".into())
                 .detail(format!(
@@ -110,7 +110,7 @@ impl Header {
         Self::parse(json, data_bytes, path)
     }
 
-    /// Checks a header that came from elsewhere, of a file `file_bytes` long; `path` is for messages.
+    /// Checks a header that was downloaded without its file, which is `file_bytes` long; `path` is for messages.
     pub(super) fn of(json: Vec<u8>, file_bytes: u64, path: &Path) -> anyhow::Result<Self> {
         let data_bytes = file_bytes
             .checked_sub(LENGTH_BYTES + json.len() as u64)
@@ -187,7 +187,7 @@ impl Header {
             let extra = data_bytes - described;
             return Err(bad(format!("{extra} bytes follow its last tensor")).into());
         }
-        // A second opinion: what we accept must also load in every program that uses the library.
+        // An accepted file must also load in every program that uses the library.
         Metadata::new(None, sorted(&tensors))
             .map_err(|error| bad("its header is not valid".into()).detail(error.to_string()))?;
         Ok(Self {
@@ -197,16 +197,29 @@ impl Header {
         })
     }
 
-    /// The header to write: the source's own bytes, or, where `format` is absent, the same with `"format":"pt"`
-    /// (transformers refuses files without it). True where it was added.
-    pub(super) fn with_format(&self) -> (Vec<u8>, bool) {
+    /// The header to write: the source's own bytes, or, where `format` is absent, the same with `"format":"pt"`.
+    pub(super) fn with_format(&self) -> OutputHeader {
         if self.metadata.contains_key("format") {
-            return (framed(&self.json), false);
+            return OutputHeader {
+                bytes: framed(&self.json),
+                adds_format: false,
+            };
         }
         let mut metadata = self.metadata.clone();
         metadata.insert("format".into(), "pt".into());
-        (encode_header(&metadata, &self.tensors), true)
+        OutputHeader {
+            bytes: encode_header(&metadata, &self.tensors),
+            adds_format: true,
+        }
     }
+}
+
+/// The first bytes of an output file: length, JSON and padding.
+#[derive(Debug)]
+pub(super) struct OutputHeader {
+    pub(super) bytes: Vec<u8>,
+    /// `format` is added to the source's header, because transformers refuses files without it.
+    pub(super) adds_format: bool,
 }
 
 /// The bytes of a safetensors file before its data: length, JSON in the given order, spaces up to a multiple of 8.
@@ -236,7 +249,7 @@ pub fn encode_header(
     framed(&json)
 }
 
-/// The refusal of a file: whatever its header lies about, the file is not what was published.
+/// The refusal of a file with a wrong header: the published file was different.
 fn unreadable(path: &Path, why: &str) -> Failure {
     Failure::new(format!("cannot read `{}`: {why}", path.display()))
         .hint("download this file again")

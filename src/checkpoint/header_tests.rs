@@ -1,4 +1,4 @@
-//! Headers that lie: each kind of lie has its message, and no mutation panics, allocates wildly or opens wrongly.
+//! Wrong headers: each kind has its message, and no mutation panics, allocates too much or opens wrongly.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::test_files::{file_bytes, file_with_header, folder, mixed_tensors, write};
 use super::{Checkpoint, WeightSource};
 
-/// What `open` says of a folder with this one file, with the folder's path removed.
+/// The error of `open` for a folder with this one file, without the folder's path.
 fn message(file: &[u8]) -> String {
     let folder = folder();
     write(folder.path(), "model.safetensors", file);
@@ -140,7 +140,7 @@ fn a_name_twice_in_one_header_is_refused() {
     assert!(message(&file_with_header(json, 1)).contains("`a` stands there twice"));
 }
 
-/// Where it opens, every tensor can be read: no accepted header leads outside its file.
+/// Every tensor of an accepted header can be read: no range leaves its file.
 fn opens_whole_or_not_at_all(folder: &Path) -> Result<(), TestCaseError> {
     if let Ok(checkpoint) = Checkpoint::open(folder) {
         for entry in checkpoint.tensors() {

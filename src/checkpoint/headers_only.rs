@@ -1,4 +1,4 @@
-//! [`HeadersOnly`]: what a checkpoint's headers say, where its weights are elsewhere.
+//! [`HeadersOnly`]: the headers of a checkpoint whose weights were not downloaded.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,7 +19,7 @@ impl HeadersOnly {
     /// Checks the headers of all shards.
     ///
     /// # Arguments
-    /// * `place`: the checkpoint, as errors call it
+    /// * `place`: the name of the checkpoint in errors
     /// * `shards`: for each file its name, its JSON header without the length, and its length in bytes
     ///
     /// # Errors

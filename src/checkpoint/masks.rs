@@ -1,7 +1,7 @@
 //! [`MaskWriter`]: masks as packed bits in one safetensors file, written one by one, in any order.
 //!
-//! All sizes are known before the first mask, so the header and the whole length are on the disk before the work begins,
-//! under a partial name; no mask is kept in memory. The file is read back before it gets its name.
+//! All sizes are known before the first mask. So the file gets its header and its whole length before the work begins, under a
+//! partial name, and no mask stays in memory. The file is read back before it gets its final name.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,23 +13,22 @@ use sha2::{Digest, Sha256};
 
 use super::atomic::{cannot_write, sync_folder};
 use super::header::encode_header;
-use super::meter::Meter;
+use super::names::{CHUNK_BYTES, PARTIAL_SUFFIX};
 use super::target::allocate_file;
-use super::{CHUNK_BYTES, PARTIAL_SUFFIX};
 use crate::bytes::{ByteSize, hex};
 use crate::disk;
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
-use crate::run::Events;
+use crate::run::{Events, Meter};
 
-/// What a run folder calls its masks.
+/// The name of the masks in a run folder.
 pub const MASKS_FILE: &str = "masks.safetensors";
 
 /// The layout in words, for the metadata of the file.
 const LAYOUT: &str = "one uint8 tensor per pruned matrix [out_features, in_features]: one bit per weight, 1 = pruned, \
     row-major without padding between rows, least significant bit first";
 
-/// The version of that layout; raised when it changes.
+/// The version of this layout.
 const LAYOUT_VERSION: &str = "1";
 
 /// Writes the masks of one run; see the module's first lines.
@@ -38,20 +37,20 @@ pub struct MaskWriter {
     path: PathBuf,
     partial: PathBuf,
     file: File,
-    /// By name, the order of the file.
+    /// Masks by name, in the order of the file.
     masks: BTreeMap<String, Slot>,
 }
 
-/// The place of one mask.
+/// The position of a mask.
 #[derive(Debug, Clone, Copy)]
 struct Slot {
     offset: u64,
     bytes: usize,
-    /// SHA-256 of what was handed to the disk.
+    /// SHA-256 of the bytes given to the disk.
     digest: Option<[u8; 32]>,
 }
 
-/// What the file of masks will be.
+/// The planned file of masks.
 struct Layout {
     header: Vec<u8>,
     file_bytes: u64,
@@ -116,9 +115,8 @@ fn partial_of(path: &Path) -> PathBuf {
 impl MaskWriter {
     /// Allocates the file for masks of these matrices, `(name, [out_features, in_features])`, as `<path>.partial`.
     ///
-    /// The metadata of the file is `metadata` (how the masks came about) and, added here, the version and the layout in
-    /// words and every matrix's shape as JSON. Tensors lie in the order of their names, as safetensors' own writer puts
-    /// them.
+    /// The file's metadata is `metadata` (the origin of the masks) with the version, a description of the layout, and the shapes of
+    /// all matrices as JSON. Tensors are in the order of their names, as in files written by the safetensors library.
     ///
     /// # Errors
     ///
@@ -138,7 +136,7 @@ impl MaskWriter {
                 Ok(file)
             });
         let file = allocated.map_err(|error| {
-            // The error is the one to tell.
+            // The first error is reported.
             let _ = disk::remove(&partial);
             cannot_write(&partial, &error)
                 .detail(format!("the masks need {}", ByteSize(layout.file_bytes)))
@@ -152,9 +150,9 @@ impl MaskWriter {
         })
     }
 
-    /// Takes the file up again that an earlier process left, finished or not, and holds each mask of `finished` (matrix → SHA-256 of
-    /// its bits, in hex) against its hash; returns the names of those that are not what was written, too. `None` where the file is
-    /// missing or another.
+    /// Opens the file that an earlier process left, finished or not, and compares each mask of `finished` (matrix → SHA-256 of its
+    /// bits, in hex) with its hash. Also returns the names of masks with another hash. `None` if the file is missing or has another
+    /// layout.
     ///
     /// # Errors
     ///
@@ -175,7 +173,7 @@ impl MaskWriter {
             if !path.is_file() {
                 return Ok(None);
             }
-            // Otherwise a power cut could bring the name back over masks that are being written again.
+            // Otherwise, after a power cut, the final name could stand over half-written masks.
             disk::rename(path, &partial)
                 .and_then(|()| disk::sync_folder(path.parent().unwrap_or(Path::new("."))))
                 .map_err(|error| cannot_write(path, &error))?;
@@ -211,7 +209,7 @@ impl MaskWriter {
         Ok(Some((writer, damaged)))
     }
 
-    /// Forgets masks that were written, so that they are written again.
+    /// Forgets written masks, so that they can be written again.
     pub fn forget<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
         for name in names {
             if let Some(slot) = self.masks.get_mut(name) {
@@ -260,8 +258,7 @@ impl MaskWriter {
     ///
     /// # Errors
     ///
-    /// Fails when a mask was not written, is not what was written, or the disk refuses; then the file keeps its partial
-    /// name.
+    /// Fails when a mask is missing or damaged, or the disk refuses; then the file keeps its partial name.
     pub fn finish(self) -> anyhow::Result<()> {
         let Self {
             path,
@@ -293,7 +290,7 @@ impl MaskWriter {
                 return Err(wrong(format!("the mask of `{name}` is not what was written")).into());
             }
         }
-        // Windows renames no open file.
+        // Windows cannot rename an open file.
         drop(file);
         disk::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
         match path
@@ -347,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_announced_or_not_written_is_refused() {
+    fn unknown_and_missing_masks_are_refused() {
         let place = folder();
         let path = place.path().join(MASKS_FILE);
         let mut writer = MaskWriter::create(&path, &matrices(), BTreeMap::new(), &Silent).unwrap();
@@ -361,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_changed_on_the_disk_keep_the_file_from_its_name() {
+    fn a_file_with_changed_bytes_keeps_its_partial_name() {
         let place = folder();
         let path = place.path().join(MASKS_FILE);
         let mut writer = MaskWriter::create(&path, &matrices(), BTreeMap::new(), &Silent).unwrap();

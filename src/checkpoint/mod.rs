@@ -1,23 +1,24 @@
-//! The on-disk format, both directions: a checkpoint folder of safetensors shards is opened without reading its
-//! weights, read through positioned reads, and written again in place, tensor by tensor, with the same layout.
+//! Checkpoint folders of safetensors shards. A folder is opened without reading its weights, read by positioned reads, and written
+//! with the same layout, tensor by tensor.
 //!
-//! | file | story |
+//! | file | content |
 //! | --- | --- |
-//! | `folder` | which shards a folder holds, and why a folder is refused |
+//! | `folder` | the shards of a folder, and the refusal of unusable folders |
 //! | `header` | the header of one shard: parse, check, write |
 //! | `source` | [`Checkpoint`], the [`WeightSource`] over open files |
-//! | `writer` | [`CheckpointWriter`], the [`WeightSink`] into `*.partial` files |
-//! | `written` | [`Written`], the model half-way through a run |
-//! | `target` | the output folder: refused, or its files allocated |
-//! | `verify`, `verify_tensor` | reading the written files back before they get their names |
-//! | `elements` | stored elements as bits: zeros, changes, places |
-//! | `scan` | one pass over a tensor: zeros, N:M groups, what differs from another checkpoint |
+//! | `writer` | [`CheckpointWriter`], which writes `*.partial` files |
+//! | `written` | [`Written`], the model during a run |
+//! | `target` | checks of the output folder, and allocation of its files |
+//! | `publish` | the final names of the written files |
+//! | `verify`, `verify_tensor` | checks of the written files before they get their names |
+//! | `elements` | stored elements as bits: zeros, changes, positions |
+//! | `scan` | one pass over a tensor: zeros, N:M groups, differences from another checkpoint |
 //! | `masks` | [`MaskWriter`], packed masks in one file |
-//! | `sidecars` | config, tokenizer and licence files that travel along |
+//! | `sidecars` | config, tokenizer and licence files, copied with the weights |
 //! | `atomic` | small files that appear whole or not at all |
-//! | `meter` | progress of long copies, as events |
+//! | `names` | names of files |
 //!
-//! Nothing is memory mapped: resident memory is what was asked for, and a truncated file is an error, not a signal.
+//! Nothing is memory mapped. So resident memory is what the program allocates, and a truncated file is an error, not a signal.
 
 mod atomic;
 mod elements;
@@ -25,7 +26,8 @@ mod folder;
 mod header;
 mod headers_only;
 mod masks;
-mod meter;
+mod names;
+mod publish;
 mod scan;
 mod sidecars;
 mod source;
@@ -49,23 +51,13 @@ pub use atomic::{sync_folder, write_atomic};
 pub use header::{TensorEntry, encode_header};
 pub use headers_only::HeadersOnly;
 pub use masks::{MASKS_FILE, MaskWriter};
-pub(crate) use meter::Meter;
+pub(crate) use names::CHUNK_BYTES;
+pub use names::{INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sidecars::{CONFIG_FILE, SUMS_FILE, check_sidecars, is_model_file, sidecars_in};
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};
-pub use verify::{ExpectedMatrix, MatrixZeros, Verification, VerifiedFile, VerifyLevel};
-pub use writer::{CheckpointWriter, Reopened, WeightSink};
+pub use verify::{MatrixZeros, Verification, VerifiedFile, VerifyLevel};
+pub use verify_tensor::ExpectedMatrix;
+pub use writer::{CheckpointWriter, Reopened};
 pub use written::Written;
-
-/// The single-file name every loader looks for.
-pub const SINGLE_FILE: &str = "model.safetensors";
-
-/// The index beside a sharded checkpoint: which tensor lies in which shard.
-pub const INDEX_FILE: &str = "model.safetensors.index.json";
-
-/// The suffix of a file that is not finished; no loader looks at it.
-pub const PARTIAL_SUFFIX: &str = ".partial";
-
-/// Bytes moved at once by copies and checks: large enough for full disk speed, small enough to forget in a plan.
-pub(crate) const CHUNK_BYTES: usize = 8 << 20;

@@ -1,8 +1,8 @@
-//! One pass over a stored tensor: its zeros, the fewest zeros of its N:M groups, elements that are not finite, and, beside
-//! the same tensor of another checkpoint, what became zero and what changed.
+//! One pass over a stored tensor: zeros, the fewest zeros of its N:M groups, elements that are not finite, and differences from the
+//! same tensor of another checkpoint.
 //!
-//! The tensor is read in pieces, each by the thread that looks at it, so memory is two pieces per thread, whatever the
-//! size of the tensor. Sums and minima do not depend on the order of the pieces.
+//! Each thread reads and checks its own pieces, so memory is two pieces per thread for a tensor of any size. Sums and minima do not
+//! depend on the order of the pieces.
 
 use rayon::prelude::*;
 
@@ -10,16 +10,16 @@ use super::elements::{FloatBits, element_bytes, float_bits, is_changed, row_and_
 use super::header::TensorEntry;
 use super::source::{Checkpoint, WeightSource};
 
-/// The groups looked at, in elements along the last dimension.
+/// The sizes of examined groups, in elements along the last dimension.
 pub const GROUP_SIZES: [usize; 5] = [2, 4, 8, 16, 32];
 
-/// Elements whose zeros are gathered in one word; a multiple of every group.
+/// Elements whose zeros are collected in one word; a multiple of every group size.
 const BLOCK: usize = 32;
 
-/// What one thread reads at once: many blocks of any element's size, and little enough for any number of threads.
+/// Bytes that a thread reads at once: many blocks of any element size, and little memory for any number of threads.
 const PIECE_BYTES: u64 = 256 << 10;
 
-/// What was seen in a tensor. Only f32, f16 and bf16 are looked into; of other types only `compared.is_identical` is known.
+/// The result for a tensor. Elements are examined only in f32, f16 and bf16; other types have only `compared.is_identical`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scan {
     /// Elements equal to 0, of either sign.
@@ -29,27 +29,27 @@ pub struct Scan {
     /// For each of [`GROUP_SIZES`], the fewest zeros in any aligned group along the last dimension; `None` where that
     /// dimension is not a multiple of the group.
     pub fewest_zeros: [Option<u32>; GROUP_SIZES.len()],
-    /// Against the same tensor elsewhere, where there was one to compare with.
+    /// The comparison with the same tensor of another checkpoint, if there is one.
     pub compared: Option<Compared>,
 }
 
-/// A tensor beside the same one of a checkpoint it may be a pruned copy of.
+/// A tensor compared with the same tensor of the checkpoint it may be a pruned copy of.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Compared {
     /// Every byte is equal.
     pub is_identical: bool,
     /// Elements that are zero in both.
     pub zeros_before: u64,
-    /// Elements that are neither +0 nor have the other's bits.
+    /// Elements that are neither +0 nor equal to the other's bits.
     pub changed: u64,
-    /// The first of them.
+    /// The first changed element.
     pub first_changed: Option<ChangedElement>,
 }
 
-/// An element that is neither pruned nor what it was.
+/// An element that is neither pruned nor unchanged.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ChangedElement {
-    /// Its place in the tensor, flat.
+    /// Its flat index in the tensor.
     at: usize,
     /// Its row.
     pub row: usize,
@@ -61,7 +61,7 @@ pub struct ChangedElement {
     pub now: f32,
 }
 
-/// Looks at every element of `entry`, a tensor of `checkpoint`, beside `other`, the same tensor elsewhere.
+/// Examines every element of `entry`, a tensor of `checkpoint`, and compares it with `other`, the same tensor elsewhere.
 ///
 /// # Errors
 ///
@@ -127,7 +127,7 @@ impl Scan {
         }
     }
 
-    /// Both together.
+    /// Adds the result of another piece.
     fn and(mut self, other: Self) -> Self {
         self.zeros += other.zeros;
         self.non_finite += other.non_finite;
@@ -147,7 +147,7 @@ impl Scan {
     }
 }
 
-/// Looks at the bytes `now` from byte `start` of the tensor.
+/// Examines the bytes `now` from byte `start` of the tensor on.
 fn scan_piece(entry: &TensorEntry, start: u64, now: &[u8], before: Option<&[u8]>) -> Scan {
     let mut scan = Scan::of_nothing(entry, before.is_some());
     if let (Some(compared), Some(before)) = (&mut scan.compared, before) {
@@ -190,16 +190,16 @@ fn word<const BYTES: usize>(element: &[u8; BYTES]) -> u32 {
     u32::from_le_bytes(bytes)
 }
 
-/// Eight bytes of 0 or 1, times this: the eight bits in the upper byte, the first lowest.
+/// The factor that moves eight bytes of 0 or 1 to the eight bits of the upper byte, the first to the lowest bit.
 const GATHER: u64 = 0x0102_0408_1020_4080;
 
-/// Zeros, groups, infinities and NaNs. A piece begins at a block, and where rows are whole groups, flat groups are those
-/// of the rows.
+/// Counts zeros, groups, infinities and NaNs. A piece begins at a block. Where rows are whole groups, flat groups are the groups of
+/// the rows.
 fn scan_elements<const BYTES: usize>(scan: &mut Scan, bits: FloatBits, now: &[u8]) {
     let (elements, _) = now.as_chunks::<BYTES>();
     let mut seen = [u32::MAX; GROUP_SIZES.len()];
     for block in elements.chunks(BLOCK) {
-        // Bytes first, bits after: so the loop over elements becomes vector instructions.
+        // Bytes are set first and packed to bits after, so that the loop over elements becomes vector instructions.
         let (mut flags, mut non_finite) = ([0u8; BLOCK], 0u32);
         for (flag, element) in flags.iter_mut().zip(block) {
             let word = word(element);
@@ -215,7 +215,7 @@ fn scan_elements<const BYTES: usize>(scan: &mut Scan, bits: FloatBits, now: &[u8
         let counts = zeros_in_groups(zeros);
         scan.zeros += u64::from(counts[GROUP_SIZES.len() - 1]);
         for (at, m) in GROUP_SIZES.into_iter().enumerate() {
-            // Where the minimum is 0, or all groups are as in the block before (patterns are), there is nothing to learn.
+            // A minimum of 0 cannot fall, and a word equal to the last one adds no information.
             let Some(fewest) = scan.fewest_zeros[at].as_mut().filter(|fewest| **fewest > 0) else {
                 continue;
             };
@@ -233,7 +233,7 @@ fn scan_elements<const BYTES: usize>(scan: &mut Scan, bits: FloatBits, now: &[u8
     }
 }
 
-/// The bits that are set in each group of a word, for groups of 2, 4, 8, 16 and 32; each count stands in its group's bits.
+/// Counts the set bits in each group of a word, for groups of 2, 4, 8, 16 and 32; each count is stored in the bits of its group.
 fn zeros_in_groups(word: u32) -> [u32; GROUP_SIZES.len()] {
     let two = word - (word >> 1 & 0x5555_5555);
     let four = (two & 0x3333_3333) + (two >> 2 & 0x3333_3333);
@@ -252,7 +252,7 @@ fn compare_elements<const BYTES: usize>(
 ) -> Option<usize> {
     let ((now, _), (before, _)) = (now.as_chunks::<BYTES>(), before.as_chunks::<BYTES>());
     let mut first = None;
-    // Few enough for counts of 32 bits, which become vector instructions.
+    // Counts of 32 bits suffice for so few elements, and become vector instructions.
     const AT_ONCE: usize = 8 * BLOCK;
     let chunks = now.chunks(AT_ONCE).zip(before.chunks(AT_ONCE));
     for (index, (now, before)) in chunks.enumerate() {
@@ -260,7 +260,7 @@ fn compare_elements<const BYTES: usize>(
         for (now, before) in now.iter().zip(before) {
             let (now, before) = (word(now), word(before));
             zeros_before += u32::from((now | before) & bits.magnitude == 0);
-            // `is_changed`, on words.
+            // The same as `is_changed`, on words.
             changed += u32::from((now != before) & (now != 0));
         }
         compared.zeros_before += u64::from(zeros_before);
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_in_groups_are_those_counted_one_by_one() {
+    fn zeros_in_groups_equal_a_count_one_by_one() {
         for word in [0, 1, u32::MAX, 0x8000_0001, 0x6a5c_9013, 0xf0f0_0ff1] {
             for (counts, m) in zeros_in_groups(word).into_iter().zip(GROUP_SIZES) {
                 let group = u32::MAX >> (BLOCK - m);

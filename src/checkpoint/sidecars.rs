@@ -1,6 +1,6 @@
-//! The files that travel with the weights byte for byte: config, tokenizer, chat template, licence.
+//! The files that are copied with the weights byte for byte: config, tokenizer, chat template, licence.
 //!
-//! Without the tokenizer the output is not a model; without the licence it may not be passed on.
+//! Without the tokenizer the output is no usable model; without the licence it may not be distributed.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -8,20 +8,20 @@ use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
-use super::INDEX_FILE;
 use super::atomic::cannot_write;
 use super::folder::broken_link;
+use super::names::INDEX_FILE;
 use crate::bytes::hex;
 use crate::disk;
 use crate::failure::Failure;
 
-/// The file that makes a folder a model: written last, so that a half-written folder never loads.
+/// The configuration of a model. It is written last, so that an unfinished folder does not load.
 pub const CONFIG_FILE: &str = "config.json";
 
-/// What [`copy_sidecar`] moves at once.
+/// Bytes that [`copy_sidecar`] moves at once.
 const COPY_BYTES: usize = 1 << 20;
 
-/// Hashes of all files beside it, as `sha256sum -c` reads them.
+/// The hashes of all files of the folder, in the format of `sha256sum -c`.
 pub const SUMS_FILE: &str = "SHA256SUMS";
 
 const NAMES: [&str; 12] = [
@@ -39,14 +39,14 @@ const NAMES: [&str; 12] = [
     CONFIG_FILE,
 ];
 
-/// Licences come as `LICENSE`, `LICENSE.txt`, `USE_POLICY.md`, ...
+/// Beginnings of the names of licences: `LICENSE`, `LICENSE.txt`, `USE_POLICY.md`, ...
 const PREFIXES: [&str; 3] = ["LICENSE", "USE_POLICY", "NOTICE"];
 
 /// The sidecars present in `folder`, in the order in which they are copied: the index late, `config.json` last.
 ///
 /// # Errors
 ///
-/// Fails when the folder cannot be listed, and when one is a link that leads nowhere.
+/// Fails when the folder cannot be listed, and for a broken link.
 pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
     let cannot_list = |error: io::Error| {
         Failure::new(format!("cannot list `{}`", folder.display())).detail(error.to_string())
@@ -54,7 +54,7 @@ pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).map_err(cannot_list)? {
         let entry = entry.map_err(cannot_list)?;
-        // A name that is not UTF-8 is none of ours.
+        // All known names are UTF-8.
         let Ok(name) = entry.file_name().into_string() else {
             continue;
         };
@@ -64,7 +64,7 @@ pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
         if known && path.is_symlink() && !path.exists() {
             return Err(broken_link(&path).into());
         }
-        // Through links: the files of the hub's cache are links to blobs.
+        // Links are followed: the files of the hub's cache are links to blobs.
         if known && path.is_file() {
             found.push(name);
         }
@@ -73,11 +73,11 @@ pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
     Ok(found)
 }
 
-/// Checks that the sidecars of `folder` can be read, before anything is computed that would need them in the end.
+/// Checks that the sidecars of `folder` can be read, before the run computes anything.
 ///
 /// # Errors
 ///
-/// Fails for the first that cannot, and as [`sidecars_in`].
+/// Fails for the first unreadable one, and as [`sidecars_in`].
 pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
     for name in sidecars_in(folder)? {
         let path = folder.join(name);
@@ -90,7 +90,7 @@ pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether a file of this name is part of a checkpoint as we write it: weights (finished or not), or a sidecar.
+/// Returns whether a name belongs to a checkpoint that this program writes: weights, finished or not, or a sidecar.
 pub fn is_model_file(name: &str) -> bool {
     let finished = name.strip_suffix(super::PARTIAL_SUFFIX).unwrap_or(name);
     finished.ends_with(".safetensors")
@@ -107,7 +107,7 @@ pub(super) fn copy_sidecar(source: &Path, target: &Path, name: &str) -> anyhow::
     let mut reader = File::open(&from).map_err(|error| {
         Failure::new(format!("cannot open `{}`", from.display())).detail(error.to_string())
     })?;
-    // Not `fs::copy`: it would also copy a read-only mode.
+    // `fs::copy` would also copy a read-only mode.
     let writer = disk::create(&temporary).map_err(cannot)?;
     let (mut hasher, mut buffer) = (Sha256::new(), vec![0; COPY_BYTES]);
     let mut at = 0;

@@ -1,5 +1,5 @@
-//! [`Checkpoint`]: an opened folder. Headers are read once, weights on demand through positioned reads into the
-//! caller's buffer, from any thread.
+//! [`Checkpoint`]: an opened folder. Headers are read once. Any thread reads weights on demand, by positioned reads into its own
+//! buffer.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,17 +11,17 @@ use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::folder::{FolderWeights, find_weights};
-use super::header::{Header, TensorEntry};
+use super::header::{Header, OutputHeader, TensorEntry};
 use crate::bytes::{ByteSize, hex};
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 
-/// What [`Checkpoint::fingerprint`] takes of a tensor at each of three places.
+/// Bytes that [`Checkpoint::fingerprint`] hashes at each of three places of a tensor.
 const FINGERPRINT_BYTES: usize = 512;
 
-/// Where weights come from: tensors by name, their bytes by range.
+/// A source of weights: tensors by name, their bytes by range.
 pub trait WeightSource: Send + Sync {
-    /// Where the tensor `name` lies, if there is one.
+    /// The position of the tensor `name`, if there is one.
     fn entry(&self, name: &str) -> Option<&TensorEntry>;
 
     /// Fills `buffer` with the stored bytes of `entry`, from byte `start` of its data. May be called from many threads.
@@ -31,17 +31,17 @@ pub trait WeightSource: Send + Sync {
     /// Fails when the range leaves the tensor, or the file cannot be read or became shorter.
     fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()>;
 
-    /// The source, as errors call it.
+    /// The name of the source in errors.
     fn place(&self) -> String {
         "checkpoint".into()
     }
 
-    /// The file of `entry`, as errors call it.
+    /// The name of the file of `entry` in errors.
     fn file_of(&self, entry: &TensorEntry) -> String {
         format!("shard {}", entry.shard)
     }
 
-    /// The tensor `name`, which must be there with this `shape` and be stored as f32, f16 or bf16.
+    /// Returns the tensor `name`, which must have this `shape` and be stored as f32, f16 or bf16.
     ///
     /// # Errors
     ///
@@ -87,10 +87,10 @@ pub struct Shard {
     pub header: Vec<u8>,
     /// Its length in bytes.
     pub file_bytes: u64,
-    /// Where the tensors' bytes begin in the file.
+    /// The position in the file where the tensors' bytes begin.
     pub data_start: u64,
-    /// What the file will begin with when it is written again, and whether `format` had to be added.
-    pub(super) output_header: (Vec<u8>, bool),
+    /// The header of the file that is written from this one.
+    pub(super) output_header: OutputHeader,
     file: File,
 }
 
@@ -99,7 +99,7 @@ pub struct Shard {
 pub struct Checkpoint {
     folder: PathBuf,
     shards: Vec<Shard>,
-    /// Shard by shard, by offset within one.
+    /// Tensors, ordered by shard and offset.
     entries: Vec<TensorEntry>,
     by_name: HashMap<String, usize>,
 }
@@ -109,8 +109,8 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// Fails when the folder or a shard is missing, holds pickles only, or any header disagrees with itself, with the length
-    /// of its file or with the index.
+    /// Fails when the folder or a shard is missing, when the folder holds only pickles, and when a header disagrees with itself, with
+    /// the length of its file, or with the index.
     pub fn open(folder: &Path) -> anyhow::Result<Self> {
         let FolderWeights {
             shards: names,
@@ -169,7 +169,7 @@ impl Checkpoint {
         })
     }
 
-    /// The folder, as it was given.
+    /// The folder, as the user gave it.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -189,12 +189,12 @@ impl Checkpoint {
         self.entries.iter().map(|entry| ByteSize(entry.bytes)).sum()
     }
 
-    /// SHA-256 over every shard's name, length and header, in hex: tells two checkpoints apart without reading weights.
-    /// Equal layouts with different weights share it.
+    /// SHA-256 over every shard's name, length and header, in hex. It identifies a layout without reading weights; checkpoints with the
+    /// same layout and different weights share it.
     pub fn identity(&self) -> String {
         let mut hasher = Sha256::new();
         for shard in &self.shards {
-            // Lengths first, so that no two lists of shards feed the same bytes.
+            // The lengths keep two lists of shards from feeding the same bytes.
             hasher.update((shard.file_name.len() as u64).to_le_bytes());
             hasher.update(&shard.file_name);
             hasher.update(shard.file_bytes.to_le_bytes());
@@ -204,8 +204,8 @@ impl Checkpoint {
         hex(&hasher.finalize())
     }
 
-    /// [`Checkpoint::identity`] and a few bytes from the beginning, the middle and the end of every tensor, hashed: tells
-    /// checkpoints of one architecture apart without reading them whole. Two that differ only elsewhere share it.
+    /// SHA-256 over [`Checkpoint::identity`] and a few bytes from the beginning, the middle and the end of every tensor. It distinguishes
+    /// checkpoints of one architecture without reading them whole; two that differ only in other bytes share it.
     ///
     /// # Errors
     ///
@@ -294,7 +294,7 @@ impl WeightSource for Checkpoint {
     }
 }
 
-/// The tensors of file `index`, by offset.
+/// The tensors of file `index`, ordered by offset.
 pub(super) fn entries_of(header: &Header, index: usize) -> Vec<TensorEntry> {
     let data_start = header.data_start();
     let entry = |(name, info): &(String, TensorInfo)| TensorEntry {
@@ -310,7 +310,7 @@ pub(super) fn entries_of(header: &Header, index: usize) -> Vec<TensorEntry> {
     entries
 }
 
-/// Opens one file and lists its tensors by offset.
+/// Opens a file and lists its tensors by offset.
 fn open_shard(
     path: &Path,
     file_name: String,

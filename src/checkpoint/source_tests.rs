@@ -1,4 +1,4 @@
-//! Folders: what opens, what is read, and the exact words with which a folder is refused.
+//! Folders: opening, reading, and the exact messages of refusals.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use super::test_files::{
 };
 use super::{Checkpoint, WeightSource};
 
-/// What `open` says, with the folder's path replaced by `DIR`.
+/// The error of `open`, with the folder's path replaced by `DIR`.
 fn refusal(folder: &Path) -> String {
     match Checkpoint::open(folder) {
         Ok(_) => "opened".into(),
@@ -219,7 +219,7 @@ fn index_and_shards_must_agree() {
     );
     write_index(dir.path(), &json!({"x": one}));
     assert!(refusal(dir.path()).contains("but no file has it"));
-    // Tensors that the index forgets are accepted: they are copied like all others.
+    // Tensors missing in the index are accepted and copied like all others.
     write_index(dir.path(), &json!({"a.weight": one, "d.ids": two}));
     assert_eq!(refusal(dir.path()), "opened");
 }

@@ -1,5 +1,5 @@
-//! The output folder before the first weight: is it another folder than the source's, does it hold other weights, is there
-//! room. A full disk is found here, before the work, not in the middle of it.
+//! Checks of the output folder before the first weight: it is not the source's folder, holds no other weights, and has room. So a
+//! full disk is found before the work.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -8,44 +8,43 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use super::atomic::cannot_write;
-use super::meter::Meter;
+use super::names::{CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX};
 use super::sidecars::CONFIG_FILE;
 use super::source::Checkpoint;
-use super::{CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX};
 use crate::bytes::ByteSize;
 use crate::disk;
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
-use crate::run::Events;
+use crate::run::{Events, Meter};
 
-/// One file of the output, allocated.
+/// An allocated file of the output.
 #[derive(Debug)]
 pub(super) struct OutputShard {
-    /// `<name>.partial`, until it is finished.
+    /// `<name>.partial`, its path until it is finished.
     pub(super) partial: PathBuf,
-    /// Open for reading and writing.
+    /// The file, open for reading and writing.
     pub(super) file: File,
     /// Length, JSON and padding.
     pub(super) header: Vec<u8>,
     /// Its final length.
     pub(super) file_bytes: u64,
-    /// Written to since it was synced.
+    /// The file has unsynced changes.
     pub(super) is_dirty: AtomicBool,
 }
 
-/// What one file of the output will be: its name without [`PARTIAL_SUFFIX`], header and final length.
+/// The planned files of the output: final path, header and final length.
 fn planned(source: &Checkpoint, target: &Path) -> Vec<(PathBuf, Vec<u8>, u64)> {
     let shards = source.shards().iter();
     shards
         .map(|shard| {
-            let header = shard.output_header.0.clone();
+            let header = shard.output_header.bytes.clone();
             let file_bytes = header.len() as u64 + (shard.file_bytes - shard.data_start);
             (target.join(&shard.file_name), header, file_bytes)
         })
         .collect()
 }
 
-/// Bytes of the files an output of `source` needs.
+/// The bytes of all weight files of an output of `source`.
 pub fn output_bytes(source: &Checkpoint) -> ByteSize {
     let planned = planned(source, Path::new(""));
     planned.iter().map(|(_, _, bytes)| ByteSize(*bytes)).sum()
@@ -57,8 +56,8 @@ fn partial_of(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// The files an earlier process allocated for this very output, and those it published already (their final names); `None` where
-/// one is missing or another. Changes nothing.
+/// The files that an earlier process allocated for this output, and the final names of those it published; `None` if a file is
+/// missing or different. Changes nothing.
 pub(super) fn left_behind(
     source: &Checkpoint,
     target: &Path,
@@ -92,18 +91,18 @@ pub(super) fn left_behind(
     Ok(Some((shards, published)))
 }
 
-/// Gives published files their partial names back: nothing may load while it is not finished.
+/// Gives published files their partial names back: an unfinished model must not load.
 pub(super) fn unpublish(target: &Path, published: &[PathBuf]) -> anyhow::Result<()> {
     let config = target.join(CONFIG_FILE);
     disk::remove(&config).map_err(|error| cannot_write(&config, &error))?;
     for path in published {
         disk::rename(path, &partial_of(path)).map_err(|error| cannot_write(path, &error))?;
     }
-    // Otherwise a power cut could bring the names back over weights that are being written again.
+    // Otherwise, after a power cut, final names could stand over half-written weights.
     disk::sync_folder(target).map_err(|error| cannot_write(target, &error).into())
 }
 
-/// Makes the partial files in their final size: headers, and room for the rest. On failure none of them stays.
+/// Creates the partial files in their final size, with headers and room for the rest. After a failure, none of them stays.
 pub(super) fn allocate(
     source: &Checkpoint,
     target: &Path,
@@ -125,12 +124,12 @@ pub(super) fn allocate(
                 is_dirty: AtomicBool::new(false),
             }),
             Err(error) => {
-                // Windows removes no open file, so the handles go first.
+                // Windows cannot remove an open file, so the files are closed first.
                 let mut partials: Vec<PathBuf> =
                     shards.into_iter().map(|shard| shard.partial).collect();
                 partials.push(partial.clone());
                 for made in &partials {
-                    // The error below is the one to tell.
+                    // The first error is reported.
                     let _ = disk::remove(made);
                 }
                 return Err(cannot_write(&partial, &error)
@@ -147,8 +146,8 @@ pub(super) fn allocate(
     Ok(shards)
 }
 
-/// A length alone takes no room: the disk would fill up in the middle of the run. So room is set aside, by writing zeros where the
-/// file system has no other way. (Compressing file systems keep no room for zeros; there only the later writes can tell.)
+/// Creates a file with room for all its bytes, so that a full disk is found now. Where the file system cannot reserve room, zeros are
+/// written. (Compressing file systems keep no room for zeros; there, a full disk is found later.)
 pub(super) fn allocate_file(
     path: &Path,
     header: &[u8],
@@ -175,12 +174,12 @@ pub(super) fn allocate_file(
         at += length;
         meter.add(length);
     }
-    // Delayed allocation reports a full disk only here.
+    // With delayed allocation, a full disk is reported only here.
     disk::sync(&file)?;
     Ok(file)
 }
 
-/// The output must not replace or mix with what it is made from.
+/// Refuses an output folder in which the output would replace its source or mix with it.
 ///
 /// # Errors
 ///
@@ -208,7 +207,7 @@ pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// `path` without links and dots, although its last parts may not exist yet.
+/// Resolves links and dots in a path whose last parts may not exist yet.
 fn resolve(path: &Path) -> io::Result<PathBuf> {
     let absolute = std::path::absolute(path)?;
     let mut resolved = PathBuf::new();
@@ -218,7 +217,7 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
             continue;
         }
         resolved.push(component);
-        // What exists is followed at once, so that a later `..` leaves the link's target.
+        // Links are followed at once, so that a later `..` leaves the target of the link.
         if let Ok(real) = fs::canonicalize(&resolved) {
             resolved = real;
         }
@@ -226,8 +225,8 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
     Ok(resolved)
 }
 
-/// Weights in `target` that this output would not replace would load instead of it, or with it. Returns the old partial
-/// files there.
+/// Refuses a target folder with weights that this output would not replace: they would load instead of it, or with it. Returns the
+/// old partial files.
 pub(super) fn refuse_other_weights(
     source: &Checkpoint,
     target: &Path,
@@ -250,7 +249,7 @@ pub(super) fn refuse_other_weights(
                 "the output folder `{}` holds other weights",
                 target.display()
             ))
-            .detail(format!("`{name}` would be loaded beside the new files"))
+            .detail(format!("`{name}` would be loaded with the new files"))
             .hint("choose an empty folder with --save, or remove the old weights")
             .into());
         }

@@ -1,46 +1,30 @@
-//! Reading the written files back, before they get their names: one pass over the bytes for every check.
+//! Verification of the written files before they get their names: one pass over the bytes for all checks.
 //!
-//! This file holds what is expected, what is reported, and the walk over files and tensors; `verify_tensor` looks at one
-//! tensor's bytes.
+//! This file has the report, and the loop over files and tensors; `verify_tensor` checks the bytes of a tensor.
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::path::Path;
 
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::header::TensorEntry;
-use super::meter::Meter;
 use super::source::{Checkpoint, WeightSource};
-use super::verify_tensor::{Look, Looked, check_tensor};
+use super::verify_tensor::{ExpectedMatrix, Look, Looked, WrittenShard, check_tensor, wrong_bytes};
 use crate::bytes::hex;
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
-use crate::run::Events;
+use crate::run::{Events, Meter};
 
-/// How much is checked.
+/// The extent of the checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum VerifyLevel {
     /// Headers, hashes, zeros and groups.
     #[default]
     Quick,
-    /// Also: every element of a rewritten tensor is the source's, bit for bit, or +0. Only for methods that remove weights
-    /// without changing the others; reads those tensors of the source once more.
+    /// In addition, every element of a rewritten tensor equals the source's, bit for bit, or is +0. Only for methods that keep the
+    /// other weights unchanged. Reads these tensors of the source once more.
     Full,
-}
-
-/// What a pruned matrix must look like on the disk.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ExpectedMatrix {
-    /// The tensor's name ("model.layers.0.self_attn.q_proj.weight").
-    pub name: String,
-    /// How many of its elements are zero, exactly; `None` counts without judging.
-    pub zeros: Option<u64>,
-    /// `(n, m)`: at least `n` zeros in each aligned group of `m` elements along the last dimension.
-    pub group: Option<(usize, usize)>,
 }
 
 /// One finished file.
@@ -65,50 +49,26 @@ pub struct MatrixZeros {
     pub elements: u64,
 }
 
-/// What was checked, for the manifest. It exists only where every check passed.
+/// The report for the manifest; it exists only after every check passed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verification {
-    /// How much was checked.
+    /// The extent of the checks.
     pub level: VerifyLevel,
     /// The weight files, in the order of the source's.
     pub files: Vec<VerifiedFile>,
-    /// Tensors whose hash was compared: all of them.
+    /// Tensors whose hash was compared, which are all tensors.
     pub tensors_checked: usize,
-    /// Tensors handed to the writer.
+    /// Tensors that the run wrote.
     pub tensors_rewritten: usize,
     /// Tensors copied from the source.
     pub tensors_copied: usize,
     /// One row per expected matrix, in that order.
     pub zeros: Vec<MatrixZeros>,
-    /// N:M groups looked at, over all matrices.
+    /// Checked N:M groups of all matrices.
     pub groups_checked: u64,
 }
 
-/// One partial file and what it should hold.
-pub(super) struct WrittenShard<'a> {
-    pub(super) file_name: &'a str,
-    pub(super) path: &'a Path,
-    pub(super) file: &'a File,
-    /// Length, JSON and padding.
-    pub(super) header: &'a [u8],
-    pub(super) file_bytes: u64,
-    /// By offset; together they fill the file after the header.
-    pub(super) tensors: Vec<WrittenTensor<'a>>,
-}
-
-/// One tensor of a partial file.
-pub(super) struct WrittenTensor<'a> {
-    /// The source's tensor.
-    pub(super) entry: &'a TensorEntry,
-    /// Where its data begins in the partial file, in bytes.
-    pub(super) offset: u64,
-    /// SHA-256 taken while it was written.
-    pub(super) digest: [u8; 32],
-    /// False where it was copied from the source.
-    pub(super) rewritten: bool,
-}
-
-/// Checks every file; stops at the first thing that is wrong.
+/// Checks every file and stops at the first error.
 pub(super) fn verify_shards(
     source: &Checkpoint,
     shards: &[WrittenShard<'_>],
@@ -176,19 +136,6 @@ pub(super) fn verify_shards(
         zeros: rows.collect(),
         groups_checked: counts.values().map(|looked| looked.groups).sum(),
     })
-}
-
-/// The failure of a check; it names the partial file, which still has its content for a look.
-pub(super) fn wrong(shard: &WrittenShard<'_>, why: String) -> Failure {
-    Failure::new(format!(
-        "verification failed in `{}`: {why}",
-        shard.path.display()
-    ))
-}
-
-/// Bytes that differ from what was handed to the disk point below this program.
-pub(super) fn wrong_bytes(shard: &WrittenShard<'_>, why: String) -> Failure {
-    wrong(shard, why).hint("check the disk and memory, then run again")
 }
 
 fn check_expectation(matrix: &ExpectedMatrix, source: &Checkpoint) -> anyhow::Result<()> {

@@ -1,28 +1,66 @@
-//! The look at one written tensor, chunk by chunk.
+//! Verification of a written tensor, chunk by chunk.
 //!
-//! Per chunk, three things run at once: the file's SHA-256, the tensor's SHA-256, and the look at the elements (zeros, N:M
-//! groups, comparison with the source).
+//! Three tasks run at once on each chunk: the file's SHA-256, the tensor's SHA-256, and the check of the elements (zeros, N:M groups,
+//! comparison with the source).
+
+use std::fs::File;
+use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
-use super::CHUNK_BYTES;
 use super::elements::{count_zeros, element_bytes, is_changed, row_and_column};
 use super::header::TensorEntry;
-use super::meter::Meter;
+use super::names::CHUNK_BYTES;
 use super::source::{Checkpoint, WeightSource};
-use super::verify::{ExpectedMatrix, WrittenShard, WrittenTensor, wrong, wrong_bytes};
 use crate::disk::positioned::read_exact_at;
+use crate::failure::Failure;
+use crate::run::Meter;
 
-/// What to look for in one tensor.
+/// The expected zeros of a pruned matrix on the disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpectedMatrix {
+    /// The tensor's name ("model.layers.0.self_attn.q_proj.weight").
+    pub name: String,
+    /// The exact number of zero elements; `None` accepts any number.
+    pub zeros: Option<u64>,
+    /// `(n, m)`: at least `n` zeros in each aligned group of `m` elements along the last dimension.
+    pub group: Option<(usize, usize)>,
+}
+
+/// A partial file and its expected contents.
+pub(super) struct WrittenShard<'a> {
+    pub(super) file_name: &'a str,
+    pub(super) path: &'a Path,
+    pub(super) file: &'a File,
+    /// Length, JSON and padding.
+    pub(super) header: &'a [u8],
+    pub(super) file_bytes: u64,
+    /// Tensors by offset; together they fill the file after the header.
+    pub(super) tensors: Vec<WrittenTensor<'a>>,
+}
+
+/// A tensor of a partial file.
+pub(super) struct WrittenTensor<'a> {
+    /// The source's tensor.
+    pub(super) entry: &'a TensorEntry,
+    /// The start of its data in the partial file, in bytes.
+    pub(super) offset: u64,
+    /// SHA-256 taken while it was written.
+    pub(super) digest: [u8; 32],
+    /// False for a tensor copied from the source.
+    pub(super) rewritten: bool,
+}
+
+/// The checks of a tensor.
 pub(super) struct Look<'a> {
     pub(super) matrix: Option<&'a ExpectedMatrix>,
-    /// Where to compare with, in a full check.
+    /// The source to compare with in a full check.
     pub(super) source: Option<&'a Checkpoint>,
     pub(super) shard: &'a WrittenShard<'a>,
     pub(super) tensor: &'a WrittenTensor<'a>,
 }
 
-/// What was seen in one tensor.
+/// Counts from a tensor.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Looked {
     pub(super) zeros: u64,
@@ -30,7 +68,7 @@ pub(super) struct Looked {
     pub(super) groups: u64,
 }
 
-/// Reads one tensor back, feeding the hash of its file, and fails at the first thing that is wrong with it.
+/// Reads a tensor back, feeds the hash of its file, and fails at the first error.
 pub(super) fn check_tensor(
     look: &Look<'_>,
     file_hash: &mut Sha256,
@@ -76,7 +114,7 @@ pub(super) fn check_tensor(
                 looked.elements += seen.elements;
                 looked.groups += seen.groups;
             }
-            // Told below, unless the hash says that the disk is to blame.
+            // Reported below, unless the hash shows damage on the disk.
             Err(error) => first_wrong = first_wrong.or(Some(error)),
         }
         start += length;
@@ -110,8 +148,21 @@ pub(super) fn check_tensor(
     Ok(looked)
 }
 
-/// Whole groups (or elements) per chunk, so that no group is cut; rows are whole numbers of groups, so flat groups are the
-/// groups along the last dimension.
+/// The failure of a check. It names the partial file, which stays for inspection.
+pub(super) fn wrong(shard: &WrittenShard<'_>, why: String) -> Failure {
+    Failure::new(format!(
+        "verification failed in `{}`: {why}",
+        shard.path.display()
+    ))
+}
+
+/// The failure for bytes that differ from the written ones: the cause is outside this program.
+pub(super) fn wrong_bytes(shard: &WrittenShard<'_>, why: String) -> Failure {
+    wrong(shard, why).hint("check the disk and memory, then run again")
+}
+
+/// The bytes of a chunk: whole groups (or elements), so that no group is cut. Rows are whole numbers of groups, so flat groups are
+/// the groups along the last dimension.
 fn chunk_bytes(entry: &TensorEntry, matrix: Option<&ExpectedMatrix>) -> u64 {
     let group = matrix
         .and_then(|matrix| matrix.group)
@@ -173,7 +224,7 @@ fn look_at_chunk(
     Ok(looked)
 }
 
-/// Where element `at` of the chunk that begins at byte `start` stands in a matrix.
+/// The row and column of element `at` of the chunk that begins at byte `start`.
 fn place_in(entry: &TensorEntry, start: u64, at: usize) -> (usize, usize) {
     row_and_column(entry, start as usize / element_bytes(entry.dtype) + at)
 }

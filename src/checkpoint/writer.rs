@@ -1,10 +1,10 @@
 //! [`CheckpointWriter`]: writes a checkpoint with the layout of its source, tensor by tensor, in any order.
 //!
-//! Names, dtypes, shapes and shards stay, so the headers are known before the first weight: `create` allocates every file as
-//! `<name>.partial` in its final size (a full disk is found before the work, not after), `write` puts a tensor in its place,
-//! `finish` copies the rest verbatim, reads everything back, and only then gives the files their names, `config.json` last.
-//! Killed at any moment, the target folder does not load as a model. Another process goes on with `reopen`: what was synced and
-//! noted is read back and held against its hash, everything else is written again.
+//! The output has the names, dtypes, shapes and shards of the source, so its headers are known before the first weight. `create`
+//! allocates every file as `<name>.partial` in its final size, so that a full disk is found before the work. `write` writes a tensor
+//! to its position. `finish` copies the other tensors, reads everything back, and then gives the files their names, `config.json`
+//! last. If the process is killed at any moment, the target folder does not load as a model. Another process continues with
+//! `reopen`: tensors that were synced and recorded are compared with their hashes, all others are written again.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
@@ -16,68 +16,39 @@ use rayon::prelude::*;
 
 use sha2::{Digest, Sha256};
 
-use super::atomic::{cannot_write, sync_folder, write_atomic};
+use super::atomic::cannot_write;
 use super::header::TensorEntry;
-use super::meter::Meter;
-use super::sidecars::{CONFIG_FILE, SUMS_FILE, copy_sidecar, sidecars_in};
+use super::names::CHUNK_BYTES;
+use super::publish::publish;
 use super::source::{Checkpoint, WeightSource};
 use super::target::{
     OutputShard, allocate, left_behind, refuse_other_weights, refuse_source_folder, unpublish,
 };
-use super::verify::{
-    ExpectedMatrix, Verification, VerifyLevel, WrittenShard, WrittenTensor, verify_shards,
-};
+use super::verify::{Verification, VerifyLevel, verify_shards};
+use super::verify_tensor::{ExpectedMatrix, WrittenShard, WrittenTensor};
 use super::written::Written;
-use super::{CHUNK_BYTES, INDEX_FILE};
 use crate::bytes::{hex, unhex};
 use crate::disk;
 use crate::disk::positioned::read_exact_at;
-use crate::failure::Failure;
-use crate::run::Events;
+use crate::run::{Events, Meter};
 
-/// Where pruned weights go.
-pub trait WeightSink: Send {
-    /// Writes the whole tensor `name`: its elements in the source's dtype, row-major, little-endian.
-    ///
-    /// # Errors
-    ///
-    /// Fails when the tensor is unknown, `bytes` has another length than the source's tensor, the tensor was written before,
-    /// or the disk refuses.
-    fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()>;
-
-    /// Waits until everything written so far is on the disk: call it before a layer is recorded as done. Returns the SHA-256 of each
-    /// tensor written, in hex, by name.
-    ///
-    /// # Errors
-    ///
-    /// Fails when the device reports an error.
-    fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>>;
-
-    /// Does, piece by piece on this thread, what can be done before all is written, until nothing is left of it or `is_over` says so.
-    ///
-    /// # Errors
-    ///
-    /// As [`WeightSink::write`].
-    fn go_ahead(&mut self, is_over: &dyn Fn() -> bool) -> anyhow::Result<()>;
-}
-
-/// What is known of one output tensor, in the order of [`Checkpoint::tensors`].
+/// The record of an output tensor, in the order of [`Checkpoint::tensors`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Recorded {
-    /// SHA-256 of the bytes handed to the disk.
+    /// SHA-256 of the bytes given to the disk.
     digest: [u8; 32],
-    /// False where the bytes are the source's.
+    /// False for a copy of the source's bytes.
     rewritten: bool,
 }
 
-/// Writes the output of one run; see the module's first lines.
+/// The writer of a run's output; see the first lines of this file.
 #[derive(Debug)]
 pub struct CheckpointWriter {
     source: Arc<Checkpoint>,
     target: PathBuf,
     shards: Vec<OutputShard>,
     recorded: Vec<Option<Recorded>>,
-    /// Tensors nobody will hand over, as far as that is known, those in front last.
+    /// Indices of tensors to be copied unchanged, in reverse file order (the last is copied first).
     untouched: Vec<usize>,
     copying: Option<Copying>,
 }
@@ -86,30 +57,30 @@ pub struct CheckpointWriter {
 #[derive(Debug)]
 struct Copying {
     at: usize,
-    /// Bytes that are copied.
+    /// Copied bytes.
     done: u64,
     hasher: Sha256,
 }
 
-/// How tensors are copied.
+/// The speed of a copy.
 #[derive(Debug, Clone, Copy)]
 enum Pace {
-    /// By large pieces, on all threads.
+    /// Large pieces, on all threads.
     Fast,
-    /// By small pieces, on this thread, while others compute.
+    /// Small pieces on this thread, while other threads compute.
     Beside,
 }
 
-/// What is copied at once beside other work: small enough for the program's own share of a memory plan.
+/// Bytes copied at once while other threads compute; a memory plan counts them with the program's own memory.
 const SMALL_PIECE: u64 = 256 << 10;
 
 impl CheckpointWriter {
-    /// Makes the folder `target` and allocates every file of the output in it. Old `*.partial` files there are replaced.
+    /// Creates the folder `target` and allocates every file of the output in it. Old `*.partial` files are replaced.
     ///
     /// # Errors
     ///
-    /// Fails when `target` is the source's folder or lies in it, holds other weights, or has no room for the output; in the
-    /// last case no partial file stays.
+    /// Fails when `target` is the source's folder or lies in it, holds other weights, or has no room for the output. Without room, no
+    /// partial file stays.
     pub fn create(
         source: &Arc<Checkpoint>,
         target: &Path,
@@ -125,7 +96,7 @@ impl CheckpointWriter {
         let without_format = source
             .shards()
             .iter()
-            .filter(|shard| shard.output_header.1)
+            .filter(|shard| shard.output_header.adds_format)
             .count();
         if without_format > 0 {
             events.note(format!(
@@ -145,7 +116,7 @@ impl CheckpointWriter {
         })
     }
 
-    /// Says that only tensors of these names will be handed over: the others may be copied before the end.
+    /// Declares the tensors that will be rewritten; the others may be copied early.
     pub fn will_write<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
         let names: HashSet<&str> = names.into_iter().collect();
         let others = self.source.tensors().enumerate();
@@ -156,10 +127,9 @@ impl CheckpointWriter {
         self.untouched.reverse();
     }
 
-    /// Takes the files up again that an earlier process left in `target`, published or not, and holds each tensor of `finished`
-    /// (name → SHA-256 in hex, as [`WeightSink::sync`] gave it) against its hash. `None` where a file is missing or is not the one
-    /// this source would be written to, or a published one is not what was written: then there is nothing to go on from, and nothing
-    /// was changed.
+    /// Opens the files that an earlier process left in `target`, published or not, and compares each tensor of `finished` (name →
+    /// SHA-256 in hex, from [`CheckpointWriter::sync`]) with its hash. Returns `None`, and changes nothing, if a file is missing or
+    /// belongs to another output, or a published one is damaged.
     ///
     /// # Errors
     ///
@@ -182,10 +152,10 @@ impl CheckpointWriter {
             untouched: Vec::new(),
             copying: None,
         };
-        let damaged = writer.take_up(finished, events)?;
+        let damaged = writer.compare_with_hashes(finished, events)?;
         if !published.is_empty() {
             if !damaged.is_empty() {
-                // Another run's model may be there by now.
+                // The folder may hold the model of another run now.
                 return Ok(None);
             }
             unpublish(target, &published)?;
@@ -193,8 +163,8 @@ impl CheckpointWriter {
         Ok(Some(Reopened { writer, damaged }))
     }
 
-    /// Reads the finished tensors back; returns the names of those that are not what was written.
-    fn take_up(
+    /// Reads the finished tensors back; returns the names of damaged ones.
+    fn compare_with_hashes(
         &mut self,
         finished: &BTreeMap<String, String>,
         events: &dyn Events,
@@ -214,7 +184,7 @@ impl CheckpointWriter {
             .collect();
         let total = known.iter().map(|(_, entry, _)| entry.bytes).sum();
         let mut meter = Meter::start(events, "check finished layers", total);
-        // A few at a time, so that progress is told and an interruption heard.
+        // A few at a time, so that progress is shown and an interruption is noticed.
         for some in known.chunks(2 * rayon::current_num_threads()) {
             events.check()?;
             let found: anyhow::Result<Vec<[u8; 32]>> = some
@@ -237,7 +207,7 @@ impl CheckpointWriter {
         Ok(damaged)
     }
 
-    /// SHA-256 of what lies in the output where `entry` goes.
+    /// SHA-256 of the output's bytes at the position of `entry`.
     fn digest_of(&self, entry: &TensorEntry) -> anyhow::Result<[u8; 32]> {
         let shard = &self.shards[entry.shard];
         let (mut hasher, mut buffer) = (Sha256::new(), Vec::new());
@@ -254,7 +224,7 @@ impl CheckpointWriter {
         Ok(hasher.finalize().into())
     }
 
-    /// Forgets tensors that were written, so that they are written again.
+    /// Forgets written tensors, so that they can be written again.
     pub fn forget<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
         for at in names
             .into_iter()
@@ -264,7 +234,7 @@ impl CheckpointWriter {
         }
     }
 
-    /// The model as it is now: tensors that were written, and the source's for the rest.
+    /// The current model: written tensors from the output, all others from the source.
     ///
     /// # Errors
     ///
@@ -288,11 +258,87 @@ impl CheckpointWriter {
         Ok(Written::new(Arc::clone(&self.source), files, written))
     }
 
-    /// Copies what was not written from the source, reads every file back and checks it, then gives the files their names.
+    /// Writes the whole tensor `name`: its elements in the source's dtype, row-major, little-endian.
     ///
-    /// The check compares headers and the SHA-256 of every tensor with what was written, counts the zeros of each `expected`
-    /// matrix and its N:M groups; with [`VerifyLevel::Full`] it also compares rewritten tensors with the source, element by
-    /// element. What it reads may come from the page cache.
+    /// # Errors
+    /// Fails when the tensor is unknown, `bytes` has another length than the source's tensor, the tensor was written before,
+    /// or the disk refuses.
+    pub fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
+        let source = Arc::clone(&self.source);
+        let (Some(at), Some(entry)) = (source.position(name), source.entry(name)) else {
+            anyhow::bail!("tensor `{name}` is not in `{}`", source.folder().display());
+        };
+        if self.recorded[at].is_some() {
+            anyhow::bail!("tensor `{name}` was written twice");
+        }
+        if bytes.len() as u64 != entry.bytes {
+            anyhow::bail!(
+                "tensor `{name}` has {} bytes, {} were handed over",
+                entry.bytes,
+                bytes.len()
+            );
+        }
+        // This thread waits for the disk; the other threads may have products to compute.
+        let mut digest = [0; 32];
+        let written = rayon::in_place_scope(|scope| {
+            scope.spawn(|_| digest = Sha256::digest(bytes).into());
+            self.put(entry, 0, bytes)
+        });
+        written?;
+        self.recorded[at] = Some(Recorded {
+            digest,
+            rewritten: true,
+        });
+        Ok(())
+    }
+
+    /// Waits until all written tensors are on the disk; call it before a layer is recorded as done. Returns the SHA-256 of each written
+    /// tensor, in hex, by name.
+    ///
+    /// # Errors
+    /// Fails when the device reports an error.
+    pub fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>> {
+        for shard in &self.shards {
+            if shard.is_dirty.swap(false, Ordering::Relaxed) {
+                disk::sync(&shard.file).map_err(|error| {
+                    // The state on the disk is unknown, so the next call syncs again.
+                    shard.is_dirty.store(true, Ordering::Relaxed);
+                    cannot_write(&shard.partial, &error)
+                })?;
+            }
+        }
+        let tensors = self.source.tensors().zip(&self.recorded);
+        Ok(tensors
+            .filter_map(|(entry, recorded)| {
+                let recorded = recorded.filter(|recorded| recorded.rewritten)?;
+                Some((entry.name.clone(), hex(&recorded.digest)))
+            })
+            .collect())
+    }
+
+    /// Copies unchanged tensors piece by piece on this thread, until none is left or `is_over` returns true.
+    ///
+    /// # Errors
+    /// As [`CheckpointWriter::write`].
+    pub fn go_ahead(&mut self, is_over: &dyn Fn() -> bool) -> anyhow::Result<()> {
+        let mut buffer = Vec::new();
+        while let Some(&at) = self.untouched.last() {
+            while self.recorded[at].is_none() {
+                if is_over() {
+                    return Ok(());
+                }
+                self.copy_piece(at, &mut buffer, Pace::Beside)?;
+            }
+            self.untouched.pop();
+        }
+        Ok(())
+    }
+
+    /// Copies the other tensors from the source, reads every file back and checks it, then gives the files their names.
+    ///
+    /// The check compares headers and the SHA-256 of every tensor with the written ones, and counts the zeros of each `expected` matrix
+    /// and its N:M groups. With [`VerifyLevel::Full`] it also compares rewritten tensors with the source, element by element. The bytes
+    /// may come from the page cache.
     ///
     /// # Errors
     ///
@@ -306,11 +352,11 @@ impl CheckpointWriter {
         self.copy_untouched(events)?;
         self.sync()?;
         let verification = self.verify(expected, level, events)?;
-        self.publish(&verification)?;
+        publish(&self.source, &self.target, self.shards, &verification)?;
         Ok(verification)
     }
 
-    /// Copies every tensor that was not written.
+    /// Copies every unwritten tensor.
     pub(super) fn copy_untouched(&mut self, events: &dyn Events) -> anyhow::Result<()> {
         let source = Arc::clone(&self.source);
         let pending = source
@@ -332,7 +378,7 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Copies the next piece of a tensor that was not written; returns its length.
+    /// Copies the next piece of an unwritten tensor; returns its length.
     fn copy_piece(&mut self, at: usize, buffer: &mut Vec<u8>, pace: Pace) -> anyhow::Result<u64> {
         let source = Arc::clone(&self.source);
         let Some(entry) = source.tensors().nth(at) else {
@@ -413,70 +459,9 @@ impl CheckpointWriter {
         verify_shards(&self.source, &shards, expected, level, events)
     }
 
-    /// Copies the sidecars and renames the partial files, `config.json` last. What has a name by then is listed with its hash.
-    fn publish(self, verification: &Verification) -> anyhow::Result<()> {
-        let Self {
-            source,
-            target,
-            shards,
-            ..
-        } = self;
-        // A process that slept while another finished this model must not spoil it.
-        for OutputShard { partial, file, .. } in &shards {
-            if !disk::is_at(file, partial).map_err(|error| cannot_write(partial, &error))? {
-                return Err(
-                    Failure::new(format!("`{}` is not there any more", partial.display()))
-                        .detail("another process has finished this model, or removed the file")
-                        .hint("give the same command again: it goes on from what is there")
-                        .into(),
-                );
-            }
-        }
-        // From here until the end, an older model in this folder must not load with half of the new files.
-        let config = target.join(CONFIG_FILE);
-        disk::remove(&config).map_err(|error| cannot_write(&config, &error))?;
-        sync_folder(&target)?;
-        let files = verification.files.iter();
-        let mut sums: BTreeMap<String, String> = files
-            .map(|file| (file.file.clone(), file.sha256.clone()))
-            .collect();
-        let sidecars = sidecars_in(source.folder())?;
-        let is_late = |name: &str| name == INDEX_FILE || name == CONFIG_FILE;
-        for name in &sidecars {
-            let sum = if is_late(name) {
-                let path = source.folder().join(name);
-                let bytes = fs::read(&path).map_err(|error| {
-                    Failure::new(format!("cannot read `{}`", path.display()))
-                        .detail(error.to_string())
-                })?;
-                hex(&Sha256::digest(&bytes))
-            } else {
-                copy_sidecar(source.folder(), &target, name)?
-            };
-            sums.insert(name.clone(), sum);
-        }
-        for (output, shard) in shards.into_iter().zip(source.shards()) {
-            let OutputShard { partial, file, .. } = output;
-            // Windows renames no open file.
-            drop(file);
-            let path = target.join(&shard.file_name);
-            disk::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
-        }
-        let sums: String = sums
-            .iter()
-            .map(|(name, sum)| format!("{sum}  {name}\n"))
-            .collect();
-        write_atomic(&target.join(SUMS_FILE), sums.as_bytes())?;
-        for name in sidecars.iter().filter(|name| is_late(name)) {
-            copy_sidecar(source.folder(), &target, name)?;
-            sync_folder(&target)?;
-        }
-        Ok(())
-    }
-
-    /// Where the data of `entry` begins in the output; it moves when the header grew.
+    /// The start of the data of `entry` in the output; it differs from the source's if the header grew.
     fn output_offset(&self, entry: &TensorEntry) -> u64 {
-        // Entries come from the source, whose shards the output repeats one by one.
+        // The output has the same shards as the source.
         let header = self.shards[entry.shard].header.len() as u64;
         header + (entry.offset - self.source.shards()[entry.shard].data_start)
     }
@@ -494,75 +479,11 @@ impl CheckpointWriter {
     }
 }
 
-/// What an earlier process left, taken up.
+/// The output of an earlier process, opened again.
 #[derive(Debug)]
 pub struct Reopened {
-    /// Goes on with it.
+    /// The writer that continues it.
     pub writer: CheckpointWriter,
-    /// Tensors that are not what was written.
+    /// Names of damaged tensors.
     pub damaged: Vec<String>,
-}
-
-impl WeightSink for CheckpointWriter {
-    fn go_ahead(&mut self, is_over: &dyn Fn() -> bool) -> anyhow::Result<()> {
-        let mut buffer = Vec::new();
-        while let Some(&at) = self.untouched.last() {
-            while self.recorded[at].is_none() {
-                if is_over() {
-                    return Ok(());
-                }
-                self.copy_piece(at, &mut buffer, Pace::Beside)?;
-            }
-            self.untouched.pop();
-        }
-        Ok(())
-    }
-
-    fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>> {
-        for shard in &self.shards {
-            if shard.is_dirty.swap(false, Ordering::Relaxed) {
-                disk::sync(&shard.file).map_err(|error| {
-                    // What the disk has of it is not known; it is asked again.
-                    shard.is_dirty.store(true, Ordering::Relaxed);
-                    cannot_write(&shard.partial, &error)
-                })?;
-            }
-        }
-        let tensors = self.source.tensors().zip(&self.recorded);
-        Ok(tensors
-            .filter_map(|(entry, recorded)| {
-                let recorded = recorded.filter(|recorded| recorded.rewritten)?;
-                Some((entry.name.clone(), hex(&recorded.digest)))
-            })
-            .collect())
-    }
-
-    fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
-        let source = Arc::clone(&self.source);
-        let (Some(at), Some(entry)) = (source.position(name), source.entry(name)) else {
-            anyhow::bail!("tensor `{name}` is not in `{}`", source.folder().display());
-        };
-        if self.recorded[at].is_some() {
-            anyhow::bail!("tensor `{name}` was written twice");
-        }
-        if bytes.len() as u64 != entry.bytes {
-            anyhow::bail!(
-                "tensor `{name}` has {} bytes, {} were handed over",
-                entry.bytes,
-                bytes.len()
-            );
-        }
-        // The disk may take its time, so it is this thread that waits for it; the others may have to multiply meanwhile.
-        let mut digest = [0; 32];
-        let written = rayon::in_place_scope(|scope| {
-            scope.spawn(|_| digest = Sha256::digest(bytes).into());
-            self.put(entry, 0, bytes)
-        });
-        written?;
-        self.recorded[at] = Some(Recorded {
-            digest,
-            rewritten: true,
-        });
-        Ok(())
-    }
 }

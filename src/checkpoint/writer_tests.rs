@@ -1,4 +1,4 @@
-//! The whole way: a checkpoint is opened, pruned, written, verified and opened again; and every check fails when it should.
+//! A checkpoint is opened, pruned, written, verified and opened again, and every check fails on its kind of damage.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use safetensors::{Dtype, SafeTensors};
 use super::test_files::{
     counting, element, file_bytes, folder, mixed_tensors, write, write_sharded, write_single,
 };
-use super::{Checkpoint, CheckpointWriter, ExpectedMatrix, VerifyLevel, WeightSink, WeightSource};
+use super::{Checkpoint, CheckpointWriter, ExpectedMatrix, VerifyLevel, WeightSource};
 use crate::run::{Event, Events, Silent};
 
 /// Keeps notes.
@@ -120,7 +120,7 @@ fn pruned_tensors_change_and_everything_else_is_byte_identical() -> anyhow::Resu
                 fs::read(target.join(name))?
             );
         }
-        // The hashes beside it are the one file more.
+        // The list of hashes is the additional file.
         assert_eq!(
             fs::read_dir(source.path())?.count() + 1,
             fs::read_dir(&target)?.count()
@@ -147,7 +147,7 @@ fn untouched_checkpoint_is_copied_byte_for_byte_with_its_hash() -> anyhow::Resul
 }
 
 #[test]
-fn format_is_added_where_absent_and_said() -> anyhow::Result<()> {
+fn a_missing_format_is_added_with_a_note() -> anyhow::Result<()> {
     let (source, out) = (folder(), folder());
     write_single(source.path(), None);
     let notes = Notes::default();
@@ -411,7 +411,7 @@ fn publishing_that_fails_half_way_leaves_no_config() -> anyhow::Result<()> {
     write_single(source.path(), Some("pt"));
     write(out.path(), "config.json", b"of an older model");
     let writer = start(source.path(), out.path())?;
-    // A folder in the way: the rename of the weights fails.
+    // A folder has the name of the weights, so their rename fails.
     fs::create_dir(out.path().join("model.safetensors"))?;
     let text = says(writer.finish(&[], VerifyLevel::Quick, &Silent));
     assert!(text.contains("cannot write"), "{text}");
@@ -430,7 +430,7 @@ fn two(source: &Path) -> anyhow::Result<Vec<(String, Dtype)>> {
 }
 
 #[test]
-fn another_process_goes_on_with_what_was_synced() -> anyhow::Result<()> {
+fn another_process_continues_from_the_synced_tensors() -> anyhow::Result<()> {
     let (source, out, whole) = (folder(), folder(), folder());
     write_sharded(source.path());
     let two = two(source.path())?;
@@ -445,7 +445,7 @@ fn another_process_goes_on_with_what_was_synced() -> anyhow::Result<()> {
     writer.write(first, &pruned(first, *dtype))?;
     let finished = writer.sync()?;
     assert_eq!(finished.keys().collect::<Vec<_>>(), [first]);
-    // Half of the other, and the process is gone.
+    // Half of the second tensor is written when the process ends.
     let (second, dtype) = &two[1];
     writer.write(second, &vec![7; data_of(second).len()])?;
     drop(writer);
@@ -474,7 +474,7 @@ fn another_process_goes_on_with_what_was_synced() -> anyhow::Result<()> {
     let found = reopened.writer.finish(&[], VerifyLevel::Full, &Silent)?;
     assert_eq!(found, expected);
 
-    // Published, and nobody recorded it: the same once more, and nothing loads meanwhile.
+    // Published but not recorded: reopening succeeds again, and nothing loads until the end.
     let mut finished = finished;
     finished.insert(second.clone(), finished[first].clone());
     finished.insert("gone".into(), "x".into());
@@ -495,7 +495,7 @@ fn nothing_loads(target: &Path) -> bool {
 }
 
 #[test]
-fn files_that_are_missing_or_others_are_nothing_to_go_on_with() -> anyhow::Result<()> {
+fn missing_and_different_files_cannot_be_reopened() -> anyhow::Result<()> {
     let (source, out) = (folder(), folder());
     write_single(source.path(), Some("pt"));
     let checkpoint = Arc::new(Checkpoint::open(source.path())?);
@@ -518,7 +518,7 @@ fn files_that_are_missing_or_others_are_nothing_to_go_on_with() -> anyhow::Resul
 }
 
 #[test]
-fn what_nobody_will_write_is_copied_piece_by_piece_until_that_is_enough() -> anyhow::Result<()> {
+fn unchanged_tensors_are_copied_piece_by_piece_until_told_to_stop() -> anyhow::Result<()> {
     // Three pieces, the last one short.
     let tensors = [
         counting("a.weight", Dtype::F32, &[4, 8]),
@@ -542,7 +542,7 @@ fn what_nobody_will_write_is_copied_piece_by_piece_until_that_is_enough() -> any
         let mut kept = tensors[0].data.clone();
         kept[..4].fill(0);
         writer.write("a.weight", &kept)?;
-        // What is copied is in no record of finished layers.
+        // Copied tensors are in no record of finished layers.
         assert_eq!(writer.sync()?.len(), 1);
         let verification = writer.finish(&[], VerifyLevel::Full, &Silent)?;
         assert_eq!(verification.tensors_rewritten, 1);

@@ -1,6 +1,6 @@
-//! [`Written`]: the model half-way through a run, tensors that were written from the output, all others from the source.
+//! [`Written`]: the model during a run. Written tensors come from the output, all others from the source.
 //!
-//! A run that goes on takes the samples through the layers that are finished as they are on the disk.
+//! A resumed run propagates its samples through the finished layers on the disk.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -12,13 +12,13 @@ use super::source::{Checkpoint, WeightSource};
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 
-/// A source of weights over unfinished files; see the module's first lines.
+/// A source of weights over unfinished files; see the first lines of this file.
 #[derive(Debug)]
 pub struct Written {
     source: Arc<Checkpoint>,
     /// The output's files, in the order of the source's.
     files: Vec<(PathBuf, File)>,
-    /// Tensors that were written → where their bytes begin in the output.
+    /// Written tensors → the start of their bytes in the output.
     written: HashMap<String, u64>,
 }
 

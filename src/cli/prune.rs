@@ -19,7 +19,7 @@ use super::ending::Unfinished;
 use super::memory_log::{self, MemoryLog};
 use super::outcome::{Outcome, gate};
 use super::{profile, shell};
-use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, WeightSink, WeightSource};
+use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, WeightSource};
 use crate::eval::Perplexity;
 use crate::pipeline::{
     CalibrationStream, Pruner, Record, SaveMasks, SelectionTime, StateFile, Watcher, resume,
@@ -170,7 +170,7 @@ pub fn execute(
         method: job.method,
         targets,
         calibration,
-        sink: writer.as_mut().map(|writer| writer as &mut dyn WeightSink),
+        sink: writer.as_mut(),
         watchers,
         clock: &session.clock,
         events: console,

@@ -16,7 +16,7 @@ use super::calibrate::{CalibrationStream, LayerStatistics};
 use super::output_error::DenseOutput;
 use super::resume;
 use super::targets::TargetPlan;
-use crate::checkpoint::{ExpectedMatrix, WeightSink};
+use crate::checkpoint::{CheckpointWriter, ExpectedMatrix};
 use crate::linalg::{StoredMatrix, Weight};
 use crate::model::{DecoderLayer, Projection};
 use crate::pruning::{Mask, PruningMethod, Request, ScoreTime, Target};
@@ -80,7 +80,7 @@ pub struct Pruner<'a> {
     /// The calibration samples; `None` for methods that need none.
     pub calibration: Option<CalibrationStream>,
     /// Where pruned matrices are written; `None` when nothing is saved.
-    pub sink: Option<&'a mut dyn WeightSink>,
+    pub sink: Option<&'a mut CheckpointWriter>,
     /// Where finished layers are recorded; `None` where nobody could go on from them.
     pub record: Option<&'a mut dyn Record>,
     /// Who else looks at every matrix, in this order.
@@ -409,7 +409,7 @@ fn announce(events: &dyn Events, layer: &DecoderLayer, layers: usize, what: &str
 
 /// What a finished layer leaves behind.
 struct Saving<'a, 'w> {
-    sink: Option<&'a mut (dyn WeightSink + 'w)>,
+    sink: Option<&'a mut CheckpointWriter>,
     record: Option<&'a mut (dyn Record + 'w)>,
     watchers: &'a mut [&'w mut dyn Watcher],
     layers: &'a [LayerReport],
@@ -444,7 +444,7 @@ impl Saving<'_, '_> {
 
 /// Writes one matrix, which is in memory.
 fn write(
-    sink: Option<&mut (dyn WeightSink + '_)>,
+    sink: Option<&mut CheckpointWriter>,
     layer: &DecoderLayer,
     projection: Projection,
 ) -> Result<()> {

@@ -1,0 +1,13 @@
+//! Names of the files of a checkpoint, and the size of the pieces they are read and written in.
+
+/// The single-file name every loader looks for.
+pub const SINGLE_FILE: &str = "model.safetensors";
+
+/// The index of a sharded checkpoint: tensor name → shard.
+pub const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// The suffix of an unfinished file; no loader opens it.
+pub const PARTIAL_SUFFIX: &str = ".partial";
+
+/// Bytes that copies and checks move at once: enough for the full speed of a disk, too few to count in a memory plan.
+pub(crate) const CHUNK_BYTES: usize = 8 << 20;
