@@ -1,7 +1,8 @@
-//! Byte counts: printed in binary units ("1.50 GiB"), parsed from "24GiB", added without overflow; and files that are read whole.
+//! Byte counts, and small files that are read whole.
 //!
-//! Every amount of memory or disk in plans, errors and reports is a [`ByteSize`], so that units cannot be mixed up. A file that is
-//! read whole goes through [`read_whole`], which says how large it may be, so that no input decides what is allocated.
+//! A [`ByteSize`] prints in binary units ("1.50 GiB"), is parsed from "24GiB", and adds without overflow. Every amount of memory or
+//! disk in plans, errors and reports is one, so that units cannot be mixed up. [`read_whole`] reads a file up to a limit, so that
+//! no input decides the size of an allocation.
 
 use std::fmt;
 use std::fs::File;
@@ -15,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 
-/// The bytes behind 64 hexadecimal digits: a SHA-256 as [`hex`] writes it.
+/// Returns the bytes of 64 hexadecimal digits, a SHA-256 written by [`hex`].
 pub fn unhex(digits: &str) -> Option<[u8; 32]> {
     let mut bytes = [0; 32];
     if digits.len() != 64 || !digits.is_ascii() {
@@ -27,7 +28,7 @@ pub fn unhex(digits: &str) -> Option<[u8; 32]> {
     Some(bytes)
 }
 
-/// Bytes as lower-case hexadecimal digits: how hashes are written.
+/// Returns bytes as lower-case hexadecimal digits, the form of all printed hashes.
 pub fn hex(bytes: &[u8]) -> String {
     use fmt::Write;
     let mut text = String::with_capacity(2 * bytes.len());
@@ -41,12 +42,15 @@ pub fn hex(bytes: &[u8]) -> String {
 /// The largest file of settings that is read: a `config.json`, a device map, a chat template. Real ones have kilobytes.
 pub const LARGEST_SETTINGS: ByteSize = ByteSize(16 << 20);
 
+/// The largest record of a run that is read. Each matrix takes a few hundred bytes, so the largest models have less than a MiB.
+pub const LARGEST_RECORD: ByteSize = ByteSize(64 << 20);
+
 /// Reads a regular file of at most `most` bytes.
 ///
 /// # Errors
 /// Fails when the file is missing or cannot be read, is larger, or is a folder, a pipe or a device: these may never end.
 pub fn read_whole(path: &Path, most: ByteSize) -> io::Result<Vec<u8>> {
-    // Looked at before it is opened: opening a pipe waits for somebody who writes.
+    // The kind is checked before the file is opened: opening a pipe waits for a writer.
     let metadata = std::fs::metadata(path)?;
     if metadata.is_dir() {
         return Err(io::ErrorKind::IsADirectory.into());
@@ -57,7 +61,7 @@ pub fn read_whole(path: &Path, most: ByteSize) -> io::Result<Vec<u8>> {
     read_up_to(path, most)
 }
 
-/// Reads a file of settings as text; a regular one, as it lies in somebody's folder.
+/// Reads a file of settings as text; it must be a regular file.
 ///
 /// # Errors
 /// As [`read_whole`] for [`LARGEST_SETTINGS`], and for bytes that are not UTF-8.
@@ -65,7 +69,7 @@ pub fn read_settings(path: &Path) -> io::Result<String> {
     text(read_whole(path, LARGEST_SETTINGS)?)
 }
 
-/// The same of a path on the command line, which may well be a pipe, like `<(command)` of a shell.
+/// Reads a file of settings that the command line names. It may be a pipe, like `<(command)` in a shell.
 ///
 /// # Errors
 /// Fails when it cannot be read or is larger than [`LARGEST_SETTINGS`], and for bytes that are not UTF-8.
@@ -94,7 +98,7 @@ fn text(bytes: Vec<u8>) -> io::Result<String> {
     })
 }
 
-/// A number of bytes. Sums saturate at `u64::MAX`, which no machine has.
+/// A number of bytes. Sums saturate at `u64::MAX`.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
 )]
@@ -105,7 +109,7 @@ impl ByteSize {
     /// No bytes.
     pub const ZERO: Self = Self(0);
 
-    /// The bytes of `count` things of `each` bytes.
+    /// Returns the bytes of `count` items of `each` bytes.
     pub fn of(count: usize, each: usize) -> Self {
         Self((count as u64).saturating_mul(each as u64))
     }

@@ -1,7 +1,7 @@
-//! The one error shape a user meets: what failed, on what, the numbers, and the fix as something to type.
+//! The form of all errors for users: the failure and its object, the numbers, and a fix to type.
 //!
-//! Library code returns `anyhow::Result`; where it knows the remedy it returns a [`Failure`], which travels inside the
-//! `anyhow::Error` unchanged. `cli` finds it again and prints
+//! Library code returns `anyhow::Result`. An error with a known remedy is a [`Failure`] inside the `anyhow::Error`; `cli` finds it
+//! there and prints
 //!
 //! ```text
 //! error: <message>
@@ -9,30 +9,34 @@
 //! hint: <hint>
 //! ```
 //!
-//! What a message quotes may come from a file of anybody's. So no line of a failure holds a character that moves a terminal's cursor
-//! or begins a line of its own, and a quotation of megabytes is cut.
+//! A message may quote an untrusted file. So no line of a failure holds a character that moves a terminal's cursor or begins another
+//! line, and a long quotation is cut.
 //!
-//! Files of other people's formats are read by other people's code, which may panic where it should refuse. [`blaming`] runs such a
-//! reader and says whose fault that is: the file's.
+//! Some file formats are read by library code that panics where it should return an error. [`blaming`] runs such a reader and turns
+//! the panic into a failure that names the file.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Characters of a line that are shown; half of them from its end, which says what was expected, or where.
+/// Characters of a message or detail that are shown: half from its beginning, half from its end, which states what was expected.
 const LONGEST_LINE: usize = 1000;
+
+/// Characters of a hint that are shown. A hint holds a command to type, which is useless without its middle.
+const LONGEST_HINT: usize = 1 << 16;
 
 /// An error with a remedy. Build it with [`Failure::new`], add [`Failure::detail`] lines and a [`Failure::hint`], and
 /// return it through `?` or `.into()`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// What failed, on what: one line, lower case, no final period.
+    /// The failure and its object: one line, lower case, no final period.
     pub message: String,
-    /// The numbers behind it, one line each.
+    /// The numbers, one line each.
     pub details: Vec<String>,
-    /// What to type instead, where we know it.
+    /// A fix to type, if one is known.
     pub hint: Option<String>,
-    /// True where the command line itself is wrong (exit code 2 instead of 1).
+    /// The command line itself is wrong (exit code 2 instead of 1).
     pub is_usage: bool,
 }
 
@@ -40,7 +44,7 @@ impl Failure {
     /// A failure of the run: exit code 1.
     pub fn new(message: impl Into<String>) -> Self {
         Self {
-            message: shown(message.into()),
+            message: shown(message.into(), LONGEST_LINE),
             details: Vec::new(),
             hint: None,
             is_usage: false,
@@ -55,71 +59,77 @@ impl Failure {
         }
     }
 
-    /// Adds one line of numbers or places under the message.
+    /// Adds a line of numbers or places under the message.
     #[must_use]
     pub fn detail(mut self, line: impl Into<String>) -> Self {
-        self.details.push(shown(line.into()));
+        self.details.push(shown(line.into(), LONGEST_LINE));
         self
     }
 
-    /// Sets the remedy, as something to type.
+    /// Sets the fix to type.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
-        self.hint = Some(shown(hint.into()));
+        self.hint = Some(shown(hint.into(), LONGEST_HINT));
         self
     }
 }
 
-/// A line as it may be printed: without control characters and marks that turn the direction of text, and no longer than a screen.
-fn shown(line: String) -> String {
+/// Text without characters that a terminal or a page acts on: control characters, marks that turn the direction of text, and
+/// code points that XML cannot hold. Each becomes its escape sequence, such as `\u{1b}`.
+pub fn printable(text: &str) -> Cow<'_, str> {
     let is_plain = |c: char| {
-        !c.is_control() && !matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+        !c.is_control()
+            && !matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{fffe}' | '\u{ffff}')
     };
-    let line = if line.chars().all(is_plain) {
-        line
-    } else {
-        line.chars()
-            .map(|c| {
-                if is_plain(c) {
-                    c.to_string()
-                } else {
-                    c.escape_default().to_string()
-                }
-            })
-            .collect()
-    };
+    if text.chars().all(is_plain) {
+        return Cow::Borrowed(text);
+    }
+    let mut escaped = String::with_capacity(2 * text.len());
+    for c in text.chars() {
+        if is_plain(c) {
+            escaped.push(c);
+        } else {
+            escaped.extend(c.escape_default());
+        }
+    }
+    Cow::Owned(escaped)
+}
+
+/// A printable line of about `longest` characters; the middle of a longer one is left out.
+fn shown(line: String, longest: usize) -> String {
+    let line = printable(&line).into_owned();
     let count = line.chars().count();
-    if count <= LONGEST_LINE {
+    if count <= longest {
         return line;
     }
-    let half = LONGEST_LINE / 2;
+    let half = longest / 2;
     let begin: String = line.chars().take(half).collect();
     let end: String = line.chars().skip(count - half).collect();
     format!("{begin} … {end}")
 }
 
 thread_local! {
-    /// What a panic on this thread means at the moment.
+    /// The failure that a panic on this thread means now.
     static BLAMED: RefCell<Option<Failure>> = const { RefCell::new(None) };
 }
 
-/// Runs `read`, other people's code over a file; a panic in it is `failure`, as it would be had the code refused the file.
+/// Runs `read`, library code over a file, and turns its panic into `failure`.
 ///
-/// Where panics unwind, in tests, the failure is returned. Where they end the program, its panic hook finds the failure by
-/// [`blamed`] and prints it.
+/// In tests, panics unwind and the failure is returned. In the program, a panic ends the process; the panic hook finds the failure
+/// through [`blamed`] and prints it.
 ///
 /// # Errors
 /// Fails with `failure` when `read` panics.
 pub fn blaming<T>(failure: Failure, read: impl FnOnce() -> T) -> Result<T, Failure> {
     let outer = BLAMED.replace(Some(failure));
-    // `read` is left where it broke off: what it was working on is not looked at again.
+    // The state that `read` worked on is not used again.
     let result = catch_unwind(AssertUnwindSafe(read));
     let failure = BLAMED.replace(outer);
-    // It was put there above, and only a panic hook that ends the program takes it out.
+    // It was stored above, and only a panic hook that ends the program removes it.
     result.map_err(|_| failure.unwrap_or_else(|| Failure::new("a file cannot be read")))
 }
 
-/// What a panic on this thread means, if it is a file's fault.
+/// Takes the failure that a panic on this thread means, if a file causes the panic.
 pub fn blamed() -> Option<Failure> {
     BLAMED.take()
 }
@@ -155,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_quoted_cannot_move_the_cursor_begin_a_line_or_fill_the_screen() {
+    fn quotations_cannot_move_the_cursor_begin_a_line_or_fill_the_screen() {
         let failure = Failure::new("tensor `\u{1b}]0;x\u{7}\nhint: run me\u{202e}`")
             .detail("é→".repeat(1000));
         assert_eq!(
@@ -168,7 +178,14 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_in_a_reader_is_the_files_fault_and_nobody_elses() {
+    fn a_hint_keeps_the_middle_of_a_long_command() {
+        let command = format!("run {} --force", "--exclude x ".repeat(300));
+        let hint = Failure::new("x").hint(command.clone()).hint;
+        assert_eq!(hint, Some(command));
+    }
+
+    #[test]
+    fn a_panic_in_a_reader_becomes_the_failure_of_its_file() {
         assert_eq!(blaming(Failure::new("a"), || 3), Ok(3));
         assert_eq!(blamed(), None);
         let outer = blaming(Failure::new("a"), || {

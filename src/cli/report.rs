@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::args::MessageArgs;
 use super::console::Console;
 use super::run_folder::MANIFEST;
+use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::write_atomic;
 use crate::failure::Failure;
 use crate::report::comparison::NamedRun;
@@ -130,7 +131,8 @@ fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
             .into());
     }
     let manifest = path.join(MANIFEST);
-    if manifest.is_file() {
+    // A folder of that name is refused when it is read.
+    if manifest.exists() {
         return Ok((path.to_path_buf(), manifest));
     }
     let above = path.parent().map(|parent| parent.join(MANIFEST));
@@ -168,12 +170,12 @@ fn is_begun(folder: &Path) -> bool {
 
 fn read(file: &Path) -> Result<Manifest> {
     let shown = file.display();
-    let bytes = std::fs::read(file).with_context(|| format!("reading `{shown}`"))?;
     let no_manifest = |why: String| {
         Failure::new(format!("`{shown}` is not the record of a run"))
             .detail(why)
             .hint("name a folder that `prune --save` or `prune eval --save` wrote")
     };
+    let bytes = read_whole(file, LARGEST_RECORD).map_err(|error| no_manifest(error.to_string()))?;
     let value: Value =
         serde_json::from_slice(&bytes).map_err(|error| no_manifest(error.to_string()))?;
     let schema = value.get("schema").and_then(Value::as_u64);

@@ -10,7 +10,7 @@ use super::console::Console;
 use super::ending::Unfinished;
 use super::folder_lock::{self, FolderLock};
 use super::{interrupt, memory_log, shell};
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, LARGEST_RECORD, read_whole};
 use crate::checkpoint::{
     CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, Verification, VerifiedFile, is_model_file,
     refuse_source_folder, write_atomic,
@@ -77,6 +77,17 @@ impl RunFolder {
                 .into());
             }
             refuse_source_folder(source, folder)?;
+        }
+        if let Some(record) = save
+            .map(|save| save.join(MANIFEST))
+            .filter(|path| path.is_dir())
+        {
+            return Err(Failure::new(format!(
+                "`{}` is a folder; the record of the run needs this name",
+                record.display()
+            ))
+            .hint("remove that folder, or choose another --save folder")
+            .into());
         }
         Ok(Self {
             run: save.map(Path::to_path_buf),
@@ -209,7 +220,7 @@ impl RunFolder {
             return Ok(None);
         }
         let reading = || format!("reading `{}`", path.display());
-        let text = std::fs::read(&path).with_context(reading)?;
+        let text = read_whole(&path, LARGEST_RECORD).with_context(reading)?;
         let manifest: Manifest = serde_json::from_slice(&text).with_context(reading)?;
         if !self.has_the_model_of(&manifest) {
             return Ok(None);

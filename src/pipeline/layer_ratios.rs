@@ -1,8 +1,11 @@
 //! Ratios per layer, from a JSON file.
 
+use std::collections::BTreeSet;
+use std::fmt;
 use std::path::Path;
 
 use anyhow::Result;
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
 use crate::bytes::read_given_settings;
@@ -38,33 +41,98 @@ impl LayerRatios {
             ))
             .hint(HINT)
         };
-        let json: Value = serde_json::from_str(&text)
+        let json: Json = serde_json::from_str(&text)
             .map_err(|error| bad(format!("it is not JSON ({error})")))?;
         let ratio = |value: &Value| {
             value
                 .as_f64()
                 .ok_or_else(|| bad(format!("{value} is not a number")))
         };
-        match &json {
-            Value::Array(values) => Ok(Self::All(
+        match json {
+            Json::List(values) => Ok(Self::All(
                 values.iter().map(ratio).collect::<Result<_, _>>()?,
             )),
-            Value::Object(entries) => {
+            Json::Object(Entries(entries)) => {
+                let mut seen = BTreeSet::new();
                 let layer = |key: &str| {
                     // "00" and "+0" would name layer 0 once more.
                     let index = key.parse::<usize>().ok();
-                    index
+                    let index = index
                         .filter(|index| index.to_string() == key)
-                        .ok_or_else(|| bad(format!("`{key}` is not a layer's index")))
+                        .ok_or_else(|| bad(format!("`{key}` is not a layer's index")))?;
+                    if seen.insert(index) {
+                        Ok(index)
+                    } else {
+                        Err(bad(format!("layer {index} has two ratios")))
+                    }
                 };
-                Ok(Self::Some(
-                    entries
-                        .iter()
-                        .map(|(key, value)| Ok((layer(key)?, ratio(value)?)))
-                        .collect::<Result<_, Failure>>()?,
-                ))
+                let keys = entries.iter().map(|(key, _)| key.as_str());
+                let layers: Vec<usize> = keys.map(layer).collect::<Result<_, _>>()?;
+                let ratios = entries.iter().map(|(_, value)| ratio(value));
+                let ratios: Vec<f64> = ratios.collect::<Result<_, _>>()?;
+                Ok(Self::Some(layers.into_iter().zip(ratios).collect()))
             }
-            _ => Err(bad("it is neither a list nor an object".into()).into()),
+            Json::Other(value) => {
+                let failure = bad("it is neither a list nor an object".into());
+                Err(failure.detail(format!("found `{value}`")).into())
+            }
         }
+    }
+}
+
+/// The file's content.
+#[derive(serde::Deserialize)]
+#[serde(untagged)]
+enum Json {
+    List(Vec<Value>),
+    Object(Entries),
+    Other(Value),
+}
+
+/// The entries of an object in order, including repeated keys, which a map would drop.
+struct Entries(Vec<(String, Value)>);
+
+impl<'de> Deserialize<'de> for Entries {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Collect;
+        impl<'de> Visitor<'de> for Collect {
+            type Value = Entries;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    entries.push(entry);
+                }
+                Ok(Entries(entries))
+            }
+        }
+        deserializer.deserialize_map(Collect)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layer_has_one_ratio() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let load = |text: &str| {
+            std::fs::write(file.path(), text).unwrap();
+            LayerRatios::load(file.path())
+        };
+        assert_eq!(
+            load("{\"1\": 0.5, \"0\": 0.25}").unwrap(),
+            LayerRatios::Some(vec![(1, 0.5), (0, 0.25)])
+        );
+        let error = load("{\"0\": 0.5, \"1\": 0.5, \"0\": 0.6}").unwrap_err();
+        assert!(
+            error.to_string().contains("layer 0 has two ratios"),
+            "{error}"
+        );
     }
 }

@@ -208,10 +208,7 @@ fn overall_ratio(selection: &Selection, pattern: Pattern, config: &ModelConfig) 
         };
     }
     match (selection.sparsity_ratio, &selection.layer_ratios) {
-        (Some(ratio), _) => {
-            check_ratio("--sparsity-ratio", ratio)?;
-            Ok(ratio)
-        }
+        (Some(ratio), _) => check_ratio("--sparsity-ratio", ratio),
         (None, Some(LayerRatios::All(ratios))) => {
             Ok(ratios.iter().sum::<f64>() / config.num_hidden_layers.max(1) as f64)
         }
@@ -221,9 +218,10 @@ fn overall_ratio(selection: &Selection, pattern: Pattern, config: &ModelConfig) 
     }
 }
 
-fn check_ratio(what: &str, ratio: f64) -> Result<()> {
+/// Returns a ratio from 0 up to but not including 1; −0 becomes 0.
+fn check_ratio(what: &str, ratio: f64) -> Result<f64> {
     if (0.0..1.0).contains(&ratio) {
-        return Ok(());
+        return Ok(ratio + 0.0);
     }
     let mut failure = Failure::usage(format!(
         "{what} is {ratio}; it is the fraction removed, from 0 up to but not including 1"
@@ -260,8 +258,8 @@ fn layer_ratios(selection: &Selection, overall: f64, layers: usize) -> Result<Ve
             }
         }
     }
-    for (layer, ratio) in ratios.iter().enumerate() {
-        check_ratio(&format!("the ratio of layer {layer}"), *ratio)?;
+    for (layer, ratio) in ratios.iter_mut().enumerate() {
+        *ratio = check_ratio(&format!("the ratio of layer {layer}"), *ratio)?;
     }
     Ok(ratios)
 }

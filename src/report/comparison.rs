@@ -1,4 +1,4 @@
-//! Which runs may share a chart, and which of them are one line of it.
+//! Groups of runs that may share a chart, and the lines of each chart.
 //!
 //! Perplexities are comparable only when they were measured on the same tokens of the same model: a [`Group`] holds runs with
 //! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio are one
@@ -8,10 +8,10 @@ use serde_json::Value;
 
 use crate::run::Manifest;
 
-/// Dense perplexities of one protocol further apart than this, relatively, are of different weights or arithmetic.
+/// The largest relative difference of dense perplexities that are of the same weights and arithmetic.
 const SAME_DENSE: f64 = 1e-3;
 
-/// A finished run and what it is called on the page.
+/// A finished run and its name on the page.
 #[derive(Debug, Clone)]
 pub struct NamedRun {
     /// A short name, different for every run of a page.
@@ -20,27 +20,27 @@ pub struct NamedRun {
     pub manifest: Manifest,
 }
 
-/// The runs of a page, sorted by what can be compared.
+/// The runs of a page in groups that can be compared.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Comparison<'a> {
     /// Charts, in the order their first runs were given.
     pub groups: Vec<Group<'a>>,
-    /// Runs that are on no chart, and why.
+    /// Runs on no chart, and the reason.
     pub left_out: Vec<(&'a str, String)>,
 }
 
 /// Runs measured in the same way.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Group<'a> {
-    /// How.
+    /// Their common protocol.
     pub protocol: Protocol,
     /// One per method and settings, in the order given.
     pub series: Vec<Series<'a>>,
-    /// The dense perplexities measured, each once; more than one says that the weights or the arithmetic differ.
+    /// The different dense perplexities. More than one means that weights or arithmetic differ.
     pub dense: Vec<f64>,
 }
 
-/// What must be equal for two perplexities to be compared.
+/// The conditions of a measurement; perplexities are comparable only under equal conditions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Protocol {
     model: String,
@@ -48,7 +48,7 @@ pub struct Protocol {
     tokenizer_sha256: String,
     windows: usize,
     seqlen: usize,
-    /// For people: the text's kind and the model's folder. Not compared.
+    /// Names for captions: the text's kind and the model's folder. Not compared.
     names: Names,
 }
 
@@ -67,13 +67,13 @@ impl PartialEq for Names {
 
 impl Eq for Names {}
 
-/// Runs that differ in their ratio only.
+/// Runs that differ only in their ratio.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Series<'a> {
     /// `wanda`, `magnitude 2:4`, ...
     pub label: String,
     calibration: String,
-    /// Ascending in sparsity.
+    /// Points, ascending in sparsity.
     pub points: Vec<Point<'a>>,
 }
 
@@ -82,7 +82,7 @@ pub struct Series<'a> {
 pub struct Point<'a> {
     /// Zeros over weights.
     pub sparsity: f64,
-    /// Of the pruned model.
+    /// Perplexity of the pruned model.
     pub perplexity: f64,
     /// The run's name.
     pub run: &'a str,
@@ -106,7 +106,7 @@ impl Protocol {
         })
     }
 
-    /// In words, for captions.
+    /// Describes the protocol for captions.
     pub fn describe(&self) -> String {
         format!(
             "{} (SHA-256 {}…), {} windows of {} tokens, model {}",
@@ -226,7 +226,7 @@ impl<'a> Group<'a> {
     }
 }
 
-/// The method and everything but the ratio that decides what it removes.
+/// The method and every setting except the ratio that decides the removed weights.
 pub(super) fn method_label(manifest: &Manifest) -> String {
     let Some(pruning) = &manifest.pruning else {
         return "none".into();
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_name_all_that_decides_what_goes() {
+    fn labels_name_every_setting_that_decides_the_removed_weights() {
         let mut manifest = made_up::manifest("wanda", 0.5);
         let pruning = manifest.pruning.as_mut().unwrap();
         pruning.sparsity_type = "2:4".into();

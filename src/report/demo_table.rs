@@ -1,12 +1,12 @@
-//! What `prune demo` found, as plain records and as a table of at most 80 columns.
+//! The result of `prune demo`, as records and as a table of at most 80 columns.
 
 use std::fmt::Write as _;
 
 use serde::Serialize;
 
-/// The columns a line may have.
+/// The most columns of a line.
 const COLUMNS: usize = 80;
-/// What stands before a sentence.
+/// The space before a sentence.
 const INDENT: &str = "    ";
 
 /// The whole demo.
@@ -14,7 +14,7 @@ const INDENT: &str = "    ";
 pub struct DemoTable {
     /// Weights of the model.
     pub parameters: u64,
-    /// What every model was given to go on with.
+    /// The beginning of the sentence that every model continues.
     pub prompt: String,
     /// The dense model first, then the pruned ones.
     pub rows: Vec<DemoRow>,
@@ -27,9 +27,9 @@ pub struct DemoRow {
     pub name: String,
     /// The share of zeros in the decoder's matrices.
     pub sparsity: f64,
-    /// On the test stories.
+    /// Perplexity on the test stories.
     pub perplexity: f64,
-    /// What the model writes after the prompt, to the end of the sentence.
+    /// The model's words after the prompt, to the end of the sentence.
     pub continuation: String,
 }
 
@@ -68,8 +68,8 @@ impl DemoTable {
     }
 }
 
-/// Breaks a sentence at spaces. A word longer than a line keeps its length; what would move the cursor is shown as
-/// U+FFFD, since a badly pruned model may write anything.
+/// Breaks a sentence at spaces. A word longer than a line keeps its length. Control characters become U+FFFD: a badly pruned
+/// model may write any text.
 fn wrapped(sentence: &str, columns: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in sentence.split(' ') {

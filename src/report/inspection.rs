@@ -1,9 +1,10 @@
-//! What `prune inspect` shows a person: a summary, the sparsity of every layer, and the comparison in plain words. No line
-//! but the names a user gave is wider than 80 columns.
+//! The text of `prune inspect`: a summary, the sparsity of every layer, and the comparison with a dense model. Lines are at most
+//! 80 columns wide, except for names the user gave.
 
 use std::fmt::Write as _;
 
 use crate::bytes::ByteSize;
+use crate::failure::printable;
 use crate::run::inspection::{Comparison, InspectedLayer, Inspection, PatternCount, Zeros};
 
 /// The seven linears as columns: heading, and the end of the module's name.
@@ -40,16 +41,16 @@ pub fn text(inspection: &Inspection) -> String {
     text
 }
 
-/// Decoder linears that are not as config.json has them, one line each.
+/// Decoder linears that contradict config.json, one line each.
 pub fn problems(inspection: &Inspection) -> Vec<String> {
     let lines = inspection
         .problems
         .iter()
         .map(|problem| format!("{}: {}", problem.tensor, problem.problem));
-    shortened(lines.collect(), 2 * NAMES_SHOWN)
+    printed(shortened(lines.collect(), 2 * NAMES_SHOWN))
 }
 
-/// In what a model is not a pruned copy of the dense one; empty where it is.
+/// Differences that show that a model is no pruned copy of the dense one; empty for a pruned copy.
 pub fn differences(comparison: &Comparison) -> Vec<String> {
     let dense = &comparison.dense;
     let mut lines = Vec::new();
@@ -84,7 +85,7 @@ pub fn differences(comparison: &Comparison) -> Vec<String> {
     let differing = &comparison.untouched_differing;
     list(
         format!(
-            "tensors beside the decoder linears that differ: {} of {}",
+            "other tensors that differ: {} of {}",
             differing.len(),
             comparison.untouched
         ),
@@ -98,28 +99,29 @@ pub fn differences(comparison: &Comparison) -> Vec<String> {
         format!("tensors not in {dense}: {}", comparison.added.len()),
         &comparison.added,
     );
-    let unlike: Vec<String> = comparison
-        .unlike
-        .iter()
-        .map(|tensor| {
-            format!(
-                "{}\n      {} {:?} there, {} {:?} here",
-                tensor.tensor,
-                tensor.dense.dtype,
-                tensor.dense.shape,
-                tensor.found.dtype,
-                tensor.found.shape
-            )
-        })
-        .collect();
+    let unlike = &comparison.unlike;
+    let names: Vec<String> = unlike.iter().map(|tensor| tensor.tensor.clone()).collect();
     list(
         format!(
             "tensors of another dtype or shape, not compared: {}",
             unlike.len()
         ),
-        &unlike,
+        &names,
     );
-    lines
+    if let Some(first) = unlike.first() {
+        let (dense, found) = (&first.dense, &first.found);
+        lines.push(format!(
+            "  the first is {} {:?} there, {} {:?} here",
+            dense.dtype, dense.shape, found.dtype, found.shape
+        ));
+    }
+    printed(lines)
+}
+
+/// Lines without control characters: names of tensors come from files.
+fn printed(lines: Vec<String>) -> Vec<String> {
+    let lines = lines.into_iter();
+    lines.map(|line| printable(&line).into_owned()).collect()
 }
 
 fn summary(inspection: &Inspection) -> String {
@@ -245,7 +247,7 @@ fn row(name: &str, cells: &[Option<Zeros>; 7], all: Zeros, pattern: &str) -> Str
     format!("{}\n", line.trim_end())
 }
 
-/// Two digits; what is neither none nor all never looks like it.
+/// A percentage with two digits. Only no zeros print as 0.00, and only all zeros as 100.00.
 fn percent(zeros: Zeros) -> String {
     let percent = format!("{:.2}", 100.0 * zeros.ratio);
     match percent.as_str() {
@@ -318,7 +320,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_neither_none_nor_all_never_looks_like_it() {
+    fn few_zeros_never_print_as_none_and_many_never_as_all() {
         let shown = |zeros, weights| percent(Zeros::of(zeros, weights));
         assert_eq!(shown(0, 1_000_000), "0.00");
         assert_eq!(shown(1, 1_000_000), "<0.01");
@@ -339,5 +341,30 @@ mod tests {
         let names: Vec<String> = (0..5).map(|name| name.to_string()).collect();
         assert_eq!(shortened(names.clone(), 3), ["0", "1", "2", "and 2 more"]);
         assert_eq!(shortened(names.clone(), 5), names);
+    }
+
+    #[test]
+    fn every_difference_is_one_printable_line() {
+        let comparison = serde_json::json!({
+            "dense": "dense", "is_pruned_copy": false, "kept_identical": true, "kept": 0, "changed": 0,
+            "first_changed": null, "zeros_before": 0, "untouched": 0, "untouched_differing": [],
+            "missing": ["\u{1b}[2J\n"], "added": [],
+            "unlike": [{
+                "tensor": "a",
+                "dense": {"dtype": "BF16", "shape": [2, 3]},
+                "found": {"dtype": "F32", "shape": [2, 3]},
+            }],
+        });
+        let comparison: Comparison = serde_json::from_value(comparison).unwrap();
+        assert_eq!(
+            differences(&comparison),
+            [
+                "tensors missing here: 1",
+                "  \\u{1b}[2J\\n",
+                "tensors of another dtype or shape, not compared: 1",
+                "  a",
+                "  the first is BF16 [2, 3] there, F32 [2, 3] here",
+            ]
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! `log_<method>.txt`: the original's two tab-separated lines, so that scripts which read them go on working.
+//! `log_<method>.txt`: the two tab-separated lines of the Python original, for scripts that read them.
 
 use crate::run::Manifest;
 
@@ -7,7 +7,7 @@ pub fn file_name(method: &str) -> String {
     format!("log_{method}.txt")
 }
 
-/// Header and values, four decimals each; `nan` where no perplexity was measured.
+/// Returns header and values with four decimals; `nan` without a measured perplexity.
 pub fn text(manifest: &Manifest) -> Option<String> {
     let method = &manifest.pruning.as_ref()?.method;
     let sparsity = manifest.sparsity?.ratio;

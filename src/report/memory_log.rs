@@ -1,12 +1,12 @@
-//! The memory log as the original has it: `memory_log.csv` with its columns, a line per checkpoint, a summary at the end.
+//! The memory log of the Python original: `memory_log.csv` with the same columns, a line per checkpoint, and a summary.
 //!
-//! The columns are called GB as the original's; the numbers are GiB, as there. GPU columns are the driver's pool counters, added over GPUs; 0 on the CPU. `CPU_Used_GB` is
-//! this process's resident anonymous memory; `CPU_Percent` is its share of the machine's; `CPU_Peak_GB`, the most since the row
-//! before, is ours and stands last, so that readers of the original's columns find them where they were.
+//! As in the original, columns are named GB and hold GiB. GPU columns are counters of the driver's pool, added over all GPUs; 0 on
+//! the CPU. `CPU_Used_GB` is the resident anonymous memory of this process, `CPU_Percent` its share of the machine's memory.
+//! `CPU_Peak_GB`, the peak since the row before, is not in the original and stands last.
 
 use std::fmt::Write as _;
 
-use super::date::timestamp;
+use super::format::timestamp;
 use crate::bytes::ByteSize;
 use crate::run::manifest::MemorySample;
 
@@ -32,7 +32,7 @@ pub fn csv_row(
     )
 }
 
-/// What is told when a checkpoint is reached.
+/// The line printed at a checkpoint.
 pub fn line(sample: &MemorySample, total: Option<ByteSize>) -> String {
     let cpu = format!(
         "memory {:<20} {:.3} GiB used ({:.2} %), peak {:.3} GiB",

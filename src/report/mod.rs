@@ -1,19 +1,18 @@
-//! From manifests to something a person or another program reads. Sees no tensor.
+//! Tables, files and pages made from manifests. Reads no tensor.
 //!
-//! | file | what it makes |
+//! | file | output |
 //! | --- | --- |
-//! | `table`, `log`, `memory_log` | the table at the end of a run, and the original's files |
+//! | `table`, `log`, `memory_log` | the table at the end of a run, and the files of the Python original |
 //! | `profile` | the table of `--profile` |
 //! | `inspection` | the table of `prune inspect` |
 //! | `page` | the page of `prune report`, from one or several runs |
-//! | `comparison` | which runs may share a chart |
+//! | `comparison` | groups of runs that may share a chart |
 //! | `plots/` | pictures as SVG |
-//! | `settings`, `html`, `date` | tables, escaped text, moments |
+//! | `settings`, `format` | tables; escaped text, durations, moments |
 
 pub mod comparison;
-mod date;
 pub mod demo_table;
-mod html;
+mod format;
 pub mod inspection;
 pub mod log;
 #[cfg(test)]

@@ -1,20 +1,20 @@
-//! The page `prune report` writes: one HTML file that needs nothing else, and its pictures as files of their own.
+//! The page `prune report` writes: one HTML file without references to others, and its pictures as separate files.
 //!
-//! No script, no request to anywhere, light and dark, for screens of any width and for paper. Everything that comes from a
-//! manifest is escaped.
+//! The page has no script and loads nothing. It suits light and dark screens of any width, and paper. `page.html` is its template:
+//! minijinja escapes everything that comes from a manifest ([`escape`]).
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use anyhow::Result;
+use minijinja::Environment;
+use serde::Serialize;
 
 use super::comparison::{Comparison, NamedRun, method_label};
-use super::html::escape;
+use super::format::escape;
 use super::plots::{Figure, heat, memory, perplexity, phases};
-use super::settings;
+use super::settings::{self, Table};
 use crate::run::Manifest;
-
-const STYLE: &str = include_str!("page.css");
 
 /// A report, not yet written.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,172 +25,163 @@ pub struct Report {
     pub pictures: Vec<(String, String)>,
 }
 
+/// The variables of the template.
+#[derive(Serialize)]
+struct Page<'a> {
+    title: String,
+    style: &'static str,
+    /// Present for several runs.
+    comparison: Option<ComparedRuns<'a>>,
+    runs: Vec<RunSection<'a>>,
+    /// The version that draws.
+    version: &'static str,
+    /// The versions of the runs.
+    versions: String,
+}
+
+/// The part of the page that compares runs.
+#[derive(Serialize)]
+struct ComparedRuns<'a> {
+    charts: usize,
+    /// Protocols under which dense perplexities differ.
+    disagreements: Vec<String>,
+    figures: Vec<Figure>,
+    /// Runs on no chart, and the reason.
+    left_out: Vec<(&'a str, String)>,
+    table: Table,
+}
+
+/// The part of the page about one run.
+#[derive(Serialize)]
+struct RunSection<'a> {
+    name: &'a str,
+    /// The target of links to this part.
+    anchor: String,
+    summary: String,
+    warnings: &'a [String],
+    figures: Vec<Figure>,
+    /// The run has layers but no output errors.
+    lacks_errors: bool,
+    settings: Vec<(&'static str, String)>,
+    /// Tables that are folded, with their titles.
+    details: Vec<(&'static str, Table)>,
+}
+
 impl Report {
     /// Draws the report of these runs, whose names must differ.
     ///
     /// # Errors
-    /// When a picture cannot be drawn.
+    /// Fails when a picture cannot be drawn.
     pub fn of(runs: &[NamedRun]) -> Result<Self> {
-        let mut page = Page::default();
         let title = match runs {
             [run] => format!("Pruning report: {}", run.name),
             _ => format!("Pruning report: {} runs", runs.len()),
         };
         let prefixes = prefixes(runs);
-        page.line(&format!("<h1>{}</h1>", escape(&title)));
-        if runs.len() > 1 {
-            let links: Vec<String> = runs
-                .iter()
-                .zip(&prefixes)
-                .map(|(run, prefix)| {
-                    format!("<a href=\"#{}\">{}</a>", anchor(prefix), escape(&run.name))
-                })
-                .collect();
-            page.line(&format!("<nav>{}</nav>", links.join(" · ")));
-            page.comparison(runs)?;
-        }
-        for (run, prefix) in runs.iter().zip(prefixes) {
-            if runs.len() > 1 {
-                let anchor = anchor(&prefix);
-                page.line(&format!("<h2 id=\"{anchor}\">{}</h2>", escape(&run.name)));
-            }
-            page.run(run, &prefix)?;
+        let comparison = (runs.len() > 1).then(|| compare(runs)).transpose()?;
+        let sections = runs
+            .iter()
+            .zip(&prefixes)
+            .map(|(run, prefix)| section(run, prefix))
+            .collect::<Result<Vec<_>>>()?;
+        let pictures = |prefix: &str, figures: &[Figure]| -> Vec<(String, String)> {
+            let named = |figure: &Figure| format!("{prefix}{}.svg", figure.name);
+            let figures = figures.iter();
+            figures
+                .map(|figure| (named(figure), figure.svg.clone()))
+                .collect()
+        };
+        let mut all = comparison
+            .as_ref()
+            .map_or_else(Vec::new, |comparison| pictures("", &comparison.figures));
+        for (section, prefix) in sections.iter().zip(&prefixes) {
+            all.extend(pictures(prefix, &section.figures));
         }
         let versions: BTreeSet<&str> = runs
             .iter()
             .map(|run| run.manifest.prune_version.as_str())
             .collect();
-        let versions: Vec<&str> = versions.into_iter().collect();
-        page.line(&format!(
-            "<footer>Drawn from run.json by prune {}; the runs were made by prune {}.</footer>",
-            env!("CARGO_PKG_VERSION"),
-            escape(&versions.join(", "))
-        ));
-        let html = format!(
-            "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-             <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-             <title>{}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n{}</main>\n</body>\n</html>\n",
-            escape(&title),
-            page.body
-        );
+        let html = render(&Page {
+            title,
+            style: include_str!("page.css"),
+            comparison,
+            runs: sections,
+            version: env!("CARGO_PKG_VERSION"),
+            versions: versions.into_iter().collect::<Vec<_>>().join(", "),
+        })?;
         Ok(Self {
             html,
-            pictures: page.pictures,
+            pictures: all,
         })
     }
 }
 
-#[derive(Default)]
-struct Page {
-    body: String,
-    pictures: Vec<(String, String)>,
+/// Fills the template. Every text is escaped except the style sheet and the pictures, which the template marks as safe.
+fn render(page: &Page<'_>) -> Result<String> {
+    let mut environment = Environment::new();
+    environment.set_keep_trailing_newline(true);
+    environment.set_formatter(|out, _, value| match value.as_str() {
+        Some(text) if !value.is_safe() => out.write_str(&escape(text)).map_err(Into::into),
+        _ => write!(out, "{value}").map_err(Into::into),
+    });
+    Ok(environment.render_str(include_str!("page.html"), page)?)
 }
 
-impl Page {
-    fn line(&mut self, html: &str) {
-        self.body += html;
-        self.body.push('\n');
-    }
-
-    fn comparison(&mut self, runs: &[NamedRun]) -> Result<()> {
-        let comparison = Comparison::of(runs);
-        self.line("<h2>Comparison</h2>");
-        if comparison.groups.len() > 1 {
-            self.line(&format!(
-                "<p>These runs were not all measured in the same way, so they stand on {} charts: perplexities are comparable only \
-                 for the same model layout, evaluation text, tokenizer, windows and window length.</p>",
-                comparison.groups.len()
-            ));
-        }
-        for group in comparison
-            .groups
-            .iter()
-            .filter(|group| group.dense.len() > 1)
-        {
-            self.line(&format!(
-                "<p class=\"warning\">Runs measured on {} disagree about the dense model's perplexity: their weights or their \
-                 arithmetic differ, so lines there are comparable with care.</p>",
-                escape(&group.protocol.describe())
-            ));
-        }
-        let mut figures = Vec::new();
-        for (index, group) in comparison.groups.iter().enumerate() {
-            if let Some(mut figure) = perplexity::figure(group)? {
-                if comparison.groups.len() > 1 {
-                    figure.name += &format!("-{}", index + 1);
-                }
-                figures.push(figure);
+/// Compares several runs.
+fn compare(runs: &[NamedRun]) -> Result<ComparedRuns<'_>> {
+    let comparison = Comparison::of(runs);
+    let mut figures = Vec::new();
+    for (index, group) in comparison.groups.iter().enumerate() {
+        if let Some(mut figure) = perplexity::figure(group)? {
+            if comparison.groups.len() > 1 {
+                figure.name += &format!("-{}", index + 1);
             }
+            figures.push(figure);
         }
-        self.figures("", figures);
-        for (run, why) in &comparison.left_out {
-            self.line(&format!(
-                "<p>{} is on no chart: {}.</p>",
-                escape(run),
-                escape(why)
-            ));
-        }
-        self.line(&settings::side_by_side(runs));
-        Ok(())
     }
+    let groups = comparison.groups.iter();
+    Ok(ComparedRuns {
+        charts: comparison.groups.len(),
+        disagreements: groups
+            .filter(|group| group.dense.len() > 1)
+            .map(|group| group.protocol.describe())
+            .collect(),
+        figures,
+        left_out: comparison.left_out,
+        table: settings::side_by_side(runs),
+    })
+}
 
-    fn run(&mut self, run: &NamedRun, prefix: &str) -> Result<()> {
-        let manifest = &run.manifest;
-        self.line(&format!("<p>{}</p>", escape(&summary(manifest))));
-        for warning in &manifest.warnings {
-            self.line(&format!(
-                "<p class=\"warning\">Warning of the run: {}</p>",
-                escape(warning)
-            ));
-        }
-        let drawn = [
-            heat::sparsity(manifest)?,
-            heat::output_error(manifest)?,
-            phases::figure(manifest)?,
-            memory::figure(manifest)?,
-        ];
-        let has_errors = drawn[1].is_some();
-        self.figures(prefix, drawn.into_iter().flatten().collect());
-        if !manifest.layers.is_empty() && !has_errors {
-            self.line(
-                "<p>No output errors: they are measured on calibration samples, and this run had none, or was made before they \
-                 were measured.</p>",
-            );
-        }
-        self.line("<h3>Settings and protocol</h3>");
-        self.line(&settings::settings(manifest));
-        self.details("Every matrix in numbers", settings::every_matrix(manifest));
-        self.details(
+/// Describes one run.
+fn section<'a>(run: &'a NamedRun, prefix: &str) -> Result<RunSection<'a>> {
+    let manifest = &run.manifest;
+    let drawn = [
+        heat::sparsity(manifest)?,
+        heat::output_error(manifest)?,
+        phases::figure(manifest)?,
+        memory::figure(manifest)?,
+    ];
+    let has_errors = drawn[1].is_some();
+    let details = [
+        ("Every matrix in numbers", settings::every_matrix(manifest)),
+        (
             "Memory samples in numbers",
             settings::every_memory_sample(manifest),
-        );
-        Ok(())
-    }
-
-    fn figures(&mut self, prefix: &str, figures: Vec<Figure>) {
-        if figures.is_empty() {
-            return;
-        }
-        self.line("<div class=\"figures\">");
-        for figure in figures {
-            let Figure { name, caption, svg } = figure;
-            self.line(&format!(
-                "<figure>\n{svg}<figcaption>{}</figcaption>\n</figure>",
-                escape(&caption)
-            ));
-            self.pictures.push((format!("{prefix}{name}.svg"), svg));
-        }
-        self.line("</div>");
-    }
-
-    fn details(&mut self, title: &str, table: Option<String>) {
-        if let Some(table) = table {
-            self.line(&format!(
-                "<details><summary>{}</summary>\n{table}</details>",
-                escape(title)
-            ));
-        }
-    }
+        ),
+    ];
+    Ok(RunSection {
+        name: &run.name,
+        anchor: format!("run-{}", prefix.trim_end_matches('-')),
+        summary: summary(manifest),
+        warnings: &manifest.warnings,
+        figures: drawn.into_iter().flatten().collect(),
+        lacks_errors: !manifest.layers.is_empty() && !has_errors,
+        settings: settings::settings(manifest),
+        details: details
+            .into_iter()
+            .filter(|(_, table)| !table.rows.is_empty())
+            .collect(),
+    })
 }
 
 /// A run in one or two sentences.
@@ -228,7 +219,7 @@ fn summary(manifest: &Manifest) -> String {
     text
 }
 
-/// What the names of each run's pictures begin with: nothing where there is one run.
+/// The prefix of the names of each run's pictures: empty for a single run.
 fn prefixes(runs: &[NamedRun]) -> Vec<String> {
     let mut used = BTreeSet::new();
     match runs {
@@ -238,11 +229,6 @@ fn prefixes(runs: &[NamedRun]) -> Vec<String> {
             .map(|run| unused(format!("{}-", file_name(&run.name)), &mut used))
             .collect(),
     }
-}
-
-/// Where a run begins on the page, for links.
-fn anchor(prefix: &str) -> String {
-    format!("run-{}", prefix.trim_end_matches('-'))
 }
 
 /// A run's name as the beginning of a file name: letters, digits, dots and dashes.
@@ -258,12 +244,12 @@ fn file_name(name: &str) -> String {
     if plain.is_empty() { "run" } else { plain }.to_string()
 }
 
-/// `name`, or with the first number that makes it new.
+/// Returns `name`, or `name` with the first number that makes it new.
 fn unused(name: String, used: &mut BTreeSet<String>) -> String {
     let candidates =
         std::iter::once(name.clone()).chain((2..).map(|number| format!("{name}{number}-")));
     for candidate in candidates {
-        // Some file systems do not tell capitals from small letters.
+        // Some file systems ignore case.
         if used.insert(candidate.to_lowercase()) {
             return candidate;
         }
@@ -323,11 +309,11 @@ mod tests {
     }
 
     #[test]
-    fn runs_measured_differently_are_separated_aloud() {
+    fn runs_measured_differently_are_on_charts_of_their_own() {
         let mut other = run("b", "wanda", 0.6);
         other.manifest.evaluation.as_mut().unwrap()["text_sha256"] = "0000".into();
         let report = Report::of(&[run("a", "wanda", 0.5), other]).unwrap();
-        assert!(report.html.contains("they stand on 2 charts"));
+        assert!(report.html.contains("they are on 2 charts"));
         assert_eq!(
             names(&report)[..2],
             ["perplexity-1.svg", "perplexity-2.svg"]
@@ -354,6 +340,25 @@ mod tests {
         for (name, svg) in &report.pictures {
             assert!(!svg.contains("<img"), "{name}");
             assert!(!name.contains(['<', '/', '>']), "{name}");
+        }
+    }
+
+    #[test]
+    fn control_characters_from_a_manifest_reach_neither_page_nor_pictures() {
+        let mut run = run("a\u{1b}[2J", "wanda\u{7}", 0.5);
+        let manifest = &mut run.manifest;
+        manifest.layers[0].matrices[0].name = "model.layers.0.\u{1b}]0;x\u{7}\u{202e}".into();
+        manifest.phases[0].phase = "load\u{9b}".into();
+        let second = NamedRun {
+            name: "b".into(),
+            ..run.clone()
+        };
+        let report = Report::of(&[run, second]).unwrap();
+        let is_control = |c: char| (c.is_control() && c != '\n') || c == '\u{202e}';
+        assert!(!report.html.contains(is_control));
+        assert!(report.html.contains("\\u{1b}]0;x\\u{7}\\u{202e}"));
+        for (name, svg) in &report.pictures {
+            assert!(!svg.contains(is_control), "{name}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A plan as a table, before the work and from `prune plan`.
+//! The table of a plan, printed before a run and by `prune plan`.
 
 use std::fmt::Write as _;
 
@@ -15,19 +15,19 @@ pub struct TableRow {
     pub model: String,
     /// Weights in all tensors.
     pub parameters: u64,
-    /// Bytes of them.
+    /// Bytes of these weights.
     pub weights: ByteSize,
     /// The hidden states of all samples and windows.
     pub hidden_states: ByteSize,
-    /// The process's peak on the CPU where memory is not short.
+    /// The peak of a run on the CPU with enough memory.
     pub peak: ByteSize,
-    /// The least memory a run on the CPU works with.
+    /// The least memory for a run on the CPU.
     pub smallest_ram: ByteSize,
-    /// The least GPU memory that works.
+    /// The least GPU memory for a run.
     pub smallest_gpu: ByteSize,
-    /// The process's memory beside the smallest GPU.
+    /// The memory of the process with the smallest GPU.
     pub ram_beside_it: ByteSize,
-    /// The estimated time on the CPU where memory is not short.
+    /// The estimated time on the CPU with enough memory.
     pub seconds: f64,
 }
 
@@ -56,10 +56,10 @@ pub fn table(rows: &[TableRow]) -> String {
     text
 }
 
-/// Parts of a phase that are named; the rest is in its sum.
+/// Parts of a phase that the table names; its sum includes the others.
 const NAMED_PARTS: usize = 3;
 
-/// Devices, layers, hidden states, every phase with its largest parts, and the time; ends in a newline.
+/// Returns the table of a plan: devices, layers, hidden states, every phase with its largest parts, and the time. Ends in a newline.
 pub fn text(plan: &Plan) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
@@ -149,7 +149,7 @@ fn time(time: &TimeEstimate) -> String {
     )
 }
 
-/// Two digits of a unit a person would choose.
+/// Writes a duration with two digits in a fitting unit.
 pub fn duration(seconds: f64) -> String {
     match seconds {
         s if s < 1.0 => "less than a second".to_string(),

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crate::run::profile::ProfileReport;
 
-/// The table, ending in a newline; empty where no peak was measured, so where nobody asked for it.
+/// Returns the table, ending in a newline; empty without `--profile`, since no peak was measured.
 pub fn text(profile: &ProfileReport) -> String {
     let Some(peak) = profile.peak else {
         return String::new();

@@ -1,16 +1,23 @@
-//! The tables of a report: what was run and how it was measured, runs side by side, and every matrix in numbers.
+//! The tables of a report: settings and protocol, runs side by side, every matrix, and memory samples.
 
+use serde::Serialize;
 use serde_json::Value;
 
 use super::comparison::{NamedRun, method_label, text_field};
-use super::date::minute;
-use super::html::{duration, facts, table};
+use super::format::{duration, minute};
 use crate::bytes::ByteSize;
 use crate::run::Manifest;
 use crate::run::manifest::{MatrixReport, PerplexityReport};
 
-/// Settings and protocol of one run.
-pub(super) fn settings(manifest: &Manifest) -> String {
+/// A table with a header row. The first column holds names.
+#[derive(Debug, Serialize)]
+pub(super) struct Table {
+    pub(super) columns: &'static [&'static str],
+    pub(super) rows: Vec<Vec<String>>,
+}
+
+/// Names and values of a run's settings and protocol; settings without a value are left out.
+pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
     let pruning = manifest.pruning.as_ref();
     let list = |globs: &[String]| (!globs.is_empty()).then(|| globs.join(", "));
     let (calibration, evaluation) = (manifest.calibration.as_ref(), manifest.evaluation.as_ref());
@@ -21,7 +28,7 @@ pub(super) fn settings(manifest: &Manifest) -> String {
     } else {
         arithmetic.cpu_features.join(" ")
     };
-    facts(&[
+    let rows = [
         (
             "model",
             Some(format!(
@@ -99,10 +106,13 @@ pub(super) fn settings(manifest: &Manifest) -> String {
         ),
         ("program", Some(format!("prune {}", manifest.prune_version))),
         ("command", Some(manifest.arguments.join(" "))),
-    ])
+    ];
+    let rows = rows.into_iter();
+    rows.filter_map(|(name, value)| Some((name, value?)))
+        .collect()
 }
 
-/// A text and what of it was used.
+/// A text and its windows.
 fn protocol(text: &Value) -> String {
     let number = |name: &str| {
         text.get(name)
@@ -140,9 +150,9 @@ fn perplexity(report: PerplexityReport) -> String {
     )
 }
 
-/// Runs side by side, a row each.
-pub(super) fn side_by_side(runs: &[NamedRun]) -> String {
-    let rows: Vec<Vec<String>> = runs
+/// Runs side by side, one row each.
+pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
+    let rows = runs
         .iter()
         .map(|run| {
             let manifest = &run.manifest;
@@ -169,8 +179,8 @@ pub(super) fn side_by_side(runs: &[NamedRun]) -> String {
             ]
         })
         .collect();
-    table(
-        &[
+    Table {
+        columns: &[
             "run",
             "method",
             "ratio",
@@ -183,11 +193,11 @@ pub(super) fn side_by_side(runs: &[NamedRun]) -> String {
             "peak memory",
             "dtype",
         ],
-        &rows,
-    )
+        rows,
+    }
 }
 
-/// Over the matrices where it was measured, each counting the same.
+/// The mean over all matrices with a measured error, with equal weights.
 fn mean_output_error(manifest: &Manifest) -> Option<f64> {
     let errors: Vec<f64> = matrices(manifest)
         .filter_map(|matrix| matrix.relative_output_error)
@@ -199,9 +209,9 @@ fn matrices(manifest: &Manifest) -> impl Iterator<Item = &MatrixReport> {
     manifest.layers.iter().flat_map(|layer| &layer.matrices)
 }
 
-/// Every matrix of a run in numbers; `None` for a run without layers.
-pub(super) fn every_matrix(manifest: &Manifest) -> Option<String> {
-    let rows: Vec<Vec<String>> = matrices(manifest)
+/// Every matrix of a run in numbers.
+pub(super) fn every_matrix(manifest: &Manifest) -> Table {
+    let rows = matrices(manifest)
         .map(|matrix| {
             let [rows, columns] = matrix.shape.map(|size| size as f64);
             let weights = rows * columns;
@@ -218,26 +228,24 @@ pub(super) fn every_matrix(manifest: &Manifest) -> Option<String> {
             ]
         })
         .collect();
-    (!rows.is_empty()).then(|| {
-        table(
-            &[
-                "matrix",
-                "out × in",
-                "zeros before",
-                "zeros",
-                "sparsity",
-                "output error",
-                "mask SHA-256",
-            ],
-            &rows,
-        )
-    })
+    Table {
+        columns: &[
+            "matrix",
+            "out × in",
+            "zeros before",
+            "zeros",
+            "sparsity",
+            "output error",
+            "mask SHA-256",
+        ],
+        rows,
+    }
 }
 
-/// Memory samples in numbers; `None` where there are none.
-pub(super) fn every_memory_sample(manifest: &Manifest) -> Option<String> {
+/// Memory samples in numbers.
+pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
     let size = |bytes: ByteSize| bytes.to_string();
-    let rows: Vec<Vec<String>> = manifest
+    let rows = manifest
         .memory
         .iter()
         .map(|sample| {
@@ -249,12 +257,10 @@ pub(super) fn every_memory_sample(manifest: &Manifest) -> Option<String> {
             ]
         })
         .collect();
-    (!rows.is_empty()).then(|| {
-        table(
-            &["checkpoint", "seconds", "memory", "most since the last"],
-            &rows,
-        )
-    })
+    Table {
+        columns: &["checkpoint", "seconds", "memory", "most since the last"],
+        rows,
+    }
 }
 
 fn or_dash<T>(value: Option<T>, text: impl FnOnce(T) -> String) -> String {
@@ -278,7 +284,11 @@ mod tests {
     fn settings_name_hashes_and_arithmetic() {
         let mut manifest = made_up::manifest("wanda", 0.5);
         made_up::evaluated(&mut manifest, 10.0, f64::NAN);
-        let html = settings(&manifest);
+        let settings: Vec<String> = settings(&manifest)
+            .into_iter()
+            .map(|(name, value)| format!("{name}: {value}"))
+            .collect();
+        let text = settings.join("\n");
         for expected in [
             "aaaabbbbccccdddd",
             "9999888877776666",
@@ -288,9 +298,9 @@ mod tests {
             "not finite",
             "2026-03-01 12:34 UTC",
         ] {
-            assert!(html.contains(expected), "no `{expected}` in {html}");
+            assert!(text.contains(expected), "no `{expected}` in {text}");
         }
-        assert_eq!(html.matches("seed").count(), 1, "evaluation has none");
+        assert_eq!(text.matches("seed").count(), 1, "evaluation has none");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The table at the end of a run: what came out, what it cost, where it is.
+//! The table at the end of a run: result, cost, and place.
 
 use std::fmt::Write as _;
 
@@ -7,92 +7,25 @@ use crate::run::Manifest;
 use crate::run::fallback::{FallOutcome, FallReport};
 use crate::run::manifest::PerplexityReport;
 
-/// The final table, ending in a newline.
+/// Rows of the table: names and values.
+#[derive(Default)]
+struct Rows(Vec<(String, String)>);
+
+/// Returns the final table, ending in a newline.
 pub fn text(manifest: &Manifest) -> String {
-    let mut rows: Vec<(String, String)> = Vec::new();
-    let mut row = |name: &str, value: String| rows.push((name.to_string(), value));
-    row(
-        "model",
-        format!(
-            "{} ({:.1} M parameters)",
-            manifest.model.path,
-            manifest.model.parameters as f64 / 1e6
-        ),
-    );
-    if let Some(pruning) = &manifest.pruning {
-        let variant = if pruning.use_variant { ", variant" } else { "" };
-        row(
-            "pruning",
-            format!(
-                "{} {:.4} {}{variant}, {} of {} matrices",
-                pruning.method,
-                pruning.sparsity_ratio,
-                pruning.sparsity_type,
-                pruning.matrices,
-                pruning.matrices_in_model
-            ),
-        );
-    }
-    if let Some(sparsity) = manifest.sparsity {
-        row(
-            "sparsity reached",
-            format!(
-                "{:.6} ({} of {} weights)",
-                sparsity.ratio, sparsity.zeros, sparsity.weights
-            ),
-        );
-        if sparsity.zeros_before > 0 {
-            row(
-                "zeros before",
-                format!("{} weights were zero already", sparsity.zeros_before),
-            );
-        }
-    }
-    let protocol = manifest
-        .evaluation
-        .as_ref()
-        .and_then(|text| text.get("dataset")?.as_str())
-        .unwrap_or("evaluation text");
-    for (side, report) in [
-        ("dense", manifest.perplexity.dense),
-        ("pruned", manifest.perplexity.pruned),
-    ] {
-        if let Some(report) = report {
-            row(&format!("{side} perplexity"), perplexity(&report, protocol));
-        }
-    }
-    for (what, text) in [
-        ("calibration text", &manifest.calibration),
-        ("evaluation text", &manifest.evaluation),
-    ] {
-        if let Some(text) = text {
-            row(what, protocol_of(text));
-        }
-    }
+    let mut rows = Rows::default();
+    rows.model(manifest);
+    rows.perplexities(manifest);
     let arithmetic = &manifest.arithmetic;
-    row(
+    rows.add(
         "arithmetic",
         format!(
             "{} on {} ({}), {} threads",
             arithmetic.dtype, arithmetic.device, arithmetic.kernel, arithmetic.threads
         ),
     );
-    row("time", seconds(manifest.seconds));
-    for phase in manifest
-        .phases
-        .iter()
-        .filter(|phase| phase.seconds >= 0.005 * manifest.seconds)
-    {
-        row(
-            &format!("  {}", phase.phase),
-            format!(
-                "{:>9}  peak {}",
-                seconds(phase.seconds),
-                peak(phase.peak_anonymous)
-            ),
-        );
-    }
-    row(
+    rows.phases(manifest);
+    rows.add(
         "peak memory",
         format!(
             "{} anonymous, hidden states in {}",
@@ -100,35 +33,14 @@ pub fn text(manifest: &Manifest) -> String {
             manifest.hidden_states
         ),
     );
-    for device in &manifest.devices {
-        let measured = match device.peak_allocated {
-            Some(peak) => format!("peak {peak}"),
-            None => format!("peak {} by our account", device.reserved_by_plan),
-        };
-        row(&device.device, format!("{}, {measured}", device.name));
-        let of = |outcome: FallOutcome| {
-            let fell = |fall: &&FallReport| fall.device == device.device && fall.outcome == outcome;
-            manifest.fallbacks.iter().filter(fell).count()
-        };
-        let falls = [FallOutcome::Cpu, FallOutcome::Smaller, FallOutcome::Retried];
-        let falls: Vec<String> = falls
-            .into_iter()
-            .filter(|&outcome| of(outcome) > 0)
-            .map(|outcome| format!("{} {}", of(outcome), outcome.name()))
-            .collect();
-        if !falls.is_empty() {
-            row(
-                "  out of memory",
-                format!("{} of {} units", falls.join(", "), device.units),
-            );
-        }
-    }
+    rows.devices(manifest);
     if let Some(output) = &manifest.output {
-        row(
+        rows.add(
             "result",
             format!("{} (read back and verified)", output.model),
         );
     }
+    let rows = rows.0;
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     rows.iter().fold(String::new(), |mut text, (name, value)| {
         // Writing to a String cannot fail.
@@ -137,7 +49,121 @@ pub fn text(manifest: &Manifest) -> String {
     })
 }
 
-/// What a number was measured over, as hashes short enough to compare by eye; the whole ones are in run.json.
+impl Rows {
+    fn add(&mut self, name: &str, value: String) {
+        self.0.push((name.to_string(), value));
+    }
+
+    /// The model, its pruning, and its zeros.
+    fn model(&mut self, manifest: &Manifest) {
+        let model = &manifest.model;
+        let millions = model.parameters as f64 / 1e6;
+        self.add(
+            "model",
+            format!("{} ({millions:.1} M parameters)", model.path),
+        );
+        if let Some(pruning) = &manifest.pruning {
+            let variant = if pruning.use_variant { ", variant" } else { "" };
+            self.add(
+                "pruning",
+                format!(
+                    "{} {:.4} {}{variant}, {} of {} matrices",
+                    pruning.method,
+                    pruning.sparsity_ratio,
+                    pruning.sparsity_type,
+                    pruning.matrices,
+                    pruning.matrices_in_model
+                ),
+            );
+        }
+        let Some(sparsity) = manifest.sparsity else {
+            return;
+        };
+        self.add(
+            "sparsity reached",
+            format!(
+                "{:.6} ({} of {} weights)",
+                sparsity.ratio, sparsity.zeros, sparsity.weights
+            ),
+        );
+        if sparsity.zeros_before > 0 {
+            self.add(
+                "zeros before",
+                format!("{} weights were zero already", sparsity.zeros_before),
+            );
+        }
+    }
+
+    /// Perplexities, and the texts behind them.
+    fn perplexities(&mut self, manifest: &Manifest) {
+        let evaluation = manifest.evaluation.as_ref();
+        let dataset = evaluation
+            .and_then(|text| text.get("dataset")?.as_str())
+            .unwrap_or("evaluation text");
+        for (name, report) in [
+            ("dense perplexity", manifest.perplexity.dense),
+            ("pruned perplexity", manifest.perplexity.pruned),
+        ] {
+            if let Some(report) = report {
+                self.add(name, perplexity(&report, dataset));
+            }
+        }
+        for (name, text) in [
+            ("calibration text", &manifest.calibration),
+            ("evaluation text", &manifest.evaluation),
+        ] {
+            if let Some(text) = text {
+                self.add(name, protocol_of(text));
+            }
+        }
+    }
+
+    /// The time of the run and of each phase with at least a two-hundredth of it.
+    fn phases(&mut self, manifest: &Manifest) {
+        self.add("time", seconds(manifest.seconds));
+        let least = 0.005 * manifest.seconds;
+        for phase in manifest
+            .phases
+            .iter()
+            .filter(|phase| phase.seconds >= least)
+        {
+            let (time, peak) = (seconds(phase.seconds), peak(phase.peak_anonymous));
+            self.add(
+                &format!("  {}", phase.phase),
+                format!("{time:>9}  peak {peak}"),
+            );
+        }
+    }
+
+    /// The memory of each GPU, and the units of work it had too little memory for.
+    fn devices(&mut self, manifest: &Manifest) {
+        for device in &manifest.devices {
+            let measured = match device.peak_allocated {
+                Some(peak) => format!("peak {peak}"),
+                None => format!("peak {} by our account", device.reserved_by_plan),
+            };
+            self.add(&device.device, format!("{}, {measured}", device.name));
+            let of = |outcome: FallOutcome| {
+                let fell =
+                    |fall: &&FallReport| fall.device == device.device && fall.outcome == outcome;
+                manifest.fallbacks.iter().filter(fell).count()
+            };
+            let falls: Vec<String> = [FallOutcome::Cpu, FallOutcome::Smaller, FallOutcome::Retried]
+                .into_iter()
+                .filter(|&outcome| of(outcome) > 0)
+                .map(|outcome| format!("{} {}", of(outcome), outcome.name()))
+                .collect();
+            if !falls.is_empty() {
+                self.add(
+                    "  out of memory",
+                    format!("{} of {} units", falls.join(", "), device.units),
+                );
+            }
+        }
+    }
+}
+
+/// The text behind a number, with hashes short enough to compare by eye; run.json has the whole hashes.
 fn protocol_of(text: &serde_json::Value) -> String {
     let field = |name: &str| {
         text.get(name)

@@ -6,6 +6,7 @@ use serde::{Serialize, Serializer};
 
 use super::fallback::FallReport;
 use super::manifest::{MatrixReport, MemorySample};
+use crate::failure::printable;
 
 /// Something worth telling the person who waits. As JSON: an object whose `event` names the variant.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -112,14 +113,18 @@ pub trait Events: Sync {
         }
     }
 
-    /// Shorthand for [`Event::Note`].
+    /// Emits an [`Event::Note`]. The text may quote a file, so control characters are escaped.
     fn note(&self, text: String) {
-        self.emit(Event::Note { text });
+        self.emit(Event::Note {
+            text: printable(&text).into_owned(),
+        });
     }
 
-    /// Shorthand for [`Event::Warning`].
+    /// Emits an [`Event::Warning`]. The text may quote a file, so control characters are escaped.
     fn warn(&self, text: String) {
-        self.emit(Event::Warning { text });
+        self.emit(Event::Warning {
+            text: printable(&text).into_owned(),
+        });
     }
 }
 
@@ -129,4 +134,36 @@ pub struct Silent;
 
 impl Events for Silent {
     fn emit(&self, _: Event) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    struct Recorder(Mutex<Vec<Event>>);
+
+    impl Events for Recorder {
+        fn emit(&self, event: Event) {
+            self.0.lock().expect("one thread").push(event);
+        }
+    }
+
+    #[test]
+    fn names_from_files_cannot_move_the_cursor_through_a_warning_or_a_note() {
+        let recorder = Recorder(Mutex::default());
+        recorder.warn("tensor `\u{1b}[2J\n`".into());
+        recorder.note("tensor `\u{202e}x`".into());
+        let events = recorder.0.into_inner().expect("one thread");
+        let expected = [
+            Event::Warning {
+                text: "tensor `\\u{1b}[2J\\n`".into(),
+            },
+            Event::Note {
+                text: "tensor `\\u{202e}x`".into(),
+            },
+        ];
+        assert_eq!(events, expected);
+    }
 }

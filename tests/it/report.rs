@@ -80,7 +80,9 @@ fn end_of_tag(text: &str) -> usize {
 #[track_caller]
 fn assert_entities(text: &str) {
     for (at, _) in text.match_indices('&') {
-        let known = ["&amp;", "&lt;", "&gt;", "&quot;", "&apos;", "&#39;"];
+        let known = [
+            "&amp;", "&lt;", "&gt;", "&quot;", "&apos;", "&#x27;", "&#x2f;",
+        ];
         assert!(
             known.iter().any(|entity| text[at..].starts_with(entity)),
             "not an entity: {}",
@@ -248,6 +250,27 @@ fn what_is_no_finished_run_of_ours_is_refused() {
         "`broken/run.json` is not the record of a run",
     );
     refused("report other", 1, "missing field");
+    fs::create_dir_all(place.path("nested/run.json")).expect("a new folder");
+    refused("report nested", 1, "is a directory");
+    let endless = fs::File::create(place.path("other/run.json")).expect("a new file");
+    // 64 MiB is the most that is read; the file takes no room on the disk.
+    endless.set_len((64 << 20) + 1).expect("a sparse file");
+    refused("report other", 1, "it is larger than 64.00 MiB");
+}
+
+#[test]
+fn a_folder_with_the_name_of_the_record_is_refused_before_anything_is_computed() {
+    let place = Place::new();
+    fs::create_dir_all(place.path("out/run.json")).expect("a new folder");
+    let ran =
+        place.run("eval --model m --eval-dataset test.txt --seqlen 64 --save out --force");
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    assert!(
+        ran.stderr
+            .contains("`out/run.json` is a folder; the record of the run needs this name"),
+        "{}",
+        ran.stderr
+    );
 }
 
 #[test]

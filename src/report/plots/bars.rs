@@ -1,4 +1,4 @@
-//! Horizontal bars with a name before and a number behind each: time and peak memory per phase.
+//! Horizontal bars, each with a name in front and a number behind: time and peak memory per phase.
 
 use anyhow::Result;
 
@@ -13,9 +13,9 @@ const NUMBERS: i32 = 152;
 /// One bar.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Bar {
-    /// What it stands for.
+    /// The name in front of it.
     pub(super) name: String,
-    /// How long it is, at least 0.
+    /// Its length, at least 0.
     pub(super) value: f64,
     /// The number written behind it.
     pub(super) label: String,
@@ -24,7 +24,7 @@ pub(super) struct Bar {
 /// Draws the bars from top to bottom; the longest fills the width.
 ///
 /// # Errors
-/// When drawing fails.
+/// Fails when plotters cannot draw.
 pub(super) fn draw(title: &str, unit: &str, color: usize, bars: &[Bar]) -> Result<String> {
     let description = bars
         .iter()
@@ -47,7 +47,7 @@ pub(super) fn draw(title: &str, unit: &str, color: usize, bars: &[Bar]) -> Resul
                 } else {
                     0
                 };
-                // A line of one pixel shows that something was there.
+                // The smallest value still gets a line of one pixel.
                 let end = NAMES + length.max(1);
                 write(
                     area,

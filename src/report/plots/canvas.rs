@@ -1,8 +1,7 @@
-//! The sheet every picture is drawn on: its width, its colours in light and dark, its texts, and the words for those who do
-//! not see it.
+//! The sheet of every picture: width, colours for light and dark pages, texts, and the description for screen readers.
 //!
-//! plotters writes colours as attributes. Each document carries a style sheet that exchanges them where the reader prefers a
-//! dark page, so the same file serves both, alone or inside a page.
+//! plotters writes colours as attributes. Each document carries a style sheet that exchanges them for readers who prefer
+//! dark pages. So one file serves both, alone or inside a page.
 
 use std::fmt::Display;
 
@@ -11,9 +10,10 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use crate::report::html::escape;
+use crate::failure::printable;
+use crate::report::format::escape;
 
-/// Every picture is this wide: on a phone its letters are three quarters of their size, still readable.
+/// Width of every picture. On a phone, letters shrink to three quarters and stay readable.
 pub(super) const WIDTH: u32 = 480;
 
 /// Height of letters, in pixels of the picture.
@@ -31,7 +31,7 @@ pub(super) const MUTED: RGBColor = RGBColor(0x57, 0x60, 0x6a);
 /// Lines behind the data.
 pub(super) const GRID: RGBColor = RGBColor(0xd8, 0xde, 0xe4);
 
-/// Colours that those who confuse red and green tell apart, after Okabe and Ito; markers differ too.
+/// Colours that colour-blind readers can tell apart, after Okabe and Ito; markers differ too.
 pub(super) const SERIES: [RGBColor; 5] = [
     RGBColor(0x00, 0x72, 0xb2),
     RGBColor(0xd5, 0x5e, 0x00),
@@ -56,10 +56,10 @@ const DARK: [(RGBColor, &str); 9] = [
 /// The drawing area of a picture.
 pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Draws a picture of [`WIDTH`] × `height`; `title` and `description` are for those who do not see it.
+/// Draws a picture of [`WIDTH`] × `height`; `title` and `description` are for screen readers.
 ///
 /// # Errors
-/// What `body` returns.
+/// Fails with the errors of `body`.
 pub(super) fn draw(
     height: u32,
     title: &str,
@@ -83,7 +83,7 @@ pub(super) fn draw(
     Ok(svg.replacen('>', &format!(" {words}"), 1))
 }
 
-/// A drawing error as one of ours. Drawing into memory does not fail, so there is nothing to advise.
+/// Converts a drawing error. Drawing into memory does not fail, so there is no hint.
 pub(super) fn broken(error: impl Display) -> anyhow::Error {
     anyhow!("cannot draw a picture: {error}")
 }
@@ -104,12 +104,12 @@ fn style() -> String {
     )
 }
 
-/// A colour as plotters writes it.
+/// A colour in the notation of plotters.
 pub(super) fn hex(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
 }
 
-/// Which point of a text stands at its coordinates, always halfway up.
+/// The point of a text that its coordinates name, always at half its height.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Anchor {
     Start,
@@ -117,7 +117,7 @@ pub(super) enum Anchor {
     End,
 }
 
-/// plotters divides the size it is given by this before it writes it.
+/// plotters divides a font size by this number before it writes it.
 const SIZE_FACTOR: f64 = 1.24;
 
 /// A text style: letters `size` pixels high.
@@ -134,17 +134,17 @@ pub(super) fn letters(size: f64, color: RGBColor, anchor: Anchor) -> TextStyle<'
     }
 }
 
-/// Writes a text.
+/// Writes a text. plotters escapes markup; control characters are shown as escape sequences.
 pub(super) fn write(
     area: &Area<'_>,
     text: &str,
     style: &TextStyle<'_>,
     at: (i32, i32),
 ) -> Result<()> {
-    area.draw_text(text, style, at).map_err(broken)
+    area.draw_text(&printable(text), style, at).map_err(broken)
 }
 
-/// The two lines above a picture: what it shows, and in which unit. They take [`HEADER`] pixels.
+/// Writes the two lines above a picture, title and unit. They take [`HEADER`] pixels.
 pub(super) fn header(area: &Area<'_>, title: &str, unit: &str) -> Result<()> {
     write(area, title, &letters(16.0, INK, Anchor::Start), (8, 16))?;
     write(area, unit, &letters(TEXT, MUTED, Anchor::Start), (8, 38))
@@ -153,7 +153,7 @@ pub(super) fn header(area: &Area<'_>, title: &str, unit: &str) -> Result<()> {
 /// Height of [`header`].
 pub(super) const HEADER: u32 = 52;
 
-/// A filled rectangle between two corners.
+/// Fills the rectangle between two corners.
 pub(super) fn fill(
     area: &Area<'_>,
     color: RGBColor,
@@ -164,7 +164,7 @@ pub(super) fn fill(
         .map_err(broken)
 }
 
-/// A rectangle's outline.
+/// Draws the outline of a rectangle.
 pub(super) fn frame(
     area: &Area<'_>,
     color: RGBColor,
@@ -175,7 +175,7 @@ pub(super) fn frame(
         .map_err(broken)
 }
 
-/// A marker of the `index`-th series: with the colour it makes twenty that differ.
+/// Draws a marker of the `index`-th series. Shapes and colours together make twenty different markers.
 pub(super) fn mark(area: &Area<'_>, index: usize, at: (i32, i32)) -> Result<()> {
     let style = SERIES[index % SERIES.len()].filled();
     let (x, y) = at;
@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_picture_says_in_words_what_it_is_and_escapes_them() {
+    fn the_title_and_description_of_a_picture_are_escaped() {
         let svg = draw(20, "a < b", "\"x\" & y", |_| Ok(())).unwrap();
         assert!(svg.starts_with("<svg width=\"480\" height=\"20\""), "{svg}");
         assert!(svg.contains("aria-label=\"a &lt; b\">"), "{svg}");

@@ -1,4 +1,4 @@
-//! Lines over two axes, with markers, dashed levels and a legend of its own: memory over time, perplexity against sparsity.
+//! Lines over two axes, with markers, dashed levels and a legend: memory over time, perplexity against sparsity.
 
 use anyhow::Result;
 use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint};
@@ -24,9 +24,9 @@ const SHORT: usize = 24;
 pub(super) struct Line {
     /// Its name in the legend.
     pub(super) label: String,
-    /// In the order they are joined.
+    /// Its points, in the order of the line.
     pub(super) points: Vec<(f64, f64)>,
-    /// Whether points are marked.
+    /// Points get markers.
     pub(super) is_marked: bool,
 }
 
@@ -41,21 +41,21 @@ pub(super) struct Level {
 
 /// A whole chart.
 pub(super) struct Chart<'a> {
-    /// First line above it.
+    /// The first line above the chart.
     pub(super) title: &'a str,
-    /// Second line: the vertical axis and its unit.
+    /// The second line: the vertical axis and its unit.
     pub(super) y_name: &'a str,
-    /// Under the horizontal axis, with its unit.
+    /// The name of the horizontal axis, with its unit.
     pub(super) x_name: &'a str,
-    /// In words, for those who do not see it.
+    /// The description for screen readers.
     pub(super) description: &'a str,
     /// The horizontal axis.
     pub(super) x: Axis,
     /// The vertical axis.
     pub(super) y: Axis,
-    /// How numbers on the horizontal axis are written.
+    /// Writes a number on the horizontal axis.
     pub(super) x_label: &'a dyn Fn(f64) -> String,
-    /// How numbers on the vertical axis are written.
+    /// Writes a number on the vertical axis.
     pub(super) y_label: &'a dyn Fn(f64) -> String,
     /// The lines.
     pub(super) lines: Vec<Line>,
@@ -70,7 +70,7 @@ impl Ranged for Axis {
 
     fn map(&self, value: &f64, (low, high): (i32, i32)) -> i32 {
         let share = (value - self.from) / (self.to - self.from);
-        // A value off the axis (a spoilt record's) stays within reach of plotters' whole numbers.
+        // A value far off the axis, as in a damaged record, must fit the integers of plotters.
         low + (share.clamp(-1.0, 2.0) * f64::from(high - low)).round() as i32
     }
 
@@ -84,10 +84,10 @@ impl Ranged for Axis {
 }
 
 impl Chart<'_> {
-    /// Draws it.
+    /// Draws the chart.
     ///
     /// # Errors
-    /// When drawing fails.
+    /// Fails when plotters cannot draw.
     pub(super) fn draw(&self) -> Result<String> {
         let entries = self.lines.len() + self.levels.len();
         let columns = if self.labels().all(|label| label.chars().count() <= SHORT) {

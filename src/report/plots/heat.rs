@@ -20,7 +20,7 @@ const NAMES: i32 = 26;
 /// Steps the scale is drawn in.
 const STEPS: i32 = 64;
 
-/// White to dark blue, light to dark also in grey (ColorBrewer's Blues).
+/// White to dark blue (ColorBrewer's Blues); the order holds in grey too.
 const BLUES: [RGBColor; 5] = [
     RGBColor(0xf7, 0xfb, 0xff),
     RGBColor(0xc6, 0xdb, 0xef),
@@ -38,14 +38,14 @@ const ORANGES: [RGBColor; 5] = [
     RGBColor(0x7f, 0x27, 0x04),
 ];
 
-/// Letters inside cells: not exchanged on dark pages, since the cells are not.
+/// Letters inside cells. Dark pages keep the colours of cells, and so of their letters.
 const ON_LIGHT: RGBColor = RGBColor(0, 0, 0);
 const ON_DARK: RGBColor = RGBColor(0xfe, 0xfe, 0xfe);
 
-/// Zeros over weights of every matrix. `None` for a run without layers.
+/// Draws the sparsity of every matrix; `None` for a run without layers.
 ///
 /// # Errors
-/// When drawing fails.
+/// Fails when plotters cannot draw.
 pub fn sparsity(manifest: &Manifest) -> Result<Option<Figure>> {
     let Some(grid) = Grid::new(manifest, |matrix| {
         let [rows, columns] = matrix.shape.map(|size| size as f64);
@@ -63,10 +63,10 @@ pub fn sparsity(manifest: &Manifest) -> Result<Option<Figure>> {
     }))
 }
 
-/// The relative output error of every matrix. `None` where none was measured.
+/// Draws the relative output error of every matrix; `None` where none was measured.
 ///
 /// # Errors
-/// When drawing fails.
+/// Fails when plotters cannot draw.
 pub fn output_error(manifest: &Manifest) -> Result<Option<Figure>> {
     let Some(grid) = Grid::new(manifest, |matrix| matrix.relative_output_error) else {
         return Ok(None);
@@ -91,7 +91,7 @@ struct Grid {
 }
 
 impl Grid {
-    /// `None` where no cell has a value.
+    /// Collects the values; `None` where there are none.
     fn new(manifest: &Manifest, value: impl Fn(&MatrixReport) -> Option<f64>) -> Option<Self> {
         let mut columns: Vec<String> = Vec::new();
         for matrix in manifest.layers.iter().flat_map(|layer| &layer.matrices) {
@@ -172,14 +172,14 @@ impl Grid {
     }
 }
 
-/// The bar that says which colour means which number.
+/// Draws the bar that relates colours to numbers.
 fn scale(area: &Area<'_>, to: f64, ramp: &[RGBColor; 5]) -> Result<()> {
     let (top, left) = (HEADER as i32 + 2, NUMBERS);
     let length = 5 * STEPS;
     let bottom = top + 14;
     for step in 0..STEPS {
         let color = shade(ramp, (f64::from(step) + 0.5) / f64::from(STEPS));
-        // To the end, so that no seams of the page show between the steps.
+        // Each step reaches to the end, so that no gaps show between steps.
         let corner = (left + 5 * step, top);
         canvas::fill(area, color, corner, (left + length, bottom))?;
     }
@@ -231,7 +231,7 @@ fn cell(
     Ok(())
 }
 
-/// A value as the few characters that fit a cell.
+/// Writes a value in the few characters that fit a cell.
 fn number(value: f64) -> String {
     if value != 0.0 && value < 0.0095 {
         return format!("{value:.0e}");
@@ -245,7 +245,7 @@ fn short(name: &str) -> String {
     last.strip_suffix("_proj").unwrap_or(last).to_string()
 }
 
-/// The colour at a share of the ramp, which is clamped to [0, 1].
+/// The colour of a ramp at `share`, clamped to [0, 1].
 fn shade(ramp: &[RGBColor; 5], share: f64) -> RGBColor {
     let place = share.clamp(0.0, 1.0) * (ramp.len() - 1) as f64;
     let index = (place as usize).min(ramp.len() - 2);
@@ -341,7 +341,7 @@ mod tests {
                     .all(|pair| luminance(pair[0]) > luminance(pair[1]))
             );
             for color in shades {
-                // What WCAG 2 asks of small letters.
+                // The least contrast of small letters in WCAG 2.
                 assert!(contrast(color, letters_on(color)) > 4.5, "{color:?}");
             }
             assert_eq!(shade(&ramp, 2.0), ramp[4]);

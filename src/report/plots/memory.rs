@@ -9,10 +9,10 @@ use super::scale::{Axis, label};
 use crate::bytes::ByteSize;
 use crate::run::Manifest;
 
-/// Lines where the run took samples, bars where it knows the phases' peaks only, `None` where it knows nothing.
+/// Draws lines from samples, or bars from the peaks of phases; `None` for a run without either.
 ///
 /// # Errors
-/// When drawing fails.
+/// Fails when plotters cannot draw.
 pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
     if manifest.memory.len() > 1 {
         return over_time(manifest).map(Some);
@@ -44,7 +44,7 @@ fn over_time(manifest: &Manifest) -> Result<Figure> {
         .iter()
         .map(|sample| (x(sample.seconds), y(sample.anonymous)))
         .collect();
-    // A sample's peak was reached somewhere since the one before: a step over that time.
+    // The peak of a sample was reached at some moment after the sample before: a step over that time.
     let peak = samples
         .windows(2)
         .flat_map(|pair| {

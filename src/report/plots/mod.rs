@@ -3,13 +3,13 @@
 //! | file | picture |
 //! | --- | --- |
 //! | `heat` | layer × matrix: sparsity, relative output error |
-//! | `phases` | bars: where the time went |
+//! | `phases` | bars: time per phase |
 //! | `memory` | memory over time, or the peak per phase where no samples were taken |
 //! | `perplexity` | perplexity against sparsity, one line per method |
-//! | `canvas`, `scale`, `bars`, `chart` | what they share: colours and texts, ticks, horizontal bars, lines over axes |
+//! | `canvas`, `scale`, `bars`, `chart` | shared parts: colours and texts, ticks, horizontal bars, lines over axes |
 //!
-//! plotters' SVG backend only guesses how wide a text is. So texts stand where no guess is needed: titles and units in rows of
-//! their own above the picture, numbers beside ends of lines and bars, never centred between things that could touch.
+//! plotters' SVG backend only guesses the width of a text. So no text is placed by its width: titles and units have rows of their own
+//! above the picture, and numbers stand next to the ends of lines and bars.
 
 mod bars;
 mod canvas;
@@ -20,12 +20,12 @@ pub mod perplexity;
 pub mod phases;
 mod scale;
 
-/// A picture and what it says in words.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A picture and its caption.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct Figure {
     /// The file's name without ending: `sparsity`.
     pub name: String,
-    /// A caption: what is shown and how to read it.
+    /// A caption that explains the picture.
     pub caption: String,
     /// A whole SVG document.
     pub svg: String,

@@ -7,13 +7,13 @@ use super::chart::{Chart, Level, Line};
 use super::scale::{Axis, label};
 use crate::report::comparison::Group;
 
-/// From this ratio between the largest and the smallest perplexity on, the axis is logarithmic.
+/// The ratio of the largest to the smallest perplexity from which the axis is logarithmic.
 const WIDE: f64 = 4.0;
 
-/// One group of comparable runs. `None` where it has no pruned perplexity to draw.
+/// Draws a group of comparable runs; `None` without a pruned perplexity.
 ///
 /// # Errors
-/// When drawing fails.
+/// Fails when plotters cannot draw.
 pub fn figure(group: &Group<'_>) -> Result<Option<Figure>> {
     let points = || group.series.iter().flat_map(|series| &series.points);
     if points().next().is_none() {

@@ -1,19 +1,19 @@
-//! Bars: where the time of a run went.
+//! Bars of the time of each phase of a run.
 
 use anyhow::Result;
 
 use super::Figure;
 use super::bars::{self, Bar};
-use crate::report::html::duration;
+use crate::report::format::duration;
 use crate::run::Manifest;
 
-/// Time outside all phases is shown from this share of the run on.
+/// The share of the run from which time outside all phases gets a bar.
 const WORTH_A_BAR: f64 = 0.005;
 
-/// One bar per phase in the order they first ran. `None` where no phase was recorded.
+/// Draws a bar per phase, in the order of their first run; `None` without phases.
 ///
 /// # Errors
-/// When drawing fails.
+/// Fails when plotters cannot draw.
 pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
     let bars = bars(manifest);
     if bars.is_empty() {

@@ -1,18 +1,18 @@
-//! Ticks a person would choose: 1, 2 or 5 times a power of ten, and their labels.
+//! Round ticks of an axis, 1, 2 or 5 times a power of ten, and their labels.
 
 /// The parts of an axis.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Axis {
-    /// Where it begins.
+    /// Its lowest value.
     pub(super) from: f64,
-    /// Where it ends.
+    /// Its highest value.
     pub(super) to: f64,
-    /// Ticks, ascending, within.
+    /// Ticks inside it, ascending.
     pub(super) ticks: Vec<f64>,
 }
 
 impl Axis {
-    /// From `from` to the first tick at or above `to`, with about `count` steps.
+    /// An axis from `from` to the first tick at or above `to`, with about `count` steps.
     pub(super) fn up_to(from: f64, to: f64, count: usize) -> Self {
         let to = if to > from { to } else { from + 1.0 };
         let step = step(to - from, count);
@@ -24,7 +24,7 @@ impl Axis {
         }
     }
 
-    /// A little more than `from..to`, with about `count` steps.
+    /// An axis over a little more than `from..to`, with about `count` steps.
     pub(super) fn around(from: f64, to: f64, count: usize) -> Self {
         let margin = if to > from {
             (to - from) * 0.06
@@ -39,7 +39,7 @@ impl Axis {
         }
     }
 
-    /// The decimal logarithms of a little more than `from..to`, both positive. Ticks are logarithms too.
+    /// An axis over the decimal logarithms of a little more than `from..to`, both positive. Ticks are logarithms too.
     pub(super) fn logarithmic(from: f64, to: f64) -> Self {
         let margin = ((to.log10() - from.log10()) * 0.06).max(0.01);
         let (low, high) = (from.log10() - margin, to.log10() + margin);
@@ -78,7 +78,7 @@ impl Axis {
     }
 }
 
-/// 1, 2 or 5 times a power of ten, so that `span` has at most `count` of it.
+/// The smallest step of 1, 2 or 5 times a power of ten of which `span` has at most `count`.
 fn step(span: f64, count: usize) -> f64 {
     let rough = span / count.max(1) as f64;
     let power = 10f64.powf(rough.log10().floor());
@@ -89,7 +89,7 @@ fn step(span: f64, count: usize) -> f64 {
     factor * power
 }
 
-/// None where the numbers leave no step: spoilt records hold the smallest and the largest there are.
+/// Multiples of `step`; empty where `step` is not representable, as with the extreme numbers of damaged records.
 fn multiples(from: f64, to: f64, step: f64) -> Vec<f64> {
     if !(step.is_normal() && from.is_finite() && to.is_finite()) {
         return Vec::new();
@@ -99,7 +99,7 @@ fn multiples(from: f64, to: f64, step: f64) -> Vec<f64> {
     (first..=last).map(|number| number as f64 * step).collect()
 }
 
-/// A tick as text: as many decimals as it needs, at most four.
+/// Writes a tick with the decimals it needs, at most four.
 pub(super) fn label(value: f64) -> String {
     if value != 0.0 && !(1e-3..1e6).contains(&value.abs()) {
         return format!("{value:.0e}");

@@ -1,0 +1,79 @@
+//! Text as reports show it: escaped for HTML and SVG, durations, and moments in UTC.
+
+use chrono::DateTime;
+use minijinja::HtmlEscape;
+
+use crate::failure::printable;
+
+/// Text for HTML, SVG and attribute values: markup is escaped, and a control character is shown as its escape sequence.
+pub(super) fn escape(text: &str) -> String {
+    HtmlEscape(&printable(text)).to_string()
+}
+
+/// `35 ms`, `4.1 s`, `12 min 05 s`, `3 h 07 min`.
+pub(super) fn duration(seconds: f64) -> String {
+    let whole = seconds as u64;
+    match whole {
+        0 if seconds < 0.1 => format!("{:.0} ms", seconds * 1e3),
+        0..100 => format!("{seconds:.1} s"),
+        100..6000 => format!("{} min {:02} s", whole / 60, whole % 60),
+        _ => format!("{} h {:02} min", whole / 3600, whole % 3600 / 60),
+    }
+}
+
+/// `2025-12-28T00:15:30`, UTC.
+pub(super) fn timestamp(unix_seconds: u64) -> String {
+    moment(unix_seconds, "%Y-%m-%dT%H:%M:%S")
+}
+
+/// `2025-12-28 00:15 UTC`.
+pub(super) fn minute(unix_seconds: u64) -> String {
+    moment(unix_seconds, "%Y-%m-%d %H:%M UTC")
+}
+
+/// A moment in chrono's `format`. Beyond chrono's years, which only damaged records reach, the number of seconds.
+fn moment(unix_seconds: u64, format: &str) -> String {
+    let seconds = i64::try_from(unix_seconds).ok();
+    match seconds.and_then(|seconds| DateTime::from_timestamp(seconds, 0)) {
+        Some(moment) => moment.format(format).to_string(),
+        None => format!("{unix_seconds} s after 1970"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_cannot_become_markup_or_hold_control_characters() {
+        assert_eq!(
+            escape("<b a=\"1\" c='2'>&\u{1}\u{9b}\u{202e}\u{ffff}"),
+            "&lt;b a=&quot;1&quot; c=&#x27;2&#x27;&gt;&amp;\\u{1}\\u{9b}\\u{202e}\\u{ffff}"
+        );
+    }
+
+    #[test]
+    fn durations_are_in_the_unit_a_person_would_choose() {
+        let texts = [0.0, 0.0354, 0.3, 99.0, 725.0, 11_220.0].map(duration);
+        assert_eq!(
+            texts,
+            [
+                "0 ms",
+                "35 ms",
+                "0.3 s",
+                "99.0 s",
+                "12 min 05 s",
+                "3 h 07 min"
+            ]
+        );
+    }
+
+    #[test]
+    fn moments_are_dates_in_utc() {
+        // date -u -d @951782400 and so on.
+        assert_eq!(timestamp(951_782_400), "2000-02-29T00:00:00");
+        assert_eq!(timestamp(1_766_880_930), "2025-12-28T00:15:30");
+        assert_eq!(minute(1_767_225_599), "2025-12-31 23:59 UTC");
+        assert_eq!(minute(u64::MAX), "18446744073709551615 s after 1970");
+    }
+}
