@@ -286,8 +286,8 @@ struct RawHeader {
 
 impl<'de> Deserialize<'de> for RawHeader {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct InOrder;
-        impl<'de> Visitor<'de> for InOrder {
+        struct OrderedHeader;
+        impl<'de> Visitor<'de> for OrderedHeader {
             type Value = RawHeader;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -313,6 +313,6 @@ impl<'de> Deserialize<'de> for RawHeader {
                 Ok(RawHeader { metadata, tensors })
             }
         }
-        deserializer.deserialize_map(InOrder)
+        deserializer.deserialize_map(OrderedHeader)
     }
 }

@@ -7,7 +7,7 @@
 //! | `header` | the header of one shard: parse, check, write |
 //! | `source` | [`Checkpoint`], the [`WeightSource`] over open files |
 //! | `writer` | [`CheckpointWriter`], which writes `*.partial` files |
-//! | `written` | [`Written`], the model during a run |
+//! | `written` | [`PartialModel`], the model during a run |
 //! | `target` | checks of the output folder, and allocation of its files |
 //! | `publish` | the final names of the written files |
 //! | `verify`, `verify_tensor` | checks of the written files before they get their names |
@@ -60,4 +60,4 @@ pub use target::{output_bytes, refuse_source_folder};
 pub use verify::{MatrixZeros, Verification, VerifiedFile, VerifyLevel};
 pub use verify_tensor::ExpectedMatrix;
 pub use writer::{CheckpointWriter, Reopened};
-pub use written::Written;
+pub use written::PartialModel;

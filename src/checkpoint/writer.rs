@@ -26,7 +26,7 @@ use super::target::{
 };
 use super::verify::{Verification, VerifyLevel, verify_shards};
 use super::verify_tensor::{ExpectedMatrix, WrittenShard, WrittenTensor};
-use super::written::Written;
+use super::written::PartialModel;
 use crate::bytes::{hex, unhex};
 use crate::disk;
 use crate::disk::positioned::read_exact_at;
@@ -34,7 +34,7 @@ use crate::run::{Events, Meter};
 
 /// The record of an output tensor, in the order of [`Checkpoint::tensors`].
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Recorded {
+pub(super) struct TensorRecord {
     /// SHA-256 of the bytes given to the disk.
     digest: [u8; 32],
     /// False for a copy of the source's bytes.
@@ -47,7 +47,7 @@ pub struct CheckpointWriter {
     source: Arc<Checkpoint>,
     target: PathBuf,
     shards: Vec<OutputShard>,
-    recorded: Vec<Option<Recorded>>,
+    recorded: Vec<Option<TensorRecord>>,
     /// Indices of tensors to be copied unchanged, in reverse file order (the last is copied first).
     untouched: Vec<usize>,
     copying: Option<Copying>,
@@ -194,7 +194,7 @@ impl CheckpointWriter {
             for ((at, entry, digest), found) in some.iter().zip(found?) {
                 meter.add(entry.bytes);
                 if *digest == Some(found) {
-                    self.recorded[*at] = Some(Recorded {
+                    self.recorded[*at] = Some(TensorRecord {
                         digest: found,
                         rewritten: true,
                     });
@@ -239,7 +239,7 @@ impl CheckpointWriter {
     /// # Errors
     ///
     /// Fails when the system has no more open files.
-    pub fn written(&self) -> anyhow::Result<Written> {
+    pub fn written(&self) -> anyhow::Result<PartialModel> {
         let mut files = Vec::with_capacity(self.shards.len());
         for shard in &self.shards {
             let file = shard
@@ -255,7 +255,7 @@ impl CheckpointWriter {
             .filter(|(_, recorded)| recorded.is_some_and(|recorded| recorded.rewritten))
             .map(|(entry, _)| (entry.name.clone(), self.output_offset(entry)))
             .collect();
-        Ok(Written::new(Arc::clone(&self.source), files, written))
+        Ok(PartialModel::new(Arc::clone(&self.source), files, written))
     }
 
     /// Writes the whole tensor `name`: its elements in the source's dtype, row-major, little-endian.
@@ -285,7 +285,7 @@ impl CheckpointWriter {
             self.put(entry, 0, bytes)
         });
         written?;
-        self.recorded[at] = Some(Recorded {
+        self.recorded[at] = Some(TensorRecord {
             digest,
             rewritten: true,
         });
@@ -415,7 +415,7 @@ impl CheckpointWriter {
         }
         copying.done += length;
         if copying.done == entry.bytes {
-            self.recorded[at] = Some(Recorded {
+            self.recorded[at] = Some(TensorRecord {
                 digest: copying.hasher.finalize().into(),
                 rewritten: false,
             });

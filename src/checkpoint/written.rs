@@ -1,4 +1,4 @@
-//! [`Written`]: the model during a run. Written tensors come from the output, all others from the source.
+//! [`PartialModel`]: the model during a run. Written tensors come from the output, all others from the source.
 //!
 //! A resumed run propagates its samples through the finished layers on the disk.
 
@@ -14,7 +14,7 @@ use crate::failure::Failure;
 
 /// A source of weights over unfinished files; see the first lines of this file.
 #[derive(Debug)]
-pub struct Written {
+pub struct PartialModel {
     source: Arc<Checkpoint>,
     /// The output's files, in the order of the source's.
     files: Vec<(PathBuf, File)>,
@@ -22,7 +22,7 @@ pub struct Written {
     written: HashMap<String, u64>,
 }
 
-impl Written {
+impl PartialModel {
     pub(super) fn new(
         source: Arc<Checkpoint>,
         files: Vec<(PathBuf, File)>,
@@ -36,7 +36,7 @@ impl Written {
     }
 }
 
-impl WeightSource for Written {
+impl WeightSource for PartialModel {
     fn entry(&self, name: &str) -> Option<&TensorEntry> {
         self.source.entry(name)
     }

@@ -45,11 +45,11 @@ struct Fault {
     what: What,
     /// The number of the operation, from 1.
     at: u64,
-    progress: Mutex<Progress>,
+    progress: Mutex<FaultProgress>,
 }
 
 #[derive(Debug, Default)]
-struct Progress {
+struct FaultProgress {
     operations: u64,
     /// In the order of the changes.
     undo: Vec<Undo>,

@@ -8,7 +8,7 @@ use std::io::Read;
 use anyhow::Result;
 
 use super::cache::RepoCache;
-use super::http::Request;
+use super::http::HttpRequest;
 use super::id::HubRepo;
 use super::listing::{Listing, listing};
 use super::model::refuse_other_repositories;
@@ -166,7 +166,7 @@ impl Hub {
             repo,
             file: Some(name),
         };
-        let answer = self.client.send(&Request {
+        let answer = self.client.send(&HttpRequest {
             asked,
             path: repo.file_path(commit, name),
             is_head: false,

@@ -28,7 +28,7 @@ const UNREACHABLE_RETRIES: u32 = 2;
 
 /// A request below the endpoint.
 #[derive(Debug)]
-pub(super) struct Request<'a> {
+pub(super) struct HttpRequest<'a> {
     pub(super) asked: Asked<'a>,
     /// Path and query.
     pub(super) path: String,
@@ -140,7 +140,7 @@ impl Client {
     ///
     /// # Errors
     /// Fails for every answer except 2xx, 416, and a redirect that describes the file.
-    pub(super) fn send(&self, request: &Request<'_>) -> Result<Answer, RequestError> {
+    pub(super) fn send(&self, request: &HttpRequest<'_>) -> Result<Answer, RequestError> {
         let address = format!("{}{}", self.settings.endpoint, request.path);
         let mut uri: Uri = address.parse().map_err(|_| {
             Failure::new(format!("`{address}` is not an address")).hint("check HF_ENDPOINT")
@@ -187,7 +187,7 @@ impl Client {
 
     fn call(
         &self,
-        request: &Request<'_>,
+        request: &HttpRequest<'_>,
         uri: &Uri,
         origin: &Origin,
         is_home: bool,

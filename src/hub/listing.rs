@@ -6,7 +6,7 @@ use std::io::Read;
 use serde::Deserialize;
 
 use super::cache::is_plain_commit;
-use super::http::{Client, Request};
+use super::http::{Client, HttpRequest};
 use super::id::HubRepo;
 use super::refusal::{self, Asked, RequestError};
 use crate::bytes::ByteSize;
@@ -39,7 +39,7 @@ struct Sibling {
 /// Requests the list.
 pub(super) fn listing(client: &Client, repo: &HubRepo) -> Result<Listing, RequestError> {
     let asked = Asked { repo, file: None };
-    let answer = client.send(&Request {
+    let answer = client.send(&HttpRequest {
         asked,
         path: format!("/api/{}?blobs=true", repo.repo().api_url()),
         is_head: false,

@@ -28,7 +28,7 @@ const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);
 
 /// The part of the index that names the shards.
 #[derive(Deserialize)]
-struct Index {
+struct ShardIndex {
     weight_map: std::collections::BTreeMap<String, String>,
 }
 
@@ -217,7 +217,7 @@ fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
         .hint("remove that file to download it again, or use another --revision")
     };
     let text = read_whole(&path, LARGEST_INDEX).map_err(|error| unusable(error.to_string()))?;
-    let index: Index =
+    let index: ShardIndex =
         serde_json::from_slice(&text).map_err(|error| unusable(error.to_string()))?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
     // The names become paths.

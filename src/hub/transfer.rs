@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 use super::cache::{RepoCache, cannot_write};
-use super::http::{Answer, Client, Request};
+use super::http::{Answer, Client, HttpRequest};
 use super::id::HubRepo;
 use super::partial::{BUFFER, Partial};
 use super::refusal::{Asked, RequestError, Transient, header};
@@ -85,7 +85,7 @@ impl Transfer<'_> {
     /// Fails for everything the hub refuses, and when it does not name the content.
     pub(super) fn describe(&self, revision: &str, file: &str) -> Result<Remote> {
         self.client.with_retries(self.events, || {
-            let answer = self.client.send(&Request {
+            let answer = self.client.send(&HttpRequest {
                 asked: self.asked(file),
                 path: self.repo.file_path(revision, file),
                 is_head: true,
@@ -269,7 +269,7 @@ impl Transfer<'_> {
                 headers.push(("if-range", format!("\"{}\"", wanted.remote.etag)));
             }
         }
-        self.client.send(&Request {
+        self.client.send(&HttpRequest {
             asked: self.asked(wanted.file),
             path: self.repo.file_path(wanted.commit, wanted.file),
             is_head: false,

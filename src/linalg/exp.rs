@@ -156,15 +156,15 @@ fn filled(rest: &[f32], filler: f32) -> [f32; LANES] {
 
 /// The largest value, −∞ for none. A NaN may be ignored here; the later exponentials show it.
 pub fn largest(values: &[f32]) -> f32 {
-    struct Largest<'a>(&'a [f32]);
-    impl WithSimd for Largest<'_> {
+    struct LargestOfSlice<'a>(&'a [f32]);
+    impl WithSimd for LargestOfSlice<'_> {
         type Output = f32;
         #[inline(always)]
         fn with_simd<S: Simd>(self, simd: S) -> f32 {
             largest_of(simd, self.0)
         }
     }
-    Arch::new().dispatch(Largest(values))
+    Arch::new().dispatch(LargestOfSlice(values))
 }
 
 /// [`largest`], for a caller compiled for the CPU's registers.

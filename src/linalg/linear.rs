@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 use super::matvec;
 use super::parts::{LEAST_COLUMNS, largest_part, parts};
-use super::product::{self, Factor, Job, Kernel, PackedWeight};
+use super::product::{self, Factor, Kernel, PackedWeight, ProductJob};
 use super::profile::Part;
 use super::weight::{Panel, Weight};
 
@@ -245,7 +245,7 @@ fn multiply(
     let mut jobs = Vec::with_capacity(held.len());
     for (linear, rows, out) in &mut held {
         if let Some(weight) = linear.factor(kernel, rows, panel) {
-            jobs.push(Job {
+            jobs.push(ProductJob {
                 weight,
                 columns: rows.len(),
                 out,
@@ -267,7 +267,7 @@ fn multiply(
             let Panel { packed, read, .. } = panel;
             let values = weight.read_values(first..first + part.len(), read)?;
             panel.watch.enter(before);
-            let mut job = [Job {
+            let mut job = [ProductJob {
                 weight: Factor::Stored(values),
                 columns: part.len(),
                 out: &mut out[part.start..],

@@ -34,7 +34,7 @@ pub(super) fn product(weight: &StoredMatrix, x: &[f32], out: &mut [f32]) {
     let arch = Arch::new();
     let task = |(number, out): (usize, &mut [f32])| {
         let first_row = number * rows_at_once;
-        arch.dispatch(Rows {
+        arch.dispatch(RowTask {
             weight,
             first_row,
             x,
@@ -49,14 +49,14 @@ pub(super) fn product(weight: &StoredMatrix, x: &[f32], out: &mut [f32]) {
 }
 
 /// A task: one row per element of `out`.
-struct Rows<'a> {
+struct RowTask<'a> {
     weight: &'a StoredMatrix,
     first_row: usize,
     x: &'a [f32],
     out: &'a mut [f32],
 }
 
-impl WithSimd for Rows<'_> {
+impl WithSimd for RowTask<'_> {
     type Output = ();
 
     /// Compiled for every width of vectors; all called functions are inlined, so they use these vectors.
@@ -72,7 +72,7 @@ impl WithSimd for Rows<'_> {
         for (y, row) in out.iter_mut().zip(first_row..) {
             let own = row * columns..(row + 1) * columns;
             *y = match &weight.values {
-                Values::F32(values) => Sum::new(simd).add(&values[own], x).total(),
+                Values::F32(values) => RowSum::new(simd).add(&values[own], x).total(),
                 Values::F16(values) => dot(simd, &values[own], x, |row, wide| {
                     row.convert_to_f32_slice(wide)
                 }),
@@ -91,7 +91,7 @@ impl WithSimd for Rows<'_> {
 #[inline(always)]
 fn dot<S: Simd, W>(simd: S, row: &[W], x: &[f32], widen: impl Fn(&[W], &mut [f32])) -> f32 {
     let mut wide = [0.0f32; PIECE];
-    let mut sum = Sum::new(simd);
+    let mut sum = RowSum::new(simd);
     for (row, x) in row.chunks(PIECE).zip(x.chunks(PIECE)) {
         let wide = &mut wide[..row.len()];
         widen(row, wide);
@@ -101,13 +101,13 @@ fn dot<S: Simd, W>(simd: S, row: &[W], x: &[f32], widen: impl Fn(&[W], &mut [f32
 }
 
 /// The sum of a row so far: vectors, and the rest after the last whole one.
-struct Sum<S: Simd> {
+struct RowSum<S: Simd> {
     simd: S,
     vectors: [S::f32s; VECTORS],
     rest: f32,
 }
 
-impl<S: Simd> Sum<S> {
+impl<S: Simd> RowSum<S> {
     #[inline(always)]
     fn new(simd: S) -> Self {
         Self {

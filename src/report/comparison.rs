@@ -1,6 +1,6 @@
 //! Groups of runs that may share a chart, and the lines of each chart.
 //!
-//! Perplexities are comparable only when they were measured on the same tokens of the same model: a [`Group`] holds runs with
+//! Perplexities are comparable only when they were measured on the same tokens of the same model: [`ComparableRuns`] holds runs with
 //! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio are one
 //! [`Series`].
 
@@ -22,16 +22,16 @@ pub struct NamedRun {
 
 /// The runs of a page in groups that can be compared.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Comparison<'a> {
+pub struct RunComparison<'a> {
     /// Charts, in the order their first runs were given.
-    pub groups: Vec<Group<'a>>,
+    pub groups: Vec<ComparableRuns<'a>>,
     /// Runs on no chart, and the reason.
     pub left_out: Vec<(&'a str, String)>,
 }
 
 /// Runs measured in the same way.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Group<'a> {
+pub struct ComparableRuns<'a> {
     /// Their common protocol.
     pub protocol: Protocol,
     /// One per method and settings, in the order given.
@@ -74,12 +74,12 @@ pub struct Series<'a> {
     pub label: String,
     calibration: String,
     /// Points, ascending in sparsity.
-    pub points: Vec<Point<'a>>,
+    pub points: Vec<ChartPoint<'a>>,
 }
 
 /// One run on a chart.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Point<'a> {
+pub struct ChartPoint<'a> {
     /// Zeros over weights.
     pub sparsity: f64,
     /// Perplexity of the pruned model.
@@ -119,7 +119,7 @@ impl Protocol {
     }
 }
 
-impl<'a> Comparison<'a> {
+impl<'a> RunComparison<'a> {
     /// Sorts runs into groups and series.
     pub fn of(runs: &'a [NamedRun]) -> Self {
         let mut comparison = Self {
@@ -159,7 +159,7 @@ impl<'a> Comparison<'a> {
         {
             Some(index) => &mut self.groups[index],
             None => {
-                self.groups.push(Group {
+                self.groups.push(ComparableRuns {
                     protocol,
                     series: Vec::new(),
                     dense: Vec::new(),
@@ -169,7 +169,7 @@ impl<'a> Comparison<'a> {
         };
         group.add(
             manifest,
-            Point {
+            ChartPoint {
                 sparsity,
                 perplexity,
                 run: &run.name,
@@ -179,8 +179,8 @@ impl<'a> Comparison<'a> {
     }
 }
 
-impl<'a> Group<'a> {
-    fn add(&mut self, manifest: &Manifest, point: Point<'a>) {
+impl<'a> ComparableRuns<'a> {
+    fn add(&mut self, manifest: &Manifest, point: ChartPoint<'a>) {
         if let Some(dense) = manifest.perplexity.dense.map(|report| report.perplexity)
             && dense.is_finite()
             && dense > 0.0
@@ -299,7 +299,7 @@ mod tests {
             run("b", "magnitude", 0.5, 50.0),
             run("c", "wanda", 0.3, 11.0),
         ];
-        let comparison = Comparison::of(&runs);
+        let comparison = RunComparison::of(&runs);
         assert_eq!(comparison.groups.len(), 1);
         let group = &comparison.groups[0];
         let labels: Vec<&str> = group.series.iter().map(|one| one.label.as_str()).collect();
@@ -336,7 +336,7 @@ mod tests {
             other_model,
             other_name,
         ];
-        let comparison = Comparison::of(&runs);
+        let comparison = RunComparison::of(&runs);
         assert_eq!(comparison.groups.len(), 4);
         assert_eq!(comparison.groups[0].series[0].points.len(), 2);
     }
@@ -349,7 +349,7 @@ mod tests {
         unmeasured.manifest.perplexity = Default::default();
         let overflowed = run("o", "wanda", 0.9, f64::INFINITY);
         let runs = [evaluation, unmeasured, overflowed];
-        let comparison = Comparison::of(&runs);
+        let comparison = RunComparison::of(&runs);
         assert!(comparison.groups.is_empty());
         let names: Vec<&str> = comparison.left_out.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, ["e", "u", "o"]);
@@ -362,7 +362,7 @@ mod tests {
         let calibration = more.manifest.calibration.as_mut().unwrap();
         calibration["windows"] = 128.into();
         let runs = [run("a", "wanda", 0.5, 12.0), more];
-        let comparison = Comparison::of(&runs);
+        let comparison = RunComparison::of(&runs);
         let series = &comparison.groups[0].series;
         assert_eq!(series.len(), 2);
         assert!(
@@ -385,7 +385,7 @@ mod tests {
             .unwrap()
             .perplexity = 10.000_01;
         let runs = [run("a", "wanda", 0.5, 12.0), other, rounded];
-        assert_eq!(Comparison::of(&runs).groups[0].dense, [10.0, 10.2]);
+        assert_eq!(RunComparison::of(&runs).groups[0].dense, [10.0, 10.2]);
     }
 
     #[test]

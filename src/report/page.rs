@@ -10,7 +10,7 @@ use anyhow::Result;
 use minijinja::Environment;
 use serde::Serialize;
 
-use super::comparison::{Comparison, NamedRun, method_label};
+use super::comparison::{NamedRun, RunComparison, method_label};
 use super::format::escape;
 use super::plots::{Figure, heat, memory, perplexity, phases};
 use super::settings::{self, Table};
@@ -129,7 +129,7 @@ fn render(page: &Page<'_>) -> Result<String> {
 
 /// Compares several runs.
 fn compare(runs: &[NamedRun]) -> Result<ComparedRuns<'_>> {
-    let comparison = Comparison::of(runs);
+    let comparison = RunComparison::of(runs);
     let mut figures = Vec::new();
     for (index, group) in comparison.groups.iter().enumerate() {
         if let Some(mut figure) = perplexity::figure(group)? {

@@ -9,11 +9,11 @@ use crate::run::manifest::PerplexityReport;
 
 /// Rows of the table: names and values.
 #[derive(Default)]
-struct Rows(Vec<(String, String)>);
+struct TableRows(Vec<(String, String)>);
 
 /// Returns the final table, ending in a newline.
 pub fn text(manifest: &Manifest) -> String {
-    let mut rows = Rows::default();
+    let mut rows = TableRows::default();
     rows.model(manifest);
     rows.perplexities(manifest);
     let arithmetic = &manifest.arithmetic;
@@ -49,7 +49,7 @@ pub fn text(manifest: &Manifest) -> String {
     })
 }
 
-impl Rows {
+impl TableRows {
     fn add(&mut self, name: &str, value: String) {
         self.0.push((name.to_string(), value));
     }

@@ -8,21 +8,21 @@ use pulp::{Arch, Simd, WithSimd};
 use super::super::exp;
 use super::super::product::{Factors, Kernel, Line, Strided, Values};
 use super::super::rectangles::Rectangle;
-use super::{Heads, Scheme, Source};
+use super::{Heads, Inputs, Scheme};
 
 /// Queries per block.
 const QUERIES_AT_ONCE: usize = 128;
 /// Keys per block. Their scores take 256 KiB, which is at most half of a second-level cache.
 const KEYS_AT_ONCE: usize = 512;
 
-/// Bytes of [`Scratch`].
+/// Bytes of [`BlockScratch`].
 pub(super) fn scratch_bytes(kernel: Kernel, head_dim: usize, queries: usize, keys: usize) -> usize {
     let queries = QUERIES_AT_ONCE.min(queries);
-    Lengths::of(kernel, head_dim, queries, keys).bytes(queries, head_dim)
+    BlockLengths::of(kernel, head_dim, queries, keys).bytes(queries, head_dim)
 }
 
 /// Lines of packed factors.
-struct Lengths {
+struct BlockLengths {
     /// A block of queries.
     q: usize,
     /// A block of keys.
@@ -35,7 +35,7 @@ struct Lengths {
     blocks: usize,
 }
 
-impl Lengths {
+impl BlockLengths {
     fn of(kernel: Kernel, head_dim: usize, queries: usize, keys: usize) -> Self {
         let block = KEYS_AT_ONCE.min(keys);
         let slabs = |lines: &dyn Fn(usize) -> usize| -> usize {
@@ -54,7 +54,7 @@ impl Lengths {
         let lines = self.q + self.p + self.blocks * (self.k + self.v);
         lines * size_of::<Line>()
             + queries * (KEYS_AT_ONCE + head_dim) * size_of::<f32>()
-            + queries * size_of::<Running>()
+            + queries * size_of::<QuerySums>()
     }
 }
 
@@ -68,7 +68,7 @@ fn slabs(kernel: Kernel, inner: usize) -> impl Iterator<Item = Range<usize>> {
 
 /// The softmax of a query over the keys so far.
 #[derive(Debug, Clone, Copy)]
-struct Running {
+struct QuerySums {
     /// The largest score.
     largest: f32,
     /// Σ e^(score − largest).
@@ -76,17 +76,17 @@ struct Running {
 }
 
 /// The scratch of a thread.
-pub(super) struct Scratch {
+pub(super) struct BlockScratch {
     q: Vec<Line>,
     k: Vec<Line>,
     v: Vec<Line>,
     p: Vec<Line>,
     scores: Vec<f32>,
     context: Vec<f32>,
-    running: Vec<Running>,
+    running: Vec<QuerySums>,
 }
 
-impl Source<'_> {
+impl Inputs<'_> {
     /// The blocks of the first `keys` keys.
     fn key_blocks(&self, keys: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let all = self.keys;
@@ -96,11 +96,11 @@ impl Source<'_> {
     }
 }
 
-impl Scheme for Scratch {
+impl Scheme for BlockScratch {
     const QUERIES_AT_ONCE: usize = QUERIES_AT_ONCE;
 
-    fn new(source: &Source<'_>) -> Self {
-        let Source {
+    fn new(source: &Inputs<'_>) -> Self {
+        let Inputs {
             kernel,
             heads: Heads { head_dim, .. },
             keys,
@@ -108,9 +108,9 @@ impl Scheme for Scratch {
             ..
         } = *source;
         let queries = QUERIES_AT_ONCE.min(seqlen);
-        let lengths = Lengths::of(kernel, head_dim, queries, keys);
+        let lengths = BlockLengths::of(kernel, head_dim, queries, keys);
         let lines = bytemuck::allocation::zeroed_vec;
-        let nothing = Running {
+        let nothing = QuerySums {
             largest: f32::NEG_INFINITY,
             sum: 0.0,
         };
@@ -125,7 +125,7 @@ impl Scheme for Scratch {
         }
     }
 
-    fn pack(&mut self, source: &Source<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
+    fn pack(&mut self, source: &Inputs<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
         let Heads {
             num_key_value_heads,
             head_dim,
@@ -133,7 +133,7 @@ impl Scheme for Scratch {
         } = source.heads;
         let width = num_key_value_heads * head_dim;
         let last = rectangles.last().map_or(0, |block| block.rows().end);
-        let lengths = Lengths::of(source.kernel, head_dim, 0, source.keys);
+        let lengths = BlockLengths::of(source.kernel, head_dim, 0, source.keys);
         let factor = |values| Strided::rows(Values::F32(values), width).at(0, key_head * head_dim);
         for (block, keys) in source.key_blocks(source.past + last).enumerate() {
             let k = factor(source.k).at(keys.start, 0);
@@ -155,7 +155,7 @@ impl Scheme for Scratch {
 
     fn block(
         &mut self,
-        source: &Source<'_>,
+        source: &Inputs<'_>,
         key_head: usize,
         query_head: usize,
         out: &mut Rectangle<'_>,
@@ -167,7 +167,7 @@ impl Scheme for Scratch {
         } = source.heads;
         let (kernel, rows) = (source.kernel, out.rows());
         let queries = rows.len();
-        let lengths = Lengths::of(kernel, head_dim, queries, source.keys);
+        let lengths = BlockLengths::of(kernel, head_dim, queries, source.keys);
         let scale = 1.0 / (head_dim as f32).sqrt();
         let head = key_head * (num_heads / num_key_value_heads) + query_head;
         let q = Strided::rows(Values::F32(source.q), num_heads * head_dim)
@@ -180,7 +180,7 @@ impl Scheme for Scratch {
         }
         let context = &mut self.context[..queries * head_dim];
         let running = &mut self.running[..queries];
-        running.fill(Running {
+        running.fill(QuerySums {
             largest: f32::NEG_INFINITY,
             sum: 0.0,
         });
@@ -242,7 +242,7 @@ struct Soften<'a> {
     scale: f32,
     /// Keys visible to the first query, of all keys.
     first_seen: usize,
-    running: &'a mut [Running],
+    running: &'a mut [QuerySums],
     /// The sums over earlier keys, and their width.
     context: Option<(&'a mut [f32], usize)>,
 }
@@ -283,7 +283,7 @@ fn soften<S: Simd>(
     scores: &mut [f32],
     visible: usize,
     scale: f32,
-    running: &mut Running,
+    running: &mut QuerySums,
 ) -> f32 {
     let (seen, future) = scores.split_at_mut(visible);
     future.fill(0.0);

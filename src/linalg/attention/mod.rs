@@ -153,7 +153,7 @@ pub fn causal_columns(
     if seqlen == 0 {
         return;
     }
-    let source = Source {
+    let source = Inputs {
         kernel,
         heads,
         past,
@@ -164,13 +164,13 @@ pub fn causal_columns(
         v,
     };
     match kernel {
-        Kernel::Fused => share::<panels::Scratch>(&source, out, columns),
-        _ => share::<blocks::Scratch>(&source, out, columns),
+        Kernel::Fused => share::<panels::PanelScratch>(&source, out, columns),
+        _ => share::<blocks::BlockScratch>(&source, out, columns),
     }
 }
 
 /// The inputs of all tasks.
-struct Source<'a> {
+struct Inputs<'a> {
     kernel: Kernel,
     heads: Heads,
     /// Tokens before the first query.
@@ -190,10 +190,10 @@ trait Scheme: Send {
     const QUERIES_AT_ONCE: usize;
 
     /// Scratch for any head.
-    fn new(source: &Source<'_>) -> Self;
+    fn new(source: &Inputs<'_>) -> Self;
 
     /// Packs the keys and values of a head that the last block of queries sees.
-    fn pack(&mut self, source: &Source<'_>, key_head: usize, rectangles: &[Rectangle<'_>]);
+    fn pack(&mut self, source: &Inputs<'_>, key_head: usize, rectangles: &[Rectangle<'_>]);
 
     /// Computes a head's context of a block of queries.
     ///
@@ -202,7 +202,7 @@ trait Scheme: Send {
     /// * `out`: the context of all query heads of the key head
     fn block(
         &mut self,
-        source: &Source<'_>,
+        source: &Inputs<'_>,
         key_head: usize,
         query_head: usize,
         out: &mut Rectangle<'_>,
@@ -210,7 +210,7 @@ trait Scheme: Send {
 }
 
 /// Distributes heads and blocks of queries over threads.
-fn share<S: Scheme>(source: &Source<'_>, out: &mut [f32], columns: Columns) {
+fn share<S: Scheme>(source: &Inputs<'_>, out: &mut [f32], columns: Columns) {
     let Heads {
         num_heads,
         num_key_value_heads,
@@ -316,9 +316,9 @@ mod tests {
         for (seqlen, num_heads, num_key_value_heads, head_dim) in [
             (1, 1, 1, 4),
             (7, 4, 2, 8),
-            (blocks::Scratch::QUERIES_AT_ONCE, 2, 1, 16),
-            (blocks::Scratch::QUERIES_AT_ONCE + 1, 3, 3, 8),
-            (panels::Scratch::QUERIES_AT_ONCE, 2, 1, 20),
+            (blocks::BlockScratch::QUERIES_AT_ONCE, 2, 1, 16),
+            (blocks::BlockScratch::QUERIES_AT_ONCE + 1, 3, 3, 8),
+            (panels::PanelScratch::QUERIES_AT_ONCE, 2, 1, 20),
             (300, 4, 1, 32),
             (700, 2, 1, 48),
             (9, 1, 1, 1100),
@@ -367,7 +367,7 @@ mod tests {
                 }
             }
             // Blocks of packed factors by a kernel that every CPU has.
-            let source = Source {
+            let source = Inputs {
                 kernel: Kernel::Fused,
                 heads,
                 past: 0,
@@ -383,7 +383,7 @@ mod tests {
                 first: 0,
             };
             let mut out = vec![f32::NAN; q.len()];
-            share::<blocks::Scratch>(&source, &mut out, all);
+            share::<blocks::BlockScratch>(&source, &mut out, all);
             is_close(&out, &exact, "by blocks");
             for (first, last) in [(0, 1), (seqlen - 1, seqlen), (seqlen / 2, seqlen)] {
                 let own = first * query_width..last * query_width;

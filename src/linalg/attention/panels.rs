@@ -15,7 +15,7 @@ use super::super::product::{
     InBlocks, Line, Strided, UNROLLED, Values, block_of_c, in_blocks, interleave, plus_block,
 };
 use super::super::rectangles::Rectangle;
-use super::{Heads, Scheme, Source};
+use super::{Heads, Inputs, Scheme};
 
 /// Queries per block, which share the keys and values in the second-level cache. A multiple of the widths of all panels.
 const QUERIES_AT_ONCE: usize = 144;
@@ -32,15 +32,15 @@ const CHAINS: usize = 4;
 /// f32 in a line.
 const LINE: usize = size_of::<Line>() / size_of::<f32>();
 
-/// Bytes of [`Scratch`].
+/// Bytes of [`PanelScratch`].
 pub(super) fn scratch_bytes(head_dim: usize, queries: usize, keys: usize) -> usize {
-    let lengths = Lengths::of(block_of_c(), head_dim, queries, keys);
+    let lengths = PanelLengths::of(block_of_c(), head_dim, queries, keys);
     (lengths.k + lengths.v + lengths.q + lengths.scores + lengths.context) * size_of::<Line>()
-        + lengths.panels * size_of::<Running>()
+        + lengths.panels * size_of::<PanelSums>()
 }
 
 /// Lines of packed factors and results.
-struct Lengths {
+struct PanelLengths {
     k: usize,
     v: usize,
     q: usize,
@@ -49,7 +49,7 @@ struct Lengths {
     panels: usize,
 }
 
-impl Lengths {
+impl PanelLengths {
     /// The lines for blocks of C of the given rows and columns.
     fn of((rows, columns): (usize, usize), head_dim: usize, queries: usize, keys: usize) -> Self {
         let panels = QUERIES_AT_ONCE.min(queries).div_ceil(columns);
@@ -70,14 +70,14 @@ impl Lengths {
 
 /// The softmax of a panel's queries over the keys so far.
 #[derive(Debug, Clone, Copy)]
-struct Running {
+struct PanelSums {
     /// The largest scaled score of each query.
     largest: [f32; WIDEST],
     /// Σ e^(score − largest).
     sums: [f64; WIDEST],
 }
 
-impl Running {
+impl PanelSums {
     const NOTHING: Self = Self {
         largest: [f32::NEG_INFINITY; WIDEST],
         sums: [0.0; WIDEST],
@@ -85,7 +85,7 @@ impl Running {
 }
 
 /// The scratch of a thread.
-pub(super) struct Scratch {
+pub(super) struct PanelScratch {
     /// Rows and columns of a block of C.
     block: (usize, usize),
     /// Keys that are packed.
@@ -95,12 +95,12 @@ pub(super) struct Scratch {
     q: Vec<Line>,
     scores: Vec<Line>,
     context: Vec<Line>,
-    running: Vec<Running>,
+    running: Vec<PanelSums>,
 }
 
-impl Scratch {
-    fn with_blocks(block: (usize, usize), source: &Source<'_>) -> Self {
-        let lengths = Lengths::of(block, source.heads.head_dim, source.seqlen, source.keys);
+impl PanelScratch {
+    fn with_blocks(block: (usize, usize), source: &Inputs<'_>) -> Self {
+        let lengths = PanelLengths::of(block, source.heads.head_dim, source.seqlen, source.keys);
         let lines = bytemuck::allocation::zeroed_vec;
         Self {
             block,
@@ -110,14 +110,14 @@ impl Scratch {
             q: lines(lengths.q),
             scores: lines(lengths.scores),
             context: lines(lengths.context),
-            running: vec![Running::NOTHING; lengths.panels],
+            running: vec![PanelSums::NOTHING; lengths.panels],
         }
     }
 
     /// Packs the queries of a block, and returns the work on them.
     fn start<'a, 'o>(
         &'a mut self,
-        source: &Source<'_>,
+        source: &Inputs<'_>,
         key_head: usize,
         query_head: usize,
         out: &'a mut Rectangle<'o>,
@@ -132,7 +132,7 @@ impl Scratch {
         let q = Strided::rows(Values::F32(source.q), num_heads * head_dim)
             .at(rows.start, head * head_dim);
         interleave(q, rows.len(), head_dim, self.block.1, &mut self.q);
-        self.running.fill(Running::NOTHING);
+        self.running.fill(PanelSums::NOTHING);
         Block {
             scratch: self,
             head_dim,
@@ -145,14 +145,14 @@ impl Scratch {
     }
 }
 
-impl Scheme for Scratch {
+impl Scheme for PanelScratch {
     const QUERIES_AT_ONCE: usize = QUERIES_AT_ONCE;
 
-    fn new(source: &Source<'_>) -> Self {
+    fn new(source: &Inputs<'_>) -> Self {
         Self::with_blocks(block_of_c(), source)
     }
 
-    fn pack(&mut self, source: &Source<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
+    fn pack(&mut self, source: &Inputs<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
         let Heads {
             num_key_value_heads,
             head_dim,
@@ -169,7 +169,7 @@ impl Scheme for Scratch {
 
     fn block(
         &mut self,
-        source: &Source<'_>,
+        source: &Inputs<'_>,
         key_head: usize,
         query_head: usize,
         out: &mut Rectangle<'_>,
@@ -180,7 +180,7 @@ impl Scheme for Scratch {
 
 /// A head's context of a block of queries.
 struct Block<'a, 'o> {
-    scratch: &'a mut Scratch,
+    scratch: &'a mut PanelScratch,
     head_dim: usize,
     queries: usize,
     /// Keys visible to the first query.
@@ -292,7 +292,7 @@ fn soften<S: Simd, const WIDE: usize>(
     keys: Range<usize>,
     first_seen: usize,
     scale: f32,
-    running: &mut Running,
+    running: &mut PanelSums,
 ) -> [S::f32s; WIDE] {
     // Rows of keys that every query sees.
     let all_see = first_seen.saturating_sub(keys.start).min(keys.len());

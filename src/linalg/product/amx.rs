@@ -88,14 +88,14 @@ pub(super) fn is_granted() -> bool {
 
 /// The terms of an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Sums {
+pub(super) enum Terms {
     /// Products of bf16 factors.
     Whole,
     /// Products of parts: [`ROW_PARTS`] of X and the given number of W, without those too small for an f32 sum.
     Split(u8),
 }
 
-impl Sums {
+impl Terms {
     /// Parts of X and of W.
     fn parts(self) -> (usize, usize) {
         match self {
@@ -107,7 +107,7 @@ impl Sums {
 
 /// Writes the product of packed factors to `out`, or adds it.
 pub(super) fn multiply(
-    sums: Sums,
+    sums: Terms,
     factors: Factors<'_>,
     out: &mut [f32],
     stride: usize,
@@ -162,7 +162,7 @@ pub(super) fn multiply(
             let target = &mut out[row * BLOCK * stride + column * BLOCK..];
             if high == BLOCK && wide == BLOCK {
                 assert_holds(target.len(), BLOCK, BLOCK, stride);
-                let target = Target {
+                let target = BlockTarget {
                     out: target.as_mut_ptr(),
                     stride,
                     adds,
@@ -175,7 +175,7 @@ pub(super) fn multiply(
                 for line in 0..if adds { high } else { 0 } {
                     edge[line * BLOCK..][..wide].copy_from_slice(&target[line * stride..][..wide]);
                 }
-                let target_edge = Target {
+                let target_edge = BlockTarget {
                     out: edge.as_mut_ptr(),
                     stride: BLOCK,
                     adds,
@@ -233,7 +233,7 @@ pub(super) fn spin() -> usize {
 }
 
 /// The target of a block's sums.
-struct Target {
+struct BlockTarget {
     /// 32 rows of 32 elements.
     out: *mut f32,
     /// Elements from row to row.
@@ -249,20 +249,20 @@ struct Target {
 /// Tiles are configured; each factor holds two rows of tiles, `steps` of each part; the target has 32 rows of 32 elements. `next` may be
 /// any address: prefetching does not fault.
 unsafe fn block(
-    sums: Sums,
+    sums: Terms,
     steps: usize,
     x: &[Line],
     w: &[Line],
-    target: Target,
+    target: BlockTarget,
     next: *const Line,
 ) {
     // SAFETY: the caller's contract.
     unsafe {
         match sums {
-            Sums::Whole => whole(steps, x, w, target, next),
-            Sums::Split(1) => split_1(steps, x, w, target, next),
-            Sums::Split(2) => split_2(steps, x, w, target, next),
-            Sums::Split(_) => split_3(steps, x, w, target, next),
+            Terms::Whole => whole(steps, x, w, target, next),
+            Terms::Split(1) => split_1(steps, x, w, target, next),
+            Terms::Split(2) => split_2(steps, x, w, target, next),
+            Terms::Split(_) => split_3(steps, x, w, target, next),
         }
     }
 }
@@ -279,8 +279,8 @@ macro_rules! block_of {
         /// # Safety
         /// As [`block`].
         #[inline(always)]
-        unsafe fn $name(steps: usize, x: &[Line], w: &[Line], target: Target, next: *const Line) {
-            let Target { out, stride, adds } = target;
+        unsafe fn $name(steps: usize, x: &[Line], w: &[Line], target: BlockTarget, next: *const Line) {
+            let BlockTarget { out, stride, adds } = target;
             // SAFETY: the caller's contract; every address is inside a factor or the target, and `steps` is at least 1.
             unsafe {
                 asm!(

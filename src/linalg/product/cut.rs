@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Kernel;
-use super::packed::{Line, Shape};
+use super::packed::{BlockSizes, Line};
 
 /// The sizes of products of a common X.
 #[derive(Debug, Clone)]
@@ -32,7 +32,7 @@ pub fn packed_bytes(products: &[Product], threads: usize) -> usize {
             is_kept,
         } = *product;
         let (shape, is_fused) = (kernel.shape(), kernel == Kernel::Fused);
-        let cut = Cut::of(shape, tokens, columns, threads, is_kept);
+        let cut = TaskCut::of(shape, tokens, columns, threads, is_kept);
         let slab = inner.min(shape.slab);
         let (high, wide) = (cut.highest(), cut.widest());
         let x = shape.packed_rows(tokens, if is_fused { slab } else { inner });
@@ -62,17 +62,17 @@ const TASK_ROWS_KEPT: usize = 1024;
 const TASKS_PER_THREAD: usize = 4;
 
 /// The cut of C into rectangles.
-pub(super) struct Cut {
-    shape: Shape,
+pub(super) struct TaskCut {
+    shape: BlockSizes,
     tokens: usize,
     pub(super) row_parts: usize,
     columns: Vec<usize>,
     pub(super) column_parts: Vec<usize>,
 }
 
-impl Cut {
+impl TaskCut {
     pub(super) fn of(
-        shape: Shape,
+        shape: BlockSizes,
         tokens: usize,
         columns: &[usize],
         threads: usize,
@@ -207,7 +207,7 @@ mod tests {
         let shape = Kernel::Fused.shape();
         for threads in [1, 2, 3, 4, 8, 16] {
             for columns in [[2048, 256], [5632, 5632], [11008, 4096]] {
-                let cut = Cut::of(shape, 2048, &columns, threads, false);
+                let cut = TaskCut::of(shape, 2048, &columns, threads, false);
                 for (job, parts) in cut.column_parts.iter().enumerate() {
                     let tasks = cut.row_parts * parts;
                     let blocks = columns[job] / shape.columns;

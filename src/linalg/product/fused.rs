@@ -15,7 +15,7 @@ use pulp::{Arch, Simd, WithSimd};
 use super::super::rectangles::Rectangle;
 use super::interleave::{DEPTH, interleave};
 use super::packed::TASK_ELEMENTS;
-use super::{Factors, Line, Shape, Strided};
+use super::{BlockSizes, Factors, Line, Strided};
 
 /// Unrolled steps along `inner`; packed factors have a multiple of it.
 pub const UNROLLED: usize = 4;
@@ -27,18 +27,18 @@ const MOST_ELEMENTS: usize = 8 * 48;
 /// Longer slabs load and store C less often, and wider tasks read X less often. With 16 registers, slabs of 2048 steps in place of 1024
 /// and tasks with half as many columns more gained 3 to 11 % of the peak. A block's rows of X (48 KiB) then exceed the first-level
 /// cache, and a task's columns of W the second, but both are read in order. With 32 registers, neither was tried.
-pub(super) fn shape() -> Shape {
-    struct Ask;
-    impl WithSimd for Ask {
-        type Output = Shape;
-        fn with_simd<S: Simd>(self, _: S) -> Shape {
+pub(super) fn shape() -> BlockSizes {
+    struct BlockSizesHere;
+    impl WithSimd for BlockSizesHere {
+        type Output = BlockSizes;
+        fn with_simd<S: Simd>(self, _: S) -> BlockSizes {
             let (rows, columns) = block::<S>();
             let (slab, task) = if has_32::<S>() {
                 (512, TASK_ELEMENTS)
             } else {
                 (2048, TASK_ELEMENTS / 2 * 3)
             };
-            Shape {
+            BlockSizes {
                 rows,
                 columns,
                 unit: columns,
@@ -50,19 +50,19 @@ pub(super) fn shape() -> Shape {
             }
         }
     }
-    Arch::new().dispatch(Ask)
+    Arch::new().dispatch(BlockSizesHere)
 }
 
 /// Rows and columns of a block of C on this CPU.
 pub fn block_of_c() -> (usize, usize) {
-    let Shape { rows, columns, .. } = shape();
+    let BlockSizes { rows, columns, .. } = shape();
     (rows, columns)
 }
 
 /// Returns whether the CPU rounds once per product and sum, not twice.
 pub(super) fn in_one_step() -> bool {
-    struct Ask;
-    impl WithSimd for Ask {
+    struct RoundsOnce;
+    impl WithSimd for RoundsOnce {
         type Output = bool;
         #[inline(always)]
         fn with_simd<S: Simd>(self, simd: S) -> bool {
@@ -72,7 +72,7 @@ pub(super) fn in_one_step() -> bool {
             simd.reduce_sum_f32s(simd.mul_add_e_f32s(more, less, one)) != 0.0
         }
     }
-    Arch::new().dispatch(Ask)
+    Arch::new().dispatch(RoundsOnce)
 }
 
 /// Returns whether the CPU has registers for the larger block.
@@ -97,7 +97,7 @@ pub(super) fn pack_columns(columns: Strided<'_>, count: usize, inner: usize, pac
 }
 
 /// The source and target of a block's sums.
-pub(super) trait Rows {
+pub(super) trait OutputRows {
     /// Lends a row of the product.
     fn row(&mut self, row: usize) -> &mut [f32];
 }
@@ -108,14 +108,14 @@ pub(super) struct Slice<'a> {
     pub(super) stride: usize,
 }
 
-impl Rows for Slice<'_> {
+impl OutputRows for Slice<'_> {
     #[inline(always)]
     fn row(&mut self, row: usize) -> &mut [f32] {
         &mut self.out[row * self.stride..]
     }
 }
 
-impl Rows for Rectangle<'_> {
+impl OutputRows for Rectangle<'_> {
     #[inline(always)]
     fn row(&mut self, row: usize) -> &mut [f32] {
         Rectangle::row(self, row)
@@ -152,7 +152,7 @@ impl<W: InBlocks> WithSimd for Dispatched<W> {
 }
 
 /// Writes the product of packed factors to `out`, or adds it.
-pub(super) fn multiply(factors: Factors<'_>, out: &mut impl Rows, adds: bool) {
+pub(super) fn multiply(factors: Factors<'_>, out: &mut impl OutputRows, adds: bool) {
     in_blocks(Blocks { factors, out, adds });
 }
 
@@ -162,7 +162,7 @@ struct Blocks<'a, R> {
     adds: bool,
 }
 
-impl<R: Rows> InBlocks for Blocks<'_, R> {
+impl<R: OutputRows> InBlocks for Blocks<'_, R> {
     type Output = ();
 
     #[inline(always)]

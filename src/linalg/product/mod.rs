@@ -41,13 +41,13 @@ use std::sync::OnceLock;
 
 use super::rectangles::assert_holds;
 use super::stored::StoredDtype;
-use packed::Shape;
+use packed::BlockSizes;
 
 pub use cut::{Product, packed_bytes};
 pub use fused::{InBlocks, UNROLLED, block_of_c, in_blocks, plus_block};
 pub(super) use interleave::interleave;
 pub use packed::{Factor, Factors, Line, PackedWeight, Strided, Values};
-pub use products::{Job, Packed, products};
+pub use products::{Packed, ProductJob, products};
 
 /// A kernel of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -155,11 +155,11 @@ impl Kernel {
         }
     }
 
-    fn shape(self) -> Shape {
+    fn shape(self) -> BlockSizes {
         match self {
             Self::Fused => fused::shape(),
             Self::Split(parts) => tiles::split(parts.into()),
-            Self::Amx => Shape {
+            Self::Amx => BlockSizes {
                 columns: 2 * packed::TILE,
                 unit: 2 * packed::TILE,
                 ..tiles::SHAPE
@@ -237,10 +237,10 @@ impl Kernel {
         match self {
             Self::Fused => fused::multiply(factors, &mut fused::Slice { out, stride }, adds),
             #[cfg(target_arch = "x86_64")]
-            Self::Amx => amx::multiply(amx::Sums::Whole, factors, out, stride, adds),
+            Self::Amx => amx::multiply(amx::Terms::Whole, factors, out, stride, adds),
             #[cfg(target_arch = "x86_64")]
             Self::Split(parts) => {
-                amx::multiply(amx::Sums::Split(parts), factors, out, stride, adds);
+                amx::multiply(amx::Terms::Split(parts), factors, out, stride, adds);
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => avx512::multiply(factors, out, stride, adds),

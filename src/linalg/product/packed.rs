@@ -24,7 +24,7 @@ pub(super) const TASK_ELEMENTS: usize = 288 << 10;
 
 /// The sizes in which a kernel cuts its factors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Shape {
+pub(super) struct BlockSizes {
     /// Rows of a block of C.
     pub(super) rows: usize,
     /// Columns of a block of C.
@@ -43,7 +43,7 @@ pub(super) struct Shape {
     pub(super) column_bytes: usize,
 }
 
-impl Shape {
+impl BlockSizes {
     /// Lines of a number of elements of X, in whole blocks.
     pub(super) fn row_lines(&self, elements: usize) -> usize {
         elements * self.row_bytes / size_of::<Line>()

@@ -7,13 +7,13 @@ use rayon::prelude::*;
 
 use super::super::buffer_pool::BufferPool;
 use super::super::rectangles::{self, Rectangle, assert_holds};
-use super::cut::Cut;
-use super::packed::{Factor, Factors, Line, PackedWeight, Shape, Strided, Values, resize};
+use super::cut::TaskCut;
+use super::packed::{BlockSizes, Factor, Factors, Line, PackedWeight, Strided, Values, resize};
 use super::{Kernel, fused};
 
 /// A product of the common X.
 #[derive(Debug)]
-pub struct Job<'a> {
+pub struct ProductJob<'a> {
     /// W.
     pub weight: Factor<'a>,
     /// Rows of W.
@@ -28,14 +28,14 @@ pub struct Job<'a> {
 #[derive(Debug, Default)]
 pub struct Packed {
     x: Vec<Line>,
-    scratch: BufferPool<Scratch>,
+    scratch: BufferPool<TaskScratch>,
     /// The time of packing X since the last [`Packed::take_time`].
     packing: Duration,
 }
 
 /// The scratch of a task.
 #[derive(Debug, Default)]
-struct Scratch {
+struct TaskScratch {
     w: Vec<Line>,
     sums: Vec<f32>,
 }
@@ -82,7 +82,7 @@ pub fn products(
     kernel: Kernel,
     x: &[f32],
     inner: usize,
-    jobs: &mut [Job<'_>],
+    jobs: &mut [ProductJob<'_>],
     packed: &mut Packed,
 ) {
     assert!(
@@ -110,7 +110,7 @@ pub fn products(
 }
 
 /// Panics unless the slices of a job have the sizes of its shapes.
-fn check(kernel: Kernel, job: &Job<'_>, x: Activations<'_>) {
+fn check(kernel: Kernel, job: &ProductJob<'_>, x: Activations<'_>) {
     let fits = match job.weight {
         Factor::Stored(weight) => Some(weight.len()) == job.columns.checked_mul(x.inner),
         Factor::Packed(weight, first) => {
@@ -131,13 +131,17 @@ fn check(kernel: Kernel, job: &Job<'_>, x: Activations<'_>) {
 }
 
 /// Cuts the results of all jobs into rectangles.
-fn cut_into_tasks<'t>(shape: Shape, tokens: usize, jobs: &'t mut [Job<'_>]) -> Vec<Task<'t>> {
+fn cut_into_tasks<'t>(
+    shape: BlockSizes,
+    tokens: usize,
+    jobs: &'t mut [ProductJob<'_>],
+) -> Vec<Task<'t>> {
     let is_kept = jobs
         .iter()
         .all(|job| matches!(job.weight, Factor::Packed(..)));
     let columns: Vec<usize> = jobs.iter().map(|job| job.columns).collect();
     let threads = rayon::current_num_threads();
-    let cut = Cut::of(shape, tokens, &columns, threads, is_kept);
+    let cut = TaskCut::of(shape, tokens, &columns, threads, is_kept);
     let row_ranges: Vec<_> = (0..cut.row_parts).map(|part| cut.rows(part)).collect();
     let mut tasks = Vec::new();
     for (index, job) in jobs.iter_mut().enumerate() {
@@ -164,7 +168,7 @@ fn multiply_by_slabs(x: Activations<'_>, tasks: &mut [Task<'_>], packed: &mut Pa
         let lines = resize(lines, shape.packed_rows(x.tokens, slab.len()));
         *packing += pack_slab(kernel, x, slab.clone(), lines);
         tasks.par_iter_mut().with_max_len(1).for_each(|task| {
-            scratch.lend(Scratch::default, |scratch| {
+            scratch.lend(TaskScratch::default, |scratch| {
                 let (rows, columns) = (task.out.rows(), task.out.columns());
                 let packed_x = &lines[shape.packed_rows(rows.start, slab.len())..];
                 let w = pack_part(kernel, task, x.inner, slab.clone(), &mut scratch.w);
@@ -202,8 +206,8 @@ fn multiply_in_scratch(
         *packing += pack_slab(kernel, x, slab, packed);
     }
     tasks.par_iter_mut().with_max_len(1).for_each(|task| {
-        scratch.lend(Scratch::default, |scratch| {
-            let Scratch { w, sums } = scratch;
+        scratch.lend(TaskScratch::default, |scratch| {
+            let TaskScratch { w, sums } = scratch;
             let (first_row, first_column) = (task.out.rows().start, task.out.columns().start);
             let (rows, columns) = (task.out.rows().len(), task.out.columns().len());
             let sums = super::super::weight::grow(sums, rows * columns);

@@ -57,7 +57,7 @@ fn product(
     (out, stride): (&mut [f32], usize),
     packed: &mut Packed,
 ) {
-    let mut jobs = [Job {
+    let mut jobs = [ProductJob {
         weight,
         columns,
         out,
@@ -191,11 +191,11 @@ fn products_made_together_have_the_bits_of_each_alone() {
             })
             .collect();
         let mut together = columns.map(|columns| vec![f32::NAN; tokens * columns]);
-        let mut jobs: Vec<Job<'_>> = together
+        let mut jobs: Vec<ProductJob<'_>> = together
             .iter_mut()
             .zip(&weights)
             .zip(columns)
-            .map(|((out, weight), columns)| Job {
+            .map(|((out, weight), columns)| ProductJob {
                 weight: Factor::Stored(Values::Bf16(weight)),
                 columns,
                 out,
@@ -310,11 +310,11 @@ fn packed_bytes_are_those_of_the_footprint() {
                     .iter()
                     .map(|some| vec![0.0; tokens * some])
                     .collect();
-                let mut jobs: Vec<Job<'_>> = outs
+                let mut jobs: Vec<ProductJob<'_>> = outs
                     .iter_mut()
                     .zip(&weights)
                     .zip(columns)
-                    .map(|((out, weight), &columns)| Job {
+                    .map(|((out, weight), &columns)| ProductJob {
                         weight: Factor::Stored(Values::Bf16(weight)),
                         columns,
                         out,

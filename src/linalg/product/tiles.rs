@@ -8,10 +8,10 @@ use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::packed::{TASK_ELEMENTS, TILE, TILE_DEPTH as DEPTH, TILE_LINES};
-use super::{Line, Shape, Strided, Values};
+use super::{BlockSizes, Line, Strided, Values};
 
 /// Blocks of two row tiles by three column tiles; a slab of a block of X is 64 KiB.
-pub(super) const SHAPE: Shape = Shape {
+pub(super) const SHAPE: BlockSizes = BlockSizes {
     rows: 2 * TILE,
     columns: 3 * TILE,
     unit: TILE,
@@ -26,8 +26,8 @@ pub(super) const SHAPE: Shape = Shape {
 pub(super) const ROW_PARTS: usize = 3;
 
 /// Blocks of two by two tiles, with X in [`ROW_PARTS`] parts and W in `parts`; a slab of a block of X is 96 KiB.
-pub(super) const fn split(parts: usize) -> Shape {
-    Shape {
+pub(super) const fn split(parts: usize) -> BlockSizes {
+    BlockSizes {
         columns: 2 * TILE,
         unit: 2 * TILE,
         slab: 512,

@@ -21,7 +21,7 @@ const SHORT: usize = 24;
 
 /// A series.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Line {
+pub(super) struct ChartLine {
     /// Its name in the legend.
     pub(super) label: String,
     /// Its points, in the order of the line.
@@ -32,7 +32,7 @@ pub(super) struct Line {
 
 /// A dashed horizontal line.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Level {
+pub(super) struct ChartLevel {
     /// Its name in the legend.
     pub(super) label: String,
     /// Its height.
@@ -58,9 +58,9 @@ pub(super) struct Chart<'a> {
     /// Writes a number on the vertical axis.
     pub(super) y_label: &'a dyn Fn(f64) -> String,
     /// The lines.
-    pub(super) lines: Vec<Line>,
+    pub(super) lines: Vec<ChartLine>,
     /// The levels.
-    pub(super) levels: Vec<Level>,
+    pub(super) levels: Vec<ChartLevel>,
 }
 
 /// Linear between its ends, labelled at its ticks and nowhere else.
@@ -196,13 +196,13 @@ mod tests {
             x_label: &label,
             y_label: &label,
             lines: labels
-                .map(|label| Line {
+                .map(|label| ChartLine {
                     label: label.into(),
                     points: vec![(0.0, 0.0), (1.0, 2.0)],
                     is_marked: true,
                 })
                 .to_vec(),
-            levels: vec![Level {
+            levels: vec![ChartLevel {
                 label: "dense".into(),
                 value: 1.0,
             }],

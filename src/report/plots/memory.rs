@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::Figure;
 use super::bars::{self, Bar};
-use super::chart::{Chart, Line};
+use super::chart::{Chart, ChartLine};
 use super::scale::{Axis, label};
 use crate::bytes::ByteSize;
 use crate::run::Manifest;
@@ -52,7 +52,7 @@ fn over_time(manifest: &Manifest) -> Result<Figure> {
             [(x(pair[0].seconds), height), (x(pair[1].seconds), height)]
         })
         .collect();
-    let line = |label: &str, points| Line {
+    let line = |label: &str, points| ChartLine {
         label: label.into(),
         points,
         is_marked: false,

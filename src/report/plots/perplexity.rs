@@ -3,9 +3,9 @@
 use anyhow::Result;
 
 use super::Figure;
-use super::chart::{Chart, Level, Line};
+use super::chart::{Chart, ChartLevel, ChartLine};
 use super::scale::{Axis, label};
-use crate::report::comparison::Group;
+use crate::report::comparison::ComparableRuns;
 
 /// The ratio of the largest to the smallest perplexity from which the axis is logarithmic.
 const WIDE: f64 = 4.0;
@@ -14,7 +14,7 @@ const WIDE: f64 = 4.0;
 ///
 /// # Errors
 /// Fails when plotters cannot draw.
-pub fn figure(group: &Group<'_>) -> Result<Option<Figure>> {
+pub fn figure(group: &ComparableRuns<'_>) -> Result<Option<Figure>> {
     let points = || group.series.iter().flat_map(|series| &series.points);
     if points().next().is_none() {
         return Ok(None);
@@ -57,7 +57,7 @@ pub fn figure(group: &Group<'_>) -> Result<Option<Figure>> {
     let least = points()
         .map(|point| point.sparsity)
         .fold(f64::INFINITY, f64::min);
-    let lines = group.series.iter().map(|series| Line {
+    let lines = group.series.iter().map(|series| ChartLine {
         label: series.label.clone(),
         points: series
             .points
@@ -66,7 +66,7 @@ pub fn figure(group: &Group<'_>) -> Result<Option<Figure>> {
             .collect(),
         is_marked: true,
     });
-    let levels = group.dense.iter().map(|&dense| Level {
+    let levels = group.dense.iter().map(|&dense| ChartLevel {
         label: format!("dense: {dense:.4}"),
         value: height(dense),
     });
@@ -94,7 +94,7 @@ pub fn figure(group: &Group<'_>) -> Result<Option<Figure>> {
     }))
 }
 
-fn describe(group: &Group<'_>) -> String {
+fn describe(group: &ComparableRuns<'_>) -> String {
     let mut sentences: Vec<String> = group
         .series
         .iter()
@@ -114,7 +114,7 @@ fn describe(group: &Group<'_>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::comparison::{Comparison, NamedRun};
+    use crate::report::comparison::{NamedRun, RunComparison};
     use crate::report::made_up;
 
     fn figure_of(perplexities: &[f64]) -> Figure {
@@ -130,7 +130,7 @@ mod tests {
                 }
             })
             .collect();
-        let comparison = Comparison::of(&runs);
+        let comparison = RunComparison::of(&runs);
         assert_eq!(comparison.groups.len(), 1);
         figure(&comparison.groups[0]).unwrap().unwrap()
     }

@@ -38,7 +38,7 @@ fn blocks_of_any_shape_give_the_same_bits() {
             .collect()
     };
     let (q, k, v) = (wave(0.71), wave(0.37), wave(0.53));
-    let source = Source {
+    let source = Inputs {
         kernel: Kernel::Fused,
         heads,
         past: 0,
@@ -57,7 +57,7 @@ fn blocks_of_any_shape_give_the_same_bits() {
         let columns = 0..20;
         let mut rectangles: Vec<_> =
             rectangles::cut(&mut out, 20, &rows, std::slice::from_ref(&columns)).collect();
-        let mut scratch = Scratch::with_blocks(block, &source);
+        let mut scratch = PanelScratch::with_blocks(block, &source);
         scratch.pack(&source, 0, &rectangles);
         for rectangle in &mut rectangles {
             Simd::vectorize(simd, Run(scratch.start(&source, 0, 0, rectangle)));
