@@ -19,6 +19,6 @@ pub use generation::GenerationReport;
 pub use inspection::Inspection;
 pub use manifest::Manifest;
 pub use memory_settings::{MemorySettings, WeightsHeld};
-pub use plan::{HiddenStatesStorage, Plan};
 pub use meter::Meter;
+pub use plan::{HiddenStatesStorage, Plan};
 pub use state::RunState;

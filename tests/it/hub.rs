@@ -249,14 +249,7 @@ fn a_plan_needs_the_headers_alone() {
 #[test]
 fn a_plan_uses_the_cache_offline_and_without_a_network() {
     let (server, place) = with_model();
-    let plan = [
-        "plan",
-        "--model",
-        MODEL,
-        "--max-memory",
-        "cpu=4GiB",
-        "--json",
-    ];
+    let plan = format!("plan --model {MODEL} --max-memory cpu=4GiB --json");
     let settled = |ran: &Ran| {
         let mut plan: serde_json::Value = serde_json::from_str(&ran.stdout).expect("one object");
         plan["inventory"].take();
@@ -273,7 +266,7 @@ fn a_plan_uses_the_cache_offline_and_without_a_network() {
     assert!(server.seen().is_empty());
     let online = ran(&mut command(&place, &server, &plan));
     assert_eq!(online.code, 0, "{}", online.stderr);
-    let fetched = ran(&mut command(&place, &server, &QUICK));
+    let fetched = ran(&mut command(&place, &server, QUICK));
     assert_eq!(fetched.code, 0, "{}", fetched.stderr);
     let asked = server.seen().len();
     let offline = ran(command(&place, &server, &plan).env("HF_HUB_OFFLINE", "1"));

@@ -262,8 +262,7 @@ fn what_is_no_finished_run_of_ours_is_refused() {
 fn a_folder_with_the_name_of_the_record_is_refused_before_anything_is_computed() {
     let place = Place::new();
     fs::create_dir_all(place.path("out/run.json")).expect("a new folder");
-    let ran =
-        place.run("eval --model m --eval-dataset test.txt --seqlen 64 --save out --force");
+    let ran = place.run("eval --model m --eval-dataset test.txt --seqlen 64 --save out --force");
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     assert!(
         ran.stderr
