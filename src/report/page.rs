@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use anyhow::Result;
-use minijinja::Environment;
+use minijinja::{AutoEscape, Environment};
 use serde::Serialize;
 
 use super::comparison::{NamedRun, RunComparison, method_label};
@@ -120,6 +120,8 @@ impl Report {
 fn render(page: &Page<'_>) -> Result<String> {
     let mut environment = Environment::new();
     environment.set_keep_trailing_newline(true);
+    // Makes the result of a macro safe.
+    environment.set_auto_escape_callback(|_| AutoEscape::Html);
     environment.set_formatter(|out, _, value| match value.as_str() {
         Some(text) if !value.is_safe() => out.write_str(&escape(text)).map_err(Into::into),
         _ => write!(out, "{value}").map_err(Into::into),

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::format::duration;
 use crate::bytes::ByteSize;
 use crate::run::Manifest;
 use crate::run::fallback::{FallOutcome, FallReport};
@@ -120,14 +121,14 @@ impl TableRows {
 
     /// The time of the run and of each phase with at least a two-hundredth of it.
     fn phases(&mut self, manifest: &Manifest) {
-        self.add("time", seconds(manifest.seconds));
+        self.add("time", duration(manifest.seconds));
         let least = 0.005 * manifest.seconds;
         for phase in manifest
             .phases
             .iter()
             .filter(|phase| phase.seconds >= least)
         {
-            let (time, peak) = (seconds(phase.seconds), peak(phase.peak_anonymous));
+            let (time, peak) = (duration(phase.seconds), peak(phase.peak_anonymous));
             self.add(
                 &format!("  {}", phase.phase),
                 format!("{time:>9}  peak {peak}"),
@@ -190,15 +191,6 @@ fn perplexity(report: &PerplexityReport, dataset: &str) -> String {
         "{:.4} ± {:.2} over windows ({dataset}, {} windows of {} tokens)",
         report.perplexity, spread, report.windows, report.seqlen
     )
-}
-
-fn seconds(seconds: f64) -> String {
-    let whole = seconds as u64;
-    match whole {
-        0..100 => format!("{seconds:.1} s"),
-        100..6000 => format!("{} min {:02} s", whole / 60, whole % 60),
-        _ => format!("{} h {:02} min", whole / 3600, whole % 3600 / 60),
-    }
 }
 
 fn peak(bytes: Option<ByteSize>) -> String {

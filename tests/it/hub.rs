@@ -261,7 +261,8 @@ fn a_plan_uses_the_cache_offline_and_without_a_network() {
         &format!(
             "error: the model `{MODEL}` (revision `main`) is not in the cache, and HF_HUB_OFFLINE forbids to download it"
         ),
-        "hint: run once without HF_HUB_OFFLINE",
+        "hint: run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give a local \
+         folder to --model",
     );
     assert!(server.seen().is_empty());
     let online = ran(&mut command(&place, &server, &plan));
