@@ -14,9 +14,9 @@ use super::run_folder::RunFolder;
 use super::session::Session;
 use crate::checkpoint::WeightSource;
 use crate::data::{Role, TextCache};
-use crate::pipeline::Job;
+use crate::pipeline::RunShape;
 use crate::report;
-use crate::run::{Event, Events, Manifest};
+use crate::run::{Event, Events, Manifest, Moment};
 use crate::runtime::{Passenger, Side, Sweep, memory};
 
 /// Shown below the flags.
@@ -77,19 +77,19 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     folder.lock(console)?;
     folder.look()?;
     session.plan(
-        &Job {
+        &RunShape {
             windows: 1,
-            sides: 1,
+            sides: &[Side::Dense],
             ..session.job()
         },
         &args.device,
     )?;
     let dataset = session.check_evaluation(&args.evaluation, console)?;
     let cache = TextCache::open(args.evaluation.text_cache.clone());
-    let expected = Job {
+    let expected = RunShape {
         windows: 1,
-        sides: 1,
-        tokenise: session.tokenising([(&dataset, Role::Evaluation)], &cache)?,
+        sides: &[Side::Dense],
+        tokenising: session.tokenising([(&dataset, Role::Evaluation)], &cache)?,
         ..session.job()
     };
     session.plan(&expected, &args.device)?;
@@ -98,13 +98,13 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         session.evaluation(&args.evaluation, &dataset, &tokenizer, &cache, console)?
     };
     memory::release_freed();
-    session.clock.mark("02_model_loaded", console);
-    let job = Job {
+    session.clock.mark(Moment::ModelLoaded, console);
+    let job = RunShape {
         windows: windows.windows,
         ..expected
     };
     let plan = session.plan(&job, &args.device)?;
-    let spill_folder = session.spill_folder(&plan, &args.device, args.save.as_deref(), console);
+    let spill_folder = session.spill_folder(&plan, &args.device, args.save.as_deref(), console)?;
     console.line(&format!(
         "evaluating {} on {}: {} windows of {} tokens",
         session.folder.display(),
@@ -145,7 +145,7 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
     });
     let swept = sweep.run(None, &mut [&mut perplexity as &mut dyn Passenger])?;
     console.emit(Event::SweepDone);
-    session.clock.mark("09_end", console);
+    session.clock.mark(Moment::End, console);
     let watch = swept.watch.clone();
     let mut manifest = session.manifest("eval", arguments, &plan, swept)?;
     manifest.profile = Some(profile::report(

@@ -18,7 +18,7 @@ use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::{self, SHAPES, Shape};
 use crate::model::{Dtypes, ModelConfig, footprint};
-use crate::pipeline::Job;
+use crate::pipeline::RunShape;
 use crate::placement::device_map;
 use crate::placement::inventory::Cpu;
 use crate::placement::{Budget, Device, Inventory, Policy, planner};
@@ -233,10 +233,10 @@ impl PlanArgs {
         })
     }
 
-    fn job<'a>(&self, subject: &'a Subject, threads: usize) -> Result<Job<'a>> {
+    fn job<'a>(&self, subject: &'a Subject, threads: usize) -> Result<RunShape<'a>> {
         let config = &subject.config;
         let seqlen = session::check_seqlen(self.seqlen, config)?;
-        let sides = self.eval.sides().len();
+        let sides = self.eval.sides();
         let text = TEST_TOKENS[usize::from(config.vocab_size > 64_000)];
         let windows = self
             .eval_windows
@@ -244,7 +244,7 @@ impl PlanArgs {
             .max(1);
         let calibrates =
             method(&self.prune_method).is_some_and(|method| method.needs() != Needs::Nothing);
-        Ok(Job {
+        Ok(RunShape {
             config,
             dtypes: subject.dtypes,
             gpu_dtype: subject.dtypes.layers,
@@ -254,13 +254,13 @@ impl PlanArgs {
             } else {
                 0
             },
-            windows: if sides > 0 { windows } else { 0 },
+            windows: if !sides.is_empty() { windows } else { 0 },
             sides,
             prunes: true,
             saves: !self.no_save_model,
             threads,
             products: self.products(subject.dtypes.layers)?,
-            tokenise: ByteSize::ZERO,
+            tokenising: ByteSize::ZERO,
             settings: None,
         })
     }
@@ -319,7 +319,6 @@ fn table(args: &PlanArgs, inventory: &Inventory) -> Result<Vec<TableRow>> {
     for shape in &SHAPES {
         let subject = Subject::of(shape)?;
         let job = args.job(&subject, inventory.cpu.threads)?;
-        let workload = job.workload();
         let parameters = footprint::parameters(&subject.config);
         let unlimited = Inventory {
             cpu: Cpu {
@@ -329,9 +328,9 @@ fn table(args: &PlanArgs, inventory: &Inventory) -> Result<Vec<TableRow>> {
             gpus: Vec::new(),
             ..inventory.clone()
         };
-        let plan = planner::plan(&workload, &unlimited, &Policy::default())
+        let plan = planner::plan(&job, &unlimited, &Policy::default())
             .map_err(|_| Failure::new("a plan without limits does not fit"))?;
-        let least = planner::least_that_works(&workload);
+        let least = planner::least_that_works(&job);
         rows.push(TableRow {
             model: subject.name,
             parameters,
@@ -340,7 +339,7 @@ fn table(args: &PlanArgs, inventory: &Inventory) -> Result<Vec<TableRow>> {
             peak: plan.cpu().map(|cpu| cpu.peak).unwrap_or_default(),
             smallest_ram: least.cpu,
             smallest_gpu: least.gpu,
-            ram_beside_it: least.beside_gpu,
+            ram_beside_it: least.with_gpu,
             seconds: plan.time.seconds,
         });
     }

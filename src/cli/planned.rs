@@ -1,7 +1,8 @@
 //! From settings to a plan, or to a refusal with flags that were tried and work.
 
+use crate::bytes::ByteSize;
 use crate::failure::Failure;
-use crate::pipeline::Job;
+use crate::pipeline::RunShape;
 use crate::placement::{self, Inventory, PlanFailure, Policy, Shortage};
 use crate::run::{HiddenStatesStorage, Plan};
 
@@ -10,8 +11,12 @@ use crate::run::{HiddenStatesStorage, Plan};
 /// # Errors
 /// Where it does not fit: the devices that are too small, by how much, and the nearest settings that fit; as `placement::plan`
 /// for devices that are not there.
-pub(super) fn plan(job: &Job<'_>, inventory: &Inventory, policy: &Policy) -> Result<Plan, Failure> {
-    placement::plan(&job.workload(), inventory, policy).map_err(|failure| match failure {
+pub(super) fn plan(
+    job: &RunShape<'_>,
+    inventory: &Inventory,
+    policy: &Policy,
+) -> Result<Plan, Failure> {
+    placement::plan(job, inventory, policy).map_err(|failure| match failure {
         PlanFailure::DoesNotFit(shortages) => refusal(&shortages, job, inventory, policy),
         PlanFailure::Unusable(failure) => failure,
     })
@@ -19,7 +24,7 @@ pub(super) fn plan(job: &Job<'_>, inventory: &Inventory, policy: &Policy) -> Res
 
 fn refusal(
     shortages: &[Shortage],
-    job: &Job<'_>,
+    job: &RunShape<'_>,
     inventory: &Inventory,
     policy: &Policy,
 ) -> Failure {
@@ -46,12 +51,12 @@ fn describe(shortage: &Shortage) -> String {
     let mut parts: Vec<_> = shortage
         .parts
         .iter()
-        .filter(|(_, bytes)| bytes.0 > 0)
+        .filter(|part| part.bytes > ByteSize::ZERO)
         .collect();
-    parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+    parts.sort_by_key(|part| std::cmp::Reverse(part.bytes));
     let parts: Vec<String> = parts
         .iter()
-        .map(|(what, bytes)| format!("{what} {bytes}"))
+        .map(|part| format!("{} {}", part.kind, part.bytes))
         .collect();
     format!(
         "{}: \"{}\" needs at least {} ({}), {} allowed, {} ({} bytes) short",
@@ -68,13 +73,12 @@ fn describe(shortage: &Shortage) -> String {
 /// Changes of one setting that make the plan fit, each tried.
 fn advice(
     shortages: &[Shortage],
-    job: &Job<'_>,
+    job: &RunShape<'_>,
     inventory: &Inventory,
     policy: &Policy,
 ) -> Vec<String> {
-    let fits = |job: &Job<'_>, policy: &Policy| {
-        placement::plan(&job.workload(), inventory, policy).is_ok()
-    };
+    let fits =
+        |job: &RunShape<'_>, policy: &Policy| placement::plan(job, inventory, policy).is_ok();
     let mut advice = Vec::new();
     if let [only] = shortages
         && only.device == "cpu"
@@ -104,7 +108,7 @@ fn advice(
         }
     }
     if job.windows > 0 && job.prunes {
-        let unmeasured = Job {
+        let unmeasured = RunShape {
             windows: 0,
             ..job.clone()
         };

@@ -5,8 +5,8 @@ use crate::linalg::product::Kernel;
 use crate::linalg::profile::{Part, Watch};
 use crate::linalg::{Products, StoredDtype};
 use crate::pipeline::SelectionTime;
-use crate::run::Manifest;
 use crate::run::profile::{PartReport, PeakReport, ProfileReport};
+use crate::run::{Manifest, Phase};
 
 /// Measures what the CPU can do with so many threads. Takes about a second.
 pub(super) fn peak(products: Products, threads: usize) -> PeakReport {
@@ -31,8 +31,8 @@ pub(super) fn report(
     run: &Manifest,
 ) -> ProfileReport {
     let (threads, seconds) = (run.arithmetic.threads, run.seconds);
-    let phase = |name: &str| {
-        let of = run.phases.iter().find(|phase| phase.phase == name);
+    let phase = |phase: Phase| {
+        let of = run.phases.iter().find(|report| report.phase == phase);
         of.map_or(0.0, |phase| phase.seconds)
     };
     let spent = |part: Part| watch.spent(part).time.as_secs_f64();
@@ -52,19 +52,19 @@ pub(super) fn report(
             share_of_peak: None,
         });
     };
-    plain("read", phase("read") + spent(Part::Read));
+    plain("read", phase(Phase::Read) + spent(Part::Read));
     plain("pack", spent(Part::Pack));
     plain("statistics", spent(Part::Statistics));
     if let Some(selection) = selection {
         // Threads score and select in turn, row by row.
         let scoring = (selection.scoring.seconds() / threads.max(1) as f64).min(selection.seconds);
         plain("score", scoring);
-        plain("select", phase("score and mask") - scoring);
+        plain("select", phase(Phase::Score) - scoring);
     }
     plain("output error", spent(Part::OutputError));
     plain(
         "write",
-        phase("allocate") + phase("write") + phase("save and verify"),
+        phase(Phase::Allocate) + phase(Phase::Write) + phase(Phase::SaveAndVerify),
     );
     for (at, (name, part)) in [
         ("qkv", Part::Qkv),
@@ -118,9 +118,9 @@ mod tests {
         watch.enter(Part::Elsewhere);
         let mut run = crate::report::made_up::manifest("wanda", 0.5);
         run.seconds = 5.0;
-        run.phases = [("read", 1.0), ("score and mask", 0.5)]
+        run.phases = [(Phase::Read, 1.0), (Phase::Score, 0.5)]
             .map(|(phase, seconds)| PhaseReport {
-                phase: phase.to_string(),
+                phase,
                 seconds,
                 peak_anonymous: None,
             })

@@ -26,7 +26,7 @@ use crate::pipeline::{
 };
 use crate::report;
 use crate::run::manifest::{OutputReport, Perplexities};
-use crate::run::{Event, Events, Manifest};
+use crate::run::{Event, Events, Manifest, Moment, Phase};
 use crate::runtime::{Editor, Passenger, Side, Sweep};
 use job::{Job, Settled};
 use unfinished::Outputs;
@@ -196,7 +196,7 @@ pub fn execute(
         .iter_mut()
         .map(|passenger| passenger as &mut dyn Passenger)
         .collect();
-    session.clock.mark("03_before_pruning", console);
+    session.clock.mark(Moment::BeforePruning, console);
     console.emit(Event::SweepStarted {
         layers: session.config.num_hidden_layers,
         finished: first,
@@ -220,7 +220,7 @@ pub fn execute(
     }
 
     let output = finish(&job, writer, masks, &expected, console)?;
-    session.clock.mark("09_end", console);
+    session.clock.mark(Moment::End, console);
     let mut manifest = session.manifest("prune", arguments, &job.plan, swept)?;
     manifest.profile = Some(profile::report(
         peak,
@@ -290,23 +290,23 @@ fn finish(
 ) -> Result<Option<OutputReport>> {
     let clock = &job.session.clock;
     if writer.is_some() {
-        clock.mark("07_before_save_model", console);
+        clock.mark(Moment::BeforeSaving, console);
     }
     let level = job.args.output.verify.level();
     let verification = writer
         .map(|writer| {
-            clock.measure("save and verify", || {
+            clock.measure(Phase::SaveAndVerify, || {
                 writer.finish(expected, level, console)
             })
         })
         .transpose()?;
     if let Some(masks) = masks {
-        clock.measure("save and verify", || masks.finish())?;
+        clock.measure(Phase::SaveAndVerify, || masks.finish())?;
     }
     let Some((model, verification)) = job.folder.model.as_ref().zip(verification) else {
         return Ok(None);
     };
-    clock.mark("08_after_save_model", console);
+    clock.mark(Moment::AfterSaving, console);
     Ok(Some(OutputReport {
         model: model.display().to_string(),
         verification: serde_json::to_value(verification)?,

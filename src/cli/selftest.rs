@@ -19,17 +19,17 @@ use crate::demo::{RandomCheckpoint, embedded};
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::model::observe::Need;
-use crate::model::on_device::{Cut, Seen};
+use crate::model::on_device::{Cut, LogSumExpPart};
 use crate::model::{
     DecoderLayer, Embedding, Head, LayerContext, ModelConfig, Observation, Observer, Projection,
 };
 use crate::pipeline::{PrunedMatrix, Watcher};
 use crate::pruning::Mask;
-use crate::run::fallback::FallOutcome;
-use crate::run::{MemorySettings, Silent};
+use crate::run::fallback::FallbackOutcome;
+use crate::run::{MemorySettings, Phase, Silent};
+use crate::runtime::device_worker::DeviceWorker;
 use crate::runtime::engine::{Engine, OnCandle};
 use crate::runtime::ledger::{Ledger, Refusals};
-use crate::runtime::seat::Seat;
 use crate::runtime::{Compute, HiddenStates};
 
 /// Flags of `prune selftest`.
@@ -260,7 +260,7 @@ impl Bench {
         layer.capture(state, context, &mut observed)?;
         let head = Head::load(&**source, config)?;
         let chunk = head.chunk(0..config.vocab_size)?;
-        let losses = losses(&Seen::on_host(&chunk, state, tokens, context)?);
+        let losses = losses(&LogSumExpPart::on_host(&chunk, state, tokens, context)?);
         let mut figures = Vec::new();
         for (dtype, tolerance) in TOLERANCES {
             let mut engine = self.loaded(model, dtype)?;
@@ -297,7 +297,7 @@ impl Bench {
                 .max(difference(&ours, &values(&again)?))
                 .max(difference(&ours, &values(&ahead)?));
             engine.begin_head(&chunk)?;
-            let seen = engine.see(&chunk, state, tokens, cut)?;
+            let seen = engine.head_window(&chunk, state, tokens, cut)?;
             let loss = difference(&losses, &self::losses(&seen));
             let worst = apart.max(sums / 2.0).max(loss);
             figures.push(format!(
@@ -329,7 +329,7 @@ impl Bench {
         Ok(Outcome::Held(self.compare(&mut model, &cut)?.join(", ")))
     }
 
-    /// A seat whose account refuses the first attempts of every sample.
+    /// A device whose account refuses the first attempts of every sample.
     fn smaller_pieces(&self, folder: &Path) -> Result<Outcome> {
         let mut model = Model::random(folder, "wide", &wide(), 512)?;
         // 8 uploads come first; then the sample, refused whole twice and halved once.
@@ -338,24 +338,25 @@ impl Bench {
         let ledger = Ledger::new(capacity, ByteSize::ZERO, refusals);
         let (apart, outcomes) = self.pass(&mut model, ledger)?;
         ensure!(
-            outcomes == [FallOutcome::Smaller],
+            outcomes == [FallbackOutcome::Smaller],
             "the ladder went {outcomes:?}"
         );
         ensure!(apart <= TOLERANCES[0].1, "off by {apart:.1e}");
         Ok(Outcome::Held(format!("off by {apart:.1e}")))
     }
 
-    /// One sample through a layer on a seat, in f32: how far from the host's, and how the ladder went.
-    fn pass(&self, model: &mut Model, ledger: Ledger) -> Result<(f32, Vec<FallOutcome>)> {
+    /// One sample through a layer on a device, in f32: the distance from the host's result, and the outcomes of the ladder.
+    fn pass(&self, model: &mut Model, ledger: Ledger) -> Result<(f32, Vec<FallbackOutcome>)> {
         let ours = values(&model.layer.forward(&model.state, &mut model.context)?)?;
         let seqlen = model.tokens.len();
-        let seat = Seat::new(
+        let worker = DeviceWorker::new(
             self.name.clone(),
             Box::new(self.engine(model, DType::F32)?),
             ledger,
             Cut::of(&MemorySettings::default(), &model.config),
+            Arc::new(model.config.clone()),
             seqlen,
-            ByteSize::ZERO,
+            &Silent,
         );
         let mut hidden = HiddenStates::new(
             None,
@@ -368,11 +369,14 @@ impl Bench {
         hidden.put(0, model.state.clone())?;
         let context = LayerContext::new(&model.config, seqlen)?;
         let by_layer = vec![vec![self.name.clone()]];
-        let mut compute = Compute::new(context, &model.config, vec![seat], by_layer, &Silent);
-        compute.forward("selftest", &model.layer, &mut hidden, &|_| ())?;
-        let falls = compute.finish().fallbacks;
+        let mut compute = Compute::new(context, vec![worker], by_layer, &Silent);
+        compute.forward(Phase::Propagate, &model.layer, &mut hidden, &|_| ())?;
+        let fallbacks = compute.finish().fallbacks;
         let apart = difference(&ours, &values(&hidden.get(0)?)?);
-        Ok((apart, falls.iter().map(|fall| fall.outcome).collect()))
+        Ok((
+            apart,
+            fallbacks.iter().map(|fallback| fallback.outcome).collect(),
+        ))
     }
 
     /// The whole job on the demo model, here and on the CPU.
@@ -501,7 +505,7 @@ impl Bench {
         let figures = format!("the ladder went {outcomes:?}, off by {apart:.1e}");
         drop(ballast);
         ensure!(
-            outcomes == [FallOutcome::Smaller] && apart <= TOLERANCES[0].1,
+            outcomes == [FallbackOutcome::Smaller] && apart <= TOLERANCES[0].1,
             "{figures}"
         );
         let ledger = Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, Refusals::default());
@@ -595,8 +599,8 @@ fn values(tensor: &Tensor) -> Result<Vec<f32>> {
 }
 
 /// −ln p of every token that follows another.
-fn losses(seen: &[Seen]) -> Vec<f32> {
-    let loss = |seen: &Seen| {
+fn losses(seen: &[LogSumExpPart]) -> Vec<f32> {
+    let loss = |seen: &LogSumExpPart| {
         let logit = f64::from(seen.logit.unwrap_or(f32::NAN));
         (seen.sum.ln() + f64::from(seen.largest) - logit) as f32
     };

@@ -23,10 +23,12 @@ use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype, kernel};
 use crate::model::on_device::candle_dtype;
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, Projection};
-use crate::pipeline::{Job, embed};
+use crate::pipeline::{RunShape, embed};
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, Perplexities, SCHEMA};
-use crate::run::{Event, Events, HiddenStatesStorage, MemorySettings, Plan};
-use crate::runtime::{Clock, Devices, HiddenStates, Side, Simulation, Swept};
+use crate::run::{Event, Events, HiddenStatesStorage, MemorySettings, Moment, Phase, Plan};
+use crate::runtime::{
+    Clock, Devices, HiddenStates, Side, Simulation, SweepReport, check_spill_folder,
+};
 
 /// Worker threads that may be asked for.
 const MOST_THREADS: RangeInclusive<usize> = 1..=1024;
@@ -76,7 +78,7 @@ impl Session {
     ) -> Result<Self> {
         device.check()?;
         let clock = Clock::new();
-        clock.mark("01_start", events);
+        clock.mark(Moment::Start, events);
         let unix_seconds = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |elapsed| elapsed.as_secs());
@@ -141,7 +143,7 @@ impl Session {
     /// Fails when there is none.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
         self.clock
-            .measure("tokenise", || Tokenizer::load(&self.folder))
+            .measure(Phase::Tokenise, || Tokenizer::load(&self.folder))
     }
 
     /// Turns the evaluation text into windows.
@@ -159,7 +161,7 @@ impl Session {
         let windows = args
             .eval_windows
             .map(|windows| usize::try_from(windows).unwrap_or(usize::MAX));
-        let evaluation = self.clock.measure("tokenise", || {
+        let evaluation = self.clock.measure(Phase::Tokenise, || {
             data::evaluation(dataset, tokenizer, self.seqlen, windows, cache, events)
         })?;
         self.check_ids(&evaluation.tokens, tokenizer, "evaluation")?;
@@ -234,20 +236,20 @@ impl Session {
     }
 
     /// A run of this checkpoint in numbers, before its texts are known: nothing is calibrated or evaluated yet.
-    pub fn job(&self) -> Job<'_> {
-        Job {
+    pub fn job(&self) -> RunShape<'_> {
+        RunShape {
             config: &self.config,
             dtypes: self.dtypes(),
             gpu_dtype: self.gpu_dtype,
             seqlen: self.seqlen,
             samples: 0,
             windows: 0,
-            sides: 0,
+            sides: &[],
             prunes: false,
             saves: false,
             threads: self.threads,
             products: self.products,
-            tokenise: ByteSize::ZERO,
+            tokenising: ByteSize::ZERO,
             settings: self.memory_settings.clone(),
         }
     }
@@ -286,7 +288,7 @@ impl Session {
     ///
     /// # Errors
     /// Fails where it does not fit, with the shortage and flags that do.
-    pub fn plan(&self, job: &Job<'_>, device: &DeviceArgs) -> Result<Plan> {
+    pub fn plan(&self, job: &RunShape<'_>, device: &DeviceArgs) -> Result<Plan> {
         Ok(planned::plan(
             job,
             &device.inventory(self.threads)?,
@@ -316,15 +318,18 @@ impl Session {
     }
 
     /// Returns the folder of the spill file where the plan keeps hidden states on disk. Warns unless the user chose the disk.
+    ///
+    /// # Errors
+    /// Fails when no file can be created in the folder.
     pub fn spill_folder(
         &self,
         plan: &Plan,
         device: &DeviceArgs,
         run_folder: Option<&Path>,
         events: &dyn Events,
-    ) -> Option<PathBuf> {
+    ) -> Result<Option<PathBuf>> {
         if plan.hidden_states.storage == HiddenStatesStorage::Ram {
-            return None;
+            return Ok(None);
         }
         let folder = device
             .offload_folder
@@ -338,7 +343,8 @@ impl Session {
                 folder.display()
             ));
         }
-        Some(folder)
+        check_spill_folder(&folder)?;
+        Ok(Some(folder))
     }
 
     /// A stream of embedded samples, `tokens` `[samples, seqlen]`.
@@ -369,7 +375,7 @@ impl Session {
             self.resting_dtype(devices),
         )?;
         self.clock
-            .measure("embed", || {
+            .measure(Phase::Embed, || {
                 embed(&mut hidden, &embedding, tokens, self.seqlen)
             })
             .context("embedding the samples")?;
@@ -437,7 +443,7 @@ impl Session {
         command: &str,
         arguments: Vec<String>,
         plan: &Plan,
-        swept: Swept,
+        swept: SweepReport,
     ) -> Result<Manifest> {
         let phases = self.clock.report();
         let seconds = self.started.0.elapsed().as_secs_f64();

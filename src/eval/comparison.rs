@@ -1,17 +1,17 @@
 //! A checkpoint beside the dense one it may have been made from: what is kept, what changed, what is missing.
 
 use crate::checkpoint::{Checkpoint, Scan, TensorEntry, WeightSource};
-use crate::run::inspection::{ChangedWeight, Comparison, StoredAs, UnlikeTensor};
+use crate::run::inspection::{ChangedWeight, DenseComparison, StoredAs, UnlikeTensor};
 
 /// Gathers the comparison while the tensors pass by.
 pub(super) struct Against<'a> {
     dense: &'a Checkpoint,
-    found: Comparison,
+    found: DenseComparison,
 }
 
 impl<'a> Against<'a> {
     pub(super) fn new(dense: &'a Checkpoint) -> Self {
-        let found = Comparison {
+        let found = DenseComparison {
             dense: dense.folder().display().to_string(),
             is_pruned_copy: false,
             kept_identical: true,
@@ -77,7 +77,7 @@ impl<'a> Against<'a> {
     }
 
     /// The comparison with `model`, whose every tensor has passed by.
-    pub(super) fn finish(self, model: &Checkpoint) -> Comparison {
+    pub(super) fn finish(self, model: &Checkpoint) -> DenseComparison {
         let mut found = self.found;
         let missing = self
             .dense

@@ -14,8 +14,8 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, GROUP_SIZES, Scan, TensorEntry, scan_tensor};
 use crate::model::{ModelConfig, Projection};
 use crate::run::inspection::{
-    DtypeShare, Group, InspectedLayer, InspectedMatrix, Inspection, OtherTensors, PatternCount,
-    Problem, SCHEMA, ShardFile, Zeros,
+    DtypeShare, GroupZeros, InspectedLayer, InspectedMatrix, Inspection, OtherTensors,
+    PatternCount, Problem, SCHEMA, ShardFile, Zeros,
 };
 use crate::run::{Events, Meter};
 
@@ -149,14 +149,14 @@ fn is_counted(dtype: Dtype) -> bool {
 
 fn matrix_of(entry: &TensorEntry, scan: &Scan) -> InspectedMatrix {
     let sparsity = Zeros::of(scan.zeros, entry.elements() as u64);
-    let groups: Vec<Group> = GROUP_SIZES
+    let groups: Vec<GroupZeros> = GROUP_SIZES
         .into_iter()
         .zip(scan.fewest_zeros)
-        .filter_map(|(m, fewest)| Some(Group { n: fewest?, m }))
+        .filter_map(|(m, fewest)| Some(GroupZeros { n: fewest?, m }))
         .filter(|group| group.n > 0 && is_counted(entry.dtype))
         .collect();
     let explains =
-        |group: &&Group| f64::from(group.n) / group.m as f64 >= ACCOUNTS_FOR * sparsity.ratio;
+        |group: &&GroupZeros| f64::from(group.n) / group.m as f64 >= ACCOUNTS_FOR * sparsity.ratio;
     let pattern = groups.iter().find(explains);
     InspectedMatrix {
         name: entry

@@ -12,19 +12,11 @@ use anyhow::{Context, Result};
 use rayon::prelude::*;
 
 use crate::linalg::exp;
-use crate::model::on_device::Seen;
+use crate::model::on_device::LogSumExpPart;
 use crate::model::{DecoderLayer, Head};
 use crate::run::manifest::PerplexityReport;
-use crate::run::{Event, Events};
+use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, HiddenStates, Passenger, Side};
-
-/// The phase the time of a side is booked under.
-fn phase(side: Side) -> &'static str {
-    match side {
-        Side::Dense => "evaluate dense",
-        Side::Pruned => "evaluate pruned",
-    }
-}
 
 /// One stream of windows on its way through the model.
 pub struct Perplexity<'a> {
@@ -74,14 +66,14 @@ impl<'a> Perplexity<'a> {
                 "layer {}/{}: {}",
                 layer.index() + 1,
                 self.num_hidden_layers,
-                phase(self.side)
+                self.side.phase()
             ),
             unit: "windows",
             steps: self.hidden.samples() as u64,
         });
         let (clock, events, hidden) = (self.clock, self.events, &mut self.hidden);
-        clock.measure(phase(self.side), || {
-            compute.forward(phase(self.side), layer, hidden, &|window| {
+        clock.measure(self.side.phase(), || {
+            compute.forward(self.side.phase(), layer, hidden, &|window| {
                 events.emit(Event::Progress {
                     done: window as u64 + 1,
                 });
@@ -110,7 +102,7 @@ impl Passenger for Perplexity<'_> {
         let (clock, events, hidden, seqlen) =
             (self.clock, self.events, &mut self.hidden, self.seqlen);
         let tokens = self.tokens;
-        let losses = clock.measure("head", || -> Result<Vec<f64>> {
+        let losses = clock.measure(Phase::Head, || -> Result<Vec<f64>> {
             let mut seen = vec![NextToken::default(); steps as usize * seqlen];
             let parts = head.chunks().len();
             for (part, rows) in head.chunks().enumerate() {
@@ -123,7 +115,7 @@ impl Passenger for Perplexity<'_> {
                     });
                 };
                 if compute.has_device_for_the_head() {
-                    compute.see(&chunk, hidden, tokens, &mut |window, parts| {
+                    compute.head_windows(&chunk, hidden, tokens, &mut |window, parts| {
                         let seen = &mut seen[window * seqlen..];
                         for (seen, part) in seen.iter_mut().zip(&parts) {
                             seen.merge(part);
@@ -200,7 +192,7 @@ impl NextToken {
     }
 
     /// Takes what a device has of other rows.
-    fn merge(&mut self, part: &Seen) {
+    fn merge(&mut self, part: &LogSumExpPart) {
         let largest = part.largest.max(self.largest);
         let scaled = |sum: f64, to: f32| match to == largest {
             true => sum,

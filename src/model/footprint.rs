@@ -143,7 +143,7 @@ pub fn products(
         settings.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
     let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
     let of_layer = TOGETHER.iter().flat_map(|projections| {
-        let is_mlp = projections[0].name().starts_with("mlp");
+        let is_mlp = !projections[0].is_attention();
         let shapes = projections.iter().map(|one| one.shape(config));
         let columns: Vec<Vec<usize>> = match projections {
             [Projection::Q, ..] => layout.group_columns().map(Vec::from).collect(),

@@ -80,6 +80,11 @@ impl Projection {
         }
     }
 
+    /// Returns whether the projection belongs to attention, not to the MLP.
+    pub fn is_attention(self) -> bool {
+        matches!(self, Self::Q | Self::K | Self::V | Self::O)
+    }
+
     /// The module's full name: `model.layers.3.self_attn.q_proj`.
     pub fn full_name(self, layer: usize) -> String {
         format!("model.layers.{layer}.{}", self.name())

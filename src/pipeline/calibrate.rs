@@ -8,7 +8,7 @@ use crate::model::{
     DecoderLayer, Embedding, ModelConfig, Observation, Observer, Projection, observe::Need,
 };
 use crate::pruning::{ColumnSquares, SampleSquares};
-use crate::run::{Event, Events};
+use crate::run::{Event, Events, Phase};
 use crate::runtime::{Compute, HiddenStates};
 
 /// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
@@ -142,7 +142,7 @@ impl CalibrationStream {
         compute: &mut Compute<'_>,
         events: &dyn Events,
     ) -> Result<()> {
-        compute.forward("propagate", layer, &mut self.hidden, &|sample| {
+        compute.forward(Phase::Propagate, layer, &mut self.hidden, &|sample| {
             events.emit(Event::Progress {
                 done: sample as u64 + 1,
             });

@@ -9,11 +9,10 @@
 //! | `layer_ratios` | ratios per layer, from a file |
 //! | `resume` | the state of a run on the disk, and what of it still stands |
 //! | `save_masks` | masks into a file, as they come |
-//! | `workload`, `on_gpu` | a run in numbers, for the planner |
+//! | `workload` | a run in numbers, for the planner |
 
 pub mod calibrate;
 pub mod layer_ratios;
-mod on_gpu;
 mod output_error;
 #[cfg(test)]
 mod plan_tests;
@@ -29,4 +28,4 @@ pub use prune::{PrunedMatrix, Pruner, Record, SelectionTime, Watcher};
 pub use resume::StateFile;
 pub use save_masks::SaveMasks;
 pub use targets::{Selection, TargetPlan};
-pub use workload::Job;
+pub use workload::RunShape;

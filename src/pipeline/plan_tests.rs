@@ -4,11 +4,13 @@ use crate::bytes::ByteSize;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::shape;
 use crate::model::{Dtypes, ModelConfig};
-use crate::pipeline::Job;
+use crate::pipeline::RunShape;
 use crate::placement::device_map::Prefixes;
 use crate::placement::{Budget, DeviceMap, Inventory, PlanFailure, Policy, plan};
 use crate::run::memory_settings::WeightsHeld;
-use crate::run::{HiddenStatesStorage, Plan};
+use crate::run::plan::PartKind;
+use crate::run::{HiddenStatesStorage, Phase, Plan};
+use crate::runtime::Side;
 use serde_json::json;
 
 const GIB: u64 = 1 << 30;
@@ -27,22 +29,22 @@ fn planned_for(
     policy: &Policy,
 ) -> Result<Plan, PlanFailure> {
     let machine: Inventory = serde_json::from_value(machine).unwrap();
-    let job = Job {
+    let job = RunShape {
         config,
         dtypes: Dtypes::all(dtype),
         gpu_dtype: dtype,
         seqlen: 2048,
         samples: 128,
         windows: if config.vocab_size > 64_000 { 141 } else { 166 },
-        sides: 1,
+        sides: &[Side::Pruned],
         prunes: true,
         saves: true,
         threads: machine.cpu.threads,
         products: Products::F32,
-        tokenise: ByteSize(300 << 20),
+        tokenising: ByteSize(300 << 20),
         settings: None,
     };
-    plan(&job.workload(), &machine, policy)
+    plan(&job, &machine, policy)
 }
 
 fn policy(text: &str) -> Policy {
@@ -161,7 +163,7 @@ fn a_tied_embedding_is_read_for_the_head_and_counted_once() {
     let head = plan
         .phases
         .iter()
-        .find(|phase| phase.phase == "head")
+        .find(|phase| phase.phase == Phase::Head)
         .unwrap();
     let weight = ByteSize(128_256 * 2048 * 2);
     // Calibration samples have gone by then.
@@ -192,7 +194,11 @@ fn a_manual_map_is_kept_also_where_it_mixes_devices() {
     );
     let workspace = |plan: &Plan| {
         plan.phases.iter().any(|phase| {
-            phase.device == "cpu" && phase.parts.iter().any(|part| part.what == "workspace")
+            phase.device == "cpu"
+                && phase
+                    .parts
+                    .iter()
+                    .any(|part| part.kind == PartKind::Workspace)
         })
     };
     assert!(workspace(&plan), "the layers on the CPU need its workspace");

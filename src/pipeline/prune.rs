@@ -21,7 +21,7 @@ use crate::linalg::{StoredMatrix, Weight};
 use crate::model::{DecoderLayer, Projection};
 use crate::pruning::{Mask, PruningMethod, Request, ScoreTime, Target};
 use crate::run::manifest::{LayerReport, MatrixReport};
-use crate::run::{Event, Events};
+use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor};
 
 /// A matrix at the moment its mask is known and its zeros are not yet written.
@@ -191,7 +191,7 @@ impl Pruner<'_> {
             events: *events,
         };
         if !way.goes_on_after(layer) {
-            clock.measure("write", || saving.save(layer, unwritten))?;
+            clock.measure(Phase::Write, || saving.save(layer, unwritten))?;
             events.check()?;
             return way.pass(layer, compute);
         }
@@ -209,7 +209,7 @@ impl Pruner<'_> {
                 .map_err(Into::into)
                 .and_then(|()| way.pass(layer, compute));
             is_over.store(true, Ordering::Relaxed);
-            let saved = clock.measure("write", || saving.join());
+            let saved = clock.measure(Phase::Write, || saving.join());
             Ok((saved, passed))
         })?;
         saved.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
@@ -229,11 +229,13 @@ impl Pruner<'_> {
             self.events,
             layer,
             self.num_hidden_layers,
-            "calibrate",
+            Phase::Calibrate,
             samples,
         );
         self.clock
-            .measure("calibrate", || stream.capture(layer, compute, self.events))
+            .measure(Phase::Calibrate, || {
+                stream.capture(layer, compute, self.events)
+            })
             .map(Some)
     }
 
@@ -250,32 +252,32 @@ impl Pruner<'_> {
         for projection in Projection::ALL {
             let at_rest = match layer.linear(projection).weight() {
                 Weight::Held(_) => None,
-                Weight::AtRest(_) => {
-                    clock.measure("read", || layer.linear_mut(projection).weight_mut().hold())?
-                }
+                Weight::AtRest(_) => clock.measure(Phase::Read, || {
+                    layer.linear_mut(projection).weight_mut().hold()
+                })?,
             };
             let rows = statistics
                 .filter(|_| self.targets.of(layer.index(), projection).is_some())
                 .map(|statistics| statistics.rows(projection));
             let dense = rows.map(|rows| {
-                clock.measure("output error", || {
+                clock.measure(Phase::OutputError, || {
                     let linear = layer.linear(projection);
                     DenseOutput::of(linear, rows, compute.workspace().panel())
                 })
             });
             let dense = dense.transpose()?;
-            let (mut report, mask) = clock.measure("score and mask", || {
+            let (mut report, mask) = clock.measure(Phase::Score, || {
                 self.mask_one(layer, projection, statistics)
             })?;
             if let Some(dense) = dense {
-                report.relative_output_error = clock.measure("output error", || {
+                report.relative_output_error = clock.measure(Phase::OutputError, || {
                     let linear = layer.linear(projection);
                     dense.error_of(linear, compute.workspace().panel())
                 })?;
             }
             if mask.is_some() {
                 if at_rest.is_some() {
-                    clock.measure("write", || {
+                    clock.measure(Phase::Write, || {
                         write(self.sink.as_deref_mut(), layer, projection)
                     })?;
                 } else {
@@ -390,18 +392,24 @@ impl Way<'_> {
             self.events,
             layer,
             self.num_hidden_layers,
-            "propagate",
+            Phase::Propagate,
             samples,
         );
-        self.clock.measure("propagate", || {
+        self.clock.measure(Phase::Propagate, || {
             stream.propagate(layer, compute, self.events)
         })
     }
 }
 
-fn announce(events: &dyn Events, layer: &DecoderLayer, layers: usize, what: &str, samples: usize) {
+fn announce(
+    events: &dyn Events,
+    layer: &DecoderLayer,
+    layers: usize,
+    phase: Phase,
+    samples: usize,
+) {
     events.emit(Event::PhaseStarted {
-        phase: format!("layer {}/{layers}: {what}", layer.index() + 1),
+        phase: format!("layer {}/{layers}: {phase}", layer.index() + 1),
         unit: "samples",
         steps: samples as u64,
     });

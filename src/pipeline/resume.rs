@@ -15,7 +15,7 @@ use crate::disk;
 use crate::failure::Failure;
 use crate::pruning::Pattern;
 use crate::run::manifest::{LayerReport, Manifest, MatrixReport, Perplexities};
-use crate::run::state::{FILE, SCHEMA, Session, merge_phases};
+use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
 use crate::run::{Events, RunState};
 use crate::runtime::Clock;
 
@@ -83,7 +83,7 @@ impl<'a> StateFile<'a> {
         warnings: &'a (dyn Fn() -> Vec<String> + Sync),
         started_unix_seconds: u64,
     ) -> Result<Self> {
-        state.sessions.push(Session {
+        state.sessions.push(SessionReport {
             started_unix_seconds,
             seconds: clock.seconds(),
             first_layer: state.layers.len(),
@@ -113,7 +113,7 @@ impl<'a> StateFile<'a> {
         self.write()
     }
 
-    fn earlier(&self) -> &[Session] {
+    fn earlier(&self) -> &[SessionReport] {
         let sessions = &self.state.sessions;
         &sessions[..sessions.len().saturating_sub(1)]
     }

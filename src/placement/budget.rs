@@ -1,8 +1,8 @@
-//! `--max-memory`: how much of each device's memory the program may use.
+//! `--max-memory`: the usable memory of each device.
 //!
-//! `cuda:0=10GiB,cpu=24GiB`, the grammar of accelerate's `max_memory`: devices are `cuda:N` (or the bare number) and `cpu`,
-//! amounts are powers of 1024 (GiB, MiB) or of 1000 (GB, MB). A GPU that is not named is not used once any GPU is; the CPU keeps
-//! its default where it is not named, since the program itself lives there. The CUDA context counts as part of a GPU's amount.
+//! The grammar is that of accelerate's `max_memory`, as in `cuda:0=10GiB,cpu=24GiB`. Devices are `cuda:N` (or the bare number) and `cpu`,
+//! amounts are powers of 1024 (GiB, MiB) or of 1000 (GB, MB). If any GPU is named, other GPUs are not used. The CPU keeps its
+//! default unless it is named, since the program itself needs its memory. The CUDA context counts as part of a GPU's amount.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +11,7 @@ use std::str::FromStr;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
-/// Limits as they were given; what is absent has its default.
+/// The given limits. A device without a limit has its default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Budget {
     cpu: Option<ByteSize>,
@@ -19,7 +19,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Only the CPU's memory is limited.
+    /// A limit on the CPU's memory alone.
     pub fn of_cpu(limit: ByteSize) -> Self {
         Self {
             cpu: Some(limit),
@@ -27,12 +27,12 @@ impl Budget {
         }
     }
 
-    /// The limit on the process's memory; `None` where nothing was said.
+    /// The limit on the process's memory; `None` without one.
     pub fn cpu(&self) -> Option<ByteSize> {
         self.cpu
     }
 
-    /// The limit on GPU `index`: `None` where no GPU was named, zero where only others were.
+    /// The limit on GPU `index`: `None` if no GPU is named, zero if only other GPUs are named.
     pub fn gpu(&self, index: usize) -> Option<ByteSize> {
         if self.gpus.is_empty() {
             return None;
@@ -40,12 +40,12 @@ impl Budget {
         Some(self.gpus.get(&index).copied().unwrap_or_default())
     }
 
-    /// The GPUs that were named.
+    /// The named GPUs.
     pub fn gpus(&self) -> impl Iterator<Item = usize> {
         self.gpus.keys().copied()
     }
 
-    /// The same with another limit on the CPU, for advice.
+    /// The same budget with another limit on the CPU, for advice.
     #[must_use]
     pub fn with_cpu(&self, limit: ByteSize) -> Self {
         Self {
@@ -56,7 +56,7 @@ impl Budget {
 }
 
 impl fmt::Display for Budget {
-    /// As it can be typed, in whole MiB rounded up.
+    /// Writes the flag's value, in whole MiB rounded up.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |size: &ByteSize| format!("{}MiB", size.0.div_ceil(1 << 20));
         let gpus = self
@@ -82,7 +82,7 @@ impl FromStr for Budget {
                 .split_once('=')
                 .ok_or_else(|| bad(format!("`{part}` names no device and amount")))?;
             let (device, amount) = (device.trim(), amount.trim());
-            // accelerate takes a number without a unit for bytes; by hand that is nearly always a forgotten unit.
+            // accelerate reads a number without a unit as bytes. In a typed command the unit is nearly always forgotten.
             if amount
                 .bytes()
                 .all(|byte| byte.is_ascii_digit() || byte == b'.')
@@ -99,7 +99,7 @@ impl FromStr for Budget {
                     let index = device.strip_prefix("cuda:").unwrap_or(device);
                     let index: usize = index.parse().map_err(|_| {
                         bad(format!(
-                            "`{device}` is no device; they are cpu and cuda:0, cuda:1, …"
+                            "`{device}` is not a device; they are cpu and cuda:0, cuda:1, …"
                         ))
                     })?;
                     budget.gpus.insert(index, size).is_none()
@@ -133,7 +133,7 @@ mod tests {
             ("40GiB", "names no device"),
             ("cpu=40Gb", "bits"),
             ("cpu=40", "no unit"),
-            ("tpu=1GiB", "no device"),
+            ("tpu=1GiB", "not a device"),
             ("cpu=1GiB,cpu=2GiB", "twice"),
             ("cpu=GiB", "no number"),
         ] {

@@ -1,9 +1,9 @@
-//! `--device-map`: which device computes which decoder layer.
+//! `--device-map`: the device that computes each decoder layer.
 //!
-//! A map from module prefixes to devices in accelerate's JSON, `{"model.layers.0": 0, "model.layers.1": "cpu", "": "cuda:1"}`:
-//! the longest prefix wins, `""` is the whole model, a bare number is a GPU. What accelerate means by `disk`, weights that come
-//! from there at each use, is how every layer is treated here; such a layer is computed where the rest of the model is. In a
-//! sweep each layer is used once, so a map says where a layer is *computed*, not where its weights stay.
+//! The map is accelerate's JSON from module prefixes to devices, `{"model.layers.0": 0, "model.layers.1": "cpu", "": "cuda:1"}`:
+//! the longest prefix wins, `""` is the whole model, a bare number is a GPU. In accelerate, `disk` means weights that are read
+//! at each use. Here every layer is read so, and a layer on `disk` is computed by the main device. In a
+//! sweep each layer is used once, so a map names the device that *computes* a layer, not the place of its weights.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 use crate::bytes::read_given_settings;
 use crate::failure::Failure;
 
-/// Where a module is computed.
+/// A device that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Device {
     /// The CPU.
@@ -33,17 +33,17 @@ impl fmt::Display for Device {
     }
 }
 
-/// How layers are spread over devices.
+/// The spread of layers over devices.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum DeviceMap {
-    /// Every layer on all usable GPUs, which share the samples; on the CPU where there is none.
+    /// Every layer on all usable GPUs, which share the samples; on the CPU without a GPU.
     #[default]
     Auto,
     /// Equal runs of consecutive layers, one per GPU.
     Balanced,
-    /// As many layers on each GPU as it could hold, in order.
+    /// As many layers on each GPU as fit its memory, in order.
     Sequential,
-    /// As a file says.
+    /// The map of a file.
     Manual(Prefixes),
 }
 
@@ -86,7 +86,7 @@ impl Prefixes {
         let bad =
             |why: String| Failure::new(format!("the device map is not usable: {why}")).hint(HINT);
         let Value::Object(entries) = json else {
-            return Err(bad("it is no object of modules and devices".to_string()));
+            return Err(bad("it is not an object of modules and devices".to_string()));
         };
         let mut devices = BTreeMap::new();
         for (module, device) in entries {
@@ -105,10 +105,10 @@ impl Prefixes {
         Ok(Self { devices })
     }
 
-    /// The device of one decoder layer, `main` where the map says `disk`.
+    /// The device of one decoder layer; `main` for `disk`.
     ///
     /// # Errors
-    /// Fails for a layer no prefix covers.
+    /// Fails for a layer without a prefix.
     pub fn layer(&self, index: usize, main: Device) -> Result<Device, Failure> {
         self.module(&format!("model.layers.{index}"), main)
     }
@@ -130,7 +130,7 @@ impl Prefixes {
         }
     }
 
-    /// Every GPU it names.
+    /// The named GPUs.
     pub fn gpus(&self) -> impl Iterator<Item = usize> {
         self.devices.values().filter_map(|device| match device {
             Some(Device::Cuda(index)) => Some(*index),
@@ -140,7 +140,8 @@ impl Prefixes {
 }
 
 fn device_of(value: &Value) -> Result<Option<Device>, String> {
-    let unknown = || format!("{value} is no device; they are \"cpu\", \"disk\", 0 or \"cuda:0\"");
+    let unknown =
+        || format!("{value} is not a device; they are \"cpu\", \"disk\", 0 or \"cuda:0\"");
     match value {
         Value::Number(number) => {
             let index = number
@@ -164,7 +165,7 @@ fn device_of(value: &Value) -> Result<Option<Device>, String> {
     }
 }
 
-/// The map of a placement, as [`Prefixes::from_json`] and accelerate read it; `layers` has the device of each.
+/// Returns the map that puts each layer on its device in `layers`. [`Prefixes::from_json`] and accelerate read it.
 pub fn to_json(layers: &[Device]) -> Value {
     let mut map = Map::new();
     let device = |device: &Device| match device {
@@ -211,7 +212,7 @@ mod tests {
     #[test]
     fn what_is_no_map_is_refused() {
         for (json, why) in [
-            (json!([1]), "no object"),
+            (json!([1]), "not an object"),
             (json!({"": "tpu"}), "tpu"),
             (json!({"": -1}), "-1"),
             (json!({"model.layers.0.mlp": 0}), "inside a layer"),

@@ -1,4 +1,4 @@
-//! What a machine has: this one, under its own limits and those of the control group, or another one described in a file.
+//! Memory and rates of a machine: this one, under the limits of its control group, or one that is described in a file.
 //!
 //! ```json
 //! {"cpu": {"memory": "60GiB", "threads": 16}, "gpus": [{"name": "A100", "memory": "80GiB"}], "rates": {"disk_gb_s": 2.0}}
@@ -12,16 +12,16 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::bytes::{ByteSize, read_given_settings};
 use crate::failure::Failure;
 
-/// A machine, as far as a plan needs to know it.
+/// The properties of a machine that a plan needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Inventory {
     /// Processors and their memory.
     pub cpu: Cpu,
-    /// GPUs by index; none on a machine or in a build without.
+    /// GPUs by index; none on a machine without GPUs or in a build without CUDA.
     #[serde(default)]
     pub gpus: Vec<Gpu>,
-    /// How fast it is.
+    /// Rates for the estimate of time.
     #[serde(default)]
     pub rates: Rates,
 }
@@ -30,7 +30,7 @@ pub struct Inventory {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cpu {
-    /// Memory that may still be taken; absent where the system does not tell.
+    /// Available memory; absent on systems that do not report it.
     #[serde(default, deserialize_with = "size_or_nothing")]
     pub memory: Option<ByteSize>,
     /// Worker threads.
@@ -41,20 +41,20 @@ pub struct Cpu {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gpu {
-    /// As its driver calls it.
+    /// The name reported by the driver.
     #[serde(default)]
     pub name: String,
-    /// Memory that may still be taken, the context of our own process not yet made.
+    /// Available memory, before this process creates its context.
     #[serde(deserialize_with = "size")]
     pub memory: ByteSize,
 }
 
-/// More threads no machine has; each takes its own scratch in a plan.
+/// The most threads of a machine; a plan has scratch memory for each.
 const MOST_THREADS: usize = 1 << 16;
-/// More GPUs no machine has; each takes a line in a plan.
+/// The most GPUs of a machine; a plan has a line for each.
 const MOST_GPUS: usize = 1 << 10;
 
-/// Rates that times are estimated with. Estimates of order, unless measured on the machine.
+/// Rates for the estimate of time. The defaults give the order of magnitude only.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Rates {
@@ -62,14 +62,14 @@ pub struct Rates {
     pub cpu_thread_gflops: f64,
     /// Half-precision products of one GPU, in 10¹² operations per second.
     pub gpu_tflops: f64,
-    /// Reading and writing files, in 10⁹ bytes per second.
+    /// The disk: 10⁹ bytes of files per second, read or written.
     pub disk_gb_s: f64,
-    /// Between memory and one GPU, in 10⁹ bytes per second.
+    /// The link between memory and one GPU, in 10⁹ bytes per second.
     pub pcie_gb_s: f64,
 }
 
 impl Default for Rates {
-    /// Round figures on the careful side: a core with 8-wide multiply-add, a GPU of the size of an A10, a SATA-class disk
+    /// Low round figures: a core with 8-wide multiply-add, a GPU like an A10, a SATA-class disk
     /// behind the page cache, PCIe 4 at half its peak.
     fn default() -> Self {
         Self {
@@ -82,7 +82,7 @@ impl Default for Rates {
 }
 
 impl Inventory {
-    /// This machine, as it is now: available memory under all limits, no GPUs.
+    /// Reads this machine's available memory under all limits. It has no GPUs yet.
     pub fn here(threads: usize) -> Self {
         Self {
             cpu: Cpu {
@@ -97,7 +97,7 @@ impl Inventory {
     /// Reads the description of a machine.
     ///
     /// # Errors
-    /// Fails when the file cannot be read or is not such a description, and for rates that are not above zero.
+    /// Fails when the file cannot be read or does not describe a machine, and for rates that are not above zero.
     pub fn load(path: &Path) -> Result<Self> {
         let example = "write it like {\"cpu\": {\"memory\": \"64GiB\", \"threads\": 16}, \"gpus\": [{\"memory\": \"24GiB\"}]}";
         let text = read_given_settings(path).map_err(|error| {
@@ -141,15 +141,15 @@ impl Inventory {
     }
 }
 
-/// Sizes are written by hand: "24GiB", or a number of bytes.
+/// A size in a file: "24GiB", or a number of bytes.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Written {
+enum GivenSize {
     Text(String),
     Bytes(u64),
 }
 
-impl Written {
+impl GivenSize {
     fn bytes(self) -> Result<ByteSize, String> {
         match self {
             Self::Bytes(bytes) => Ok(ByteSize(bytes)),
@@ -159,7 +159,7 @@ impl Written {
 }
 
 fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ByteSize, D::Error> {
-    Written::deserialize(deserializer)?
+    GivenSize::deserialize(deserializer)?
         .bytes()
         .map_err(serde::de::Error::custom)
 }
@@ -167,14 +167,14 @@ fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ByteSize, D::Error
 fn size_or_nothing<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<ByteSize>, D::Error> {
-    match Option::<Written>::deserialize(deserializer)? {
+    match Option::<GivenSize>::deserialize(deserializer)? {
         None => Ok(None),
-        Some(written) => written.bytes().map(Some).map_err(serde::de::Error::custom),
+        Some(given) => given.bytes().map(Some).map_err(serde::de::Error::custom),
     }
 }
 
-/// Memory that can still be taken: the smaller of the system's available memory and what the control group (v1 or v2)
-/// leaves. `None` where the system does not tell.
+/// Returns the available memory: the smaller of the system's and that of the control group (v1 or v2). `None` on systems that do
+/// not report it.
 pub fn available_memory() -> Option<ByteSize> {
     let system = std::fs::read_to_string("/proc/meminfo")
         .ok()
@@ -193,7 +193,7 @@ pub fn available_memory() -> Option<ByteSize> {
     }
 }
 
-/// All memory of the machine, whatever limits there are. `None` where the system does not tell.
+/// Returns all memory of the machine, without limits. `None` on systems that do not report it.
 pub fn total_memory() -> Option<ByteSize> {
     meminfo(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")
 }
@@ -208,7 +208,7 @@ fn meminfo(text: &str, field: &str) -> Option<ByteSize> {
     Some(ByteSize(kib.saturating_mul(1024)))
 }
 
-/// The folders that may hold limits for this process: its own group and every group above it, v2 and v1.
+/// Returns the folders with limits for this process: those of its own group and of every group above it, v2 and v1.
 fn groups(cgroup: &str) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for line in cgroup.lines() {
@@ -225,7 +225,7 @@ fn groups(cgroup: &str) -> Vec<PathBuf> {
             _ => continue,
         };
         let mut folder = root.join(path.trim_start_matches('/'));
-        // Inside a container the path may not exist below the mount; the root always does.
+        // Inside a container the path may be absent below the mount; the root always exists.
         while folder.starts_with(root) {
             folders.push(folder.clone());
             if !folder.pop() {
@@ -236,7 +236,7 @@ fn groups(cgroup: &str) -> Vec<PathBuf> {
     folders
 }
 
-/// limit − usage + reclaimable file pages of one group.
+/// Returns the available memory of one group: limit − usage + reclaimable file pages.
 fn group_leaves(folder: &Path) -> Option<ByteSize> {
     let number = |name: &str| {
         std::fs::read_to_string(folder.join(name))

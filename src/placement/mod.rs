@@ -1,17 +1,20 @@
-//! Planning on numbers alone: what a machine has, what may be used of it, what a job asks, and the fastest way that fits.
+//! Planning on numbers alone: the memory of a machine, the part that may be used, the memory of a run, and the fastest option
+//! that fits.
 //!
 //! | file | story |
 //! | --- | --- |
-//! | `inventory` | what this machine has, or another one described in a file |
+//! | `inventory` | memory and rates of this machine, or of one described in a file |
 //! | `budget` | `--max-memory` |
 //! | `device_map` | `--device-map` |
-//! | `workload` | what a job asks, as numbers |
-//! | `planner` | the fastest way that fits |
-//! | `residency` | which layers of a writing model stay in memory |
+//! | `workload` | a run in numbers |
+//! | `machine` | the devices that may compute, and the layers on them |
+//! | `planner` | the fastest option that fits |
+//! | `residency` | layers of a generating model that stay in memory |
 
 pub mod budget;
 pub mod device_map;
 pub mod inventory;
+mod machine;
 pub mod planner;
 pub mod residency;
 pub mod workload;
@@ -21,4 +24,4 @@ pub use device_map::{Device, DeviceMap};
 pub use inventory::Inventory;
 pub use planner::{PlanFailure, Policy, Shortage, plan};
 pub use residency::{Residency, Sizes};
-pub use workload::{Need, Way, Work, Workload};
+pub use workload::{Demand, ExecutionOption, PhaseMemory, Processors, Work, Workload};

@@ -1,8 +1,12 @@
-//! The planner: of all ways to do a job, the fastest that fits.
+//! The planner: of all ways to execute a run, the fastest one that fits.
 //!
-//! A pure function of numbers. A way fits where no device is asked for more than its budget in any phase; of those that fit the
-//! one with the least estimated time is taken, of equals the first. More memory lets more ways fit and forbids none, so it never
-//! makes a plan slower. Time, by the rates of the inventory (docs/memory-model.md has the model and its limits):
+//! A pure function of numbers. An option fits where no phase needs more memory than a device's budget. Of the options that fit
+//! the planner takes the one with the least estimated time, of equals the first. More memory lets more options fit and forbids
+//! none, so it never makes a plan slower.
+//!
+//! The settings of the layers' phases are chosen first, the fastest that fit; then those of the head. The next slower settings of
+//! the layers are tried only where no settings of the head fit, or where they could still be faster. Time, by the rates of the
+//! inventory (docs/memory-model.md has the model and its limits):
 //!
 //! ```text
 //! compute   = flop / (threads · thread rate)      on the CPU, or flop / (GPUs · rate): they share the samples
@@ -14,40 +18,34 @@
 use super::budget::Budget;
 use super::device_map::{Device, DeviceMap};
 use super::inventory::{Inventory, Rates};
-use super::workload::{Need, Way, Workload, peak};
+use super::machine::{LayerPlacement, Machine};
+use super::workload::{Demand, ExecutionOption, PhaseMemory, Processors, Work, Workload, peak};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
-use crate::run::HiddenStatesStorage;
-use crate::run::plan::{DevicePlan, HiddenStatesPlan, LayersPlan, PhasePlan, Plan, TimeEstimate};
+use crate::run::plan::{
+    DevicePlan, HiddenStatesPlan, LayersPlan, MemoryPart, PhasePlan, Plan, TimeEstimate,
+};
+use crate::run::{HiddenStatesStorage, Phase};
 
-/// Which devices may be used, and what is decided already.
+/// The devices that may be used, and the choices made by the user.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Policy {
     /// `--max-memory`.
     pub budget: Budget,
     /// `--device-map`.
     pub map: DeviceMap,
-    /// Computes on the CPU alone, whatever else there is.
+    /// Only the CPU computes.
     pub cpu_only: bool,
-    /// Computes on this GPU alone.
+    /// Only this GPU computes.
     pub only_gpu: Option<usize>,
-    /// Fails rather than computing everything on the CPU.
+    /// The plan fails where no GPU can compute.
     pub must_use_gpu: bool,
     /// The place of hidden states between layers; `None` leaves it to the plan.
     pub storage: Option<HiddenStatesStorage>,
 }
 
-/// The part of a host's need that every GPU has for itself.
-pub const ON_THEIR_WAY: &str = "samples on their way";
-
-/// How much of the memory that is free a plan uses where no budget was given; the rest is for everyone else.
+/// The share of the free memory that a plan uses without a budget; the rest is for other programs.
 pub const USABLE: f64 = 0.8;
-
-/// What a GPU keeps free where no budget was given: 5 %, at least 256 MiB, for the driver and for what others take meanwhile.
-fn gpu_default(free: ByteSize) -> ByteSize {
-    let reserve = (free.0 / 20).max(256 << 20);
-    ByteSize(free.0.saturating_sub(reserve))
-}
 
 /// A workload without a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,24 +67,24 @@ impl From<Failure> for PlanFailure {
 pub struct Shortage {
     /// `cpu` or `cuda:0`.
     pub device: String,
-    /// What may be used.
+    /// The bytes that may be used.
     pub allowed: ByteSize,
-    /// The least that would do.
+    /// The least bytes that fit.
     pub needed: ByteSize,
-    /// The phase that needs it.
-    pub phase: &'static str,
+    /// The phase that needs them.
+    pub phase: Phase,
     /// Its parts.
-    pub parts: Vec<(String, ByteSize)>,
+    pub parts: Vec<MemoryPart>,
 }
 
 impl Shortage {
-    /// What is missing.
+    /// The missing bytes.
     pub fn short_by(&self) -> ByteSize {
         ByteSize(self.needed.0.saturating_sub(self.allowed.0))
     }
 }
 
-/// What the process may use: as given, else a part of what is available; `None` where nobody knows.
+/// Returns the usable bytes of the process: the budget, or a part of the available memory. `None` where neither is known.
 pub fn cpu_budget(inventory: &Inventory, budget: &Budget) -> Option<ByteSize> {
     budget.cpu().or_else(|| {
         let available = inventory.cpu.memory?;
@@ -94,435 +92,316 @@ pub fn cpu_budget(inventory: &Inventory, budget: &Budget) -> Option<ByteSize> {
     })
 }
 
-/// What may be used of a GPU: as given, but no more than is free; else that less a reserve; nothing of one that is not there.
-fn gpu_budget(inventory: &Inventory, budget: &Budget, index: usize) -> ByteSize {
-    let Some(gpu) = inventory.gpus.get(index) else {
-        return ByteSize::ZERO;
-    };
-    match budget.gpu(index) {
-        // What others hold cannot be had.
-        Some(budget) => budget.min(gpu.memory),
-        None => gpu_default(gpu.memory),
-    }
-}
-
 /// Plans `workload` on a machine.
 ///
 /// # Errors
-/// Fails when no way fits, and when the policy names an absent device.
+/// Fails when no option fits, and when the policy names an absent device.
 pub fn plan(
-    workload: &Workload,
+    workload: &dyn Workload,
     inventory: &Inventory,
     policy: &Policy,
 ) -> Result<Plan, PlanFailure> {
     let machine = Machine::new(workload, inventory, policy)?;
-    let mut best: Option<Candidate<'_>> = None;
-    for candidate in machine.candidates() {
-        if best
-            .as_ref()
-            .is_none_or(|best| candidate.time.seconds < best.time.seconds)
-        {
-            best = Some(candidate);
+    let mut planner = Planner {
+        workload,
+        machine: &machine,
+        best: None,
+    };
+    for placement in machine.placements() {
+        for storage in planner.storages() {
+            planner.search(&placement, storage);
         }
     }
-    match best {
-        Some(best) => Ok(machine.plan(&best)),
-        None => Err(PlanFailure::DoesNotFit(machine.shortages())),
+    match &planner.best {
+        Some(best) => Ok(planner.plan(best)),
+        None => Err(PlanFailure::DoesNotFit(planner.shortages())),
     }
 }
 
-/// The least memory a job works with.
+/// The least memory a run works with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Least {
     /// Of the process, computing on the CPU.
     pub cpu: ByteSize,
     /// Of one GPU.
     pub gpu: ByteSize,
-    /// Of the process beside such a GPU.
-    pub beside_gpu: ByteSize,
+    /// Of the process with such a GPU.
+    pub with_gpu: ByteSize,
 }
 
-/// The least memory a job works with, on the CPU and with a GPU.
-pub fn least_that_works(workload: &Workload) -> Least {
-    let (gpu, _) = least(&workload.on_gpu, |way| peak(&way.device));
-    let smallest: Vec<Way> = workload
-        .on_gpu
-        .iter()
-        .filter(|way| peak(&way.device).0 == gpu)
-        .cloned()
-        .collect();
+/// Returns the least memory a run works with, on the CPU and with a GPU.
+pub fn least_that_works(workload: &dyn Workload) -> Least {
+    let host = |demand: &Demand| peak(&demand.host).0;
+    let on_cpu = demands(workload, Processors::Cpu, None);
+    let on_gpu = || demands(workload, Processors::Gpus(1), None);
+    let gpu = least_gpu(workload);
+    let smallest = on_gpu().filter(|demand| peak(&demand.device).0 == gpu);
     Least {
-        cpu: least(&workload.on_cpu, |way| peak(&way.host)).0,
+        cpu: on_cpu.map(|demand| host(&demand)).min().unwrap_or_default(),
         gpu,
-        beside_gpu: least(&smallest, |way| peak(&way.host)).0,
+        with_gpu: smallest
+            .map(|demand| host(&demand))
+            .min()
+            .unwrap_or_default(),
     }
 }
 
-/// A way together with the GPUs it runs on.
-struct Candidate<'a> {
-    way: &'a Way,
-    gpus: Vec<usize>,
-    layers: Vec<Vec<Device>>,
+/// Returns the least memory of one GPU; zero where none can compute.
+pub(super) fn least_gpu(workload: &dyn Workload) -> ByteSize {
+    let demands = demands(workload, Processors::Gpus(1), None);
+    let peaks = demands.map(|demand| peak(&demand.device).0);
+    peaks.min().unwrap_or_default()
+}
+
+/// The demand of every option on one kind of processors.
+fn demands<'w>(
+    workload: &'w dyn Workload,
+    processors: Processors,
+    storage: Option<HiddenStatesStorage>,
+) -> impl Iterator<Item = Demand> + 'w {
+    let storages = workload.storages().into_iter();
+    let storages = storages.filter(move |one| storage.is_none_or(|only| only == *one));
+    storages.flat_map(move |storage| {
+        let layers = workload.layer_settings(processors).into_iter();
+        layers.flat_map(move |settings| {
+            let option = move |settings| ExecutionOption {
+                settings,
+                storage,
+                processors,
+            };
+            let heads = workload.head_settings(&settings).into_iter();
+            let layers = workload.layers(&option(settings));
+            heads.map(move |settings| layers.clone().and(workload.head(&option(settings))))
+        })
+    })
+}
+
+/// An option that fits, the devices of its layers, and its demand.
+struct Candidate {
+    option: ExecutionOption,
+    placement: LayerPlacement,
+    demand: Demand,
     time: TimeEstimate,
 }
 
-struct Machine<'a> {
-    workload: &'a Workload,
-    rates: Rates,
-    threads: usize,
-    cpu: Option<ByteSize>,
-    /// GPUs that may be used, with what may be used of them.
-    gpus: Vec<(usize, ByteSize)>,
-    map: &'a DeviceMap,
-    must_use_gpu: bool,
-    storage: Option<HiddenStatesStorage>,
-    notes: Vec<String>,
+/// The search for the fastest option that fits.
+struct Planner<'a> {
+    workload: &'a dyn Workload,
+    machine: &'a Machine<'a>,
+    best: Option<Candidate>,
 }
 
-impl<'a> Machine<'a> {
-    fn new(
-        workload: &'a Workload,
-        inventory: &Inventory,
-        policy: &'a Policy,
-    ) -> Result<Self, Failure> {
-        let there = inventory.gpus.len();
-        let named = policy
-            .budget
-            .gpus()
-            .chain(policy.only_gpu)
-            .chain(match &policy.map {
-                DeviceMap::Manual(map) => map.gpus().collect(),
-                _ => Vec::new(),
-            });
-        if let Some(missing) = named.filter(|&index| index >= there).max() {
-            return Err(Failure::usage(format!(
-                "cuda:{missing} is not there: {}",
-                match there {
-                    0 => "no GPU can be used".to_string(),
-                    1 => "the one GPU is cuda:0".to_string(),
-                    _ => format!("the last GPU is cuda:{}", there - 1),
-                }
-            ))
-            .hint("name devices that are there, or --use-cpu"));
-        }
-        if policy.must_use_gpu && there == 0 {
-            return Err(Failure::new("no GPU can be used: the driver names none")
-                .hint("look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use --use-cpu"));
-        }
-        if let DeviceMap::Manual(map) = &policy.map {
-            // A layer that is not covered is an error, whatever fits.
-            for layer in 0..workload.num_hidden_layers {
-                map.layer(layer, Device::Cpu)?;
-            }
-        }
-        let mut notes = Vec::new();
-        let mut gpus = Vec::new();
-        if !policy.cpu_only {
-            let (least, _) = least(&workload.on_gpu, |way| peak(&way.device));
-            for index in
-                (0..there).filter(|&index| policy.only_gpu.is_none_or(|only| only == index))
-            {
-                let allowed = gpu_budget(inventory, &policy.budget, index);
-                if !workload.on_gpu.is_empty() && allowed < least && allowed > ByteSize::ZERO {
-                    notes.push(format!(
-                        "cuda:{index} is not used: a layer needs {least} there, {allowed} may be used"
-                    ));
-                }
-                gpus.push((index, allowed));
-            }
-        }
-        Ok(Self {
-            workload,
-            rates: inventory.rates,
-            threads: inventory.cpu.threads.max(1),
-            cpu: cpu_budget(inventory, &policy.budget),
-            gpus,
-            map: &policy.map,
-            must_use_gpu: policy.must_use_gpu,
-            storage: policy.storage,
-            notes,
-        })
+impl Planner<'_> {
+    /// The places for hidden states that the policy allows.
+    fn storages(&self) -> Vec<HiddenStatesStorage> {
+        let allowed = self.machine.policy.storage;
+        let mut storages = self.workload.storages();
+        storages.retain(|storage| allowed.is_none_or(|only| only == *storage));
+        storages
     }
 
-    fn host_allows(&self, way: &Way, layers: &[Vec<Device>]) -> bool {
-        self.storage.is_none_or(|storage| storage == way.storage)
-            && self
-                .cpu
-                .is_none_or(|cpu| peak(&self.host(way, layers)).0 <= cpu)
-    }
-
-    /// All ways that fit, those of the CPU first.
-    fn candidates(&self) -> impl Iterator<Item = Candidate<'_>> {
-        let on_cpu = self.workload.on_cpu.iter().filter_map(|way| {
-            let layers = vec![vec![Device::Cpu]; self.workload.num_hidden_layers];
-            let is_allowed = match self.map {
-                // A map that names a GPU is kept, or the plan fails.
-                DeviceMap::Manual(map) => map.gpus().next().is_none(),
-                _ => !self.must_use_gpu,
-            };
-            (is_allowed && self.host_allows(way, &layers))
-                .then(|| self.candidate(way, Vec::new(), layers))
-        });
-        let on_gpu = self.workload.on_gpu.iter().filter_map(|way| {
-            let needed = peak(&way.device).0;
-            let gpus: Vec<usize> = self
-                .gpus
-                .iter()
-                .filter(|(_, allowed)| needed <= *allowed)
-                .map(|(index, _)| *index)
-                .collect();
-            let main = Device::Cuda(*gpus.first()?);
-            let layers = self.spread(&gpus, main)?;
-            self.host_allows(way, &layers)
-                .then(|| self.candidate(way, gpus, layers))
-        });
-        on_cpu.chain(on_gpu)
-    }
-
-    /// What the process holds: also what computing on the CPU takes where a map leaves some layers there.
-    fn host(&self, way: &Way, layers: &[Vec<Device>]) -> Vec<Need> {
-        let mut needs = way.host.clone();
-        // Every GPU has samples of its own on their way.
-        let gpus = layers.iter().map(Vec::len).max().unwrap_or(1) as u64;
-        let of_gpus = needs.iter_mut().flat_map(|need| &mut need.parts);
-        for part in of_gpus.filter(|part| !way.device.is_empty() && part.what == ON_THEIR_WAY) {
-            part.bytes = ByteSize(part.bytes.0.saturating_mul(gpus));
-        }
-        let is_mixed =
-            !way.device.is_empty() && layers.iter().flatten().any(|device| *device == Device::Cpu);
-        let twin = self.workload.on_cpu.iter().find(|other| {
-            is_mixed && other.settings == way.settings && other.storage == way.storage
-        });
-        for need in twin.map(|twin| twin.host.as_slice()).unwrap_or_default() {
-            match needs.iter_mut().find(|own| own.phase == need.phase) {
-                Some(own) if own.bytes() < need.bytes() => *own = need.clone(),
-                Some(_) => {}
-                None => needs.push(need.clone()),
-            }
-        }
-        needs
-    }
-
-    /// The devices of each layer; `None` where a manual map names a GPU that is too small.
-    fn spread(&self, gpus: &[usize], main: Device) -> Option<Vec<Vec<Device>>> {
-        let count = self.workload.num_hidden_layers;
-        let cuda = |index: &usize| Device::Cuda(*index);
-        let layers = match self.map {
-            DeviceMap::Auto => vec![gpus.iter().map(cuda).collect(); count],
-            DeviceMap::Balanced => (0..count)
-                .map(|layer| vec![cuda(&gpus[layer * gpus.len() / count])])
-                .collect(),
-            DeviceMap::Sequential => {
-                let layer_bytes = self.workload.layer.0.max(1);
-                let mut layers = Vec::with_capacity(count);
-                for (place, index) in gpus.iter().enumerate() {
-                    let allowed = self.gpus.iter().find(|(of, _)| of == index)?.1;
-                    let left = count - layers.len();
-                    let is_last = place + 1 == gpus.len();
-                    let here = if is_last {
-                        left
-                    } else {
-                        left.min((allowed.0 / layer_bytes) as usize)
-                    };
-                    layers.extend(std::iter::repeat_n(vec![cuda(index)], here));
-                }
-                layers
-            }
-            DeviceMap::Manual(map) => (0..count)
-                .map(|layer| match map.layer(layer, main) {
-                    Ok(Device::Cuda(index)) if !gpus.contains(&index) => None,
-                    Ok(device) => Some(vec![device]),
-                    Err(_) => None,
-                })
-                .collect::<Option<_>>()?,
+    /// Keeps the fastest option with this placement and storage that fits, if it is faster than the best one so far.
+    fn search(&mut self, placement: &LayerPlacement, storage: HiddenStatesStorage) {
+        let processors = placement.processors();
+        let option = |settings| ExecutionOption {
+            settings,
+            storage,
+            processors,
         };
-        Some(layers)
+        let is_faster = |best: &Option<Candidate>, seconds: f64| {
+            best.as_ref().is_none_or(|best| seconds < best.time.seconds)
+        };
+        let mut fitting = Vec::new();
+        for settings in self.workload.layer_settings(processors) {
+            let option = option(settings);
+            let demand = self.demand(placement, &option, |workload, option| {
+                workload.layers(option)
+            });
+            if self.fits(placement, &demand) {
+                let time = self.time(placement, &option, &demand.work);
+                fitting.push((option, demand, time));
+            }
+        }
+        fitting.sort_by(|(_, _, a), (_, _, b)| a.seconds.total_cmp(&b.seconds));
+        for (layers, demand, time) in fitting {
+            if !is_faster(&self.best, time.seconds) {
+                return;
+            }
+            for settings in self.workload.head_settings(&layers.settings) {
+                let option = option(settings);
+                let head =
+                    self.demand(placement, &option, |workload, option| workload.head(option));
+                let time = time.plus(&self.time(placement, &option, &head.work));
+                if self.fits(placement, &head) && is_faster(&self.best, time.seconds) {
+                    self.best = Some(Candidate {
+                        option,
+                        placement: placement.clone(),
+                        demand: demand.clone().and(head),
+                        time,
+                    });
+                }
+            }
+        }
     }
 
-    fn candidate<'w>(
+    /// The demand of an option. Where a map leaves layers to the CPU, the process has memory for both kinds of layers.
+    fn demand(
         &self,
-        way: &'w Way,
-        gpus: Vec<usize>,
-        layers: Vec<Vec<Device>>,
-    ) -> Candidate<'w> {
-        let time = self.time(way, &layers);
-        Candidate {
-            way,
-            gpus,
-            layers,
-            time,
+        placement: &LayerPlacement,
+        option: &ExecutionOption,
+        of: fn(&dyn Workload, &ExecutionOption) -> Demand,
+    ) -> Demand {
+        let mut demand = of(self.workload, option);
+        if placement.is_mixed() {
+            let on_cpu = ExecutionOption {
+                processors: Processors::Cpu,
+                ..option.clone()
+            };
+            for memory in of(self.workload, &on_cpu).host {
+                let mut own = demand.host.iter_mut();
+                match own.find(|own| own.phase == memory.phase) {
+                    Some(own) if own.bytes() < memory.bytes() => *own = memory,
+                    Some(_) => {}
+                    None => demand.host.push(memory),
+                }
+            }
         }
+        demand
+    }
+
+    fn fits(&self, placement: &LayerPlacement, demand: &Demand) -> bool {
+        let fits_host = |cpu| peak(&demand.host).0 <= cpu;
+        self.machine.cpu.is_none_or(fits_host)
+            && (placement.gpus.is_empty() || peak(&demand.device).0 <= placement.allowed)
     }
 
     /// The time model of the file's first lines.
-    fn time(&self, way: &Way, layers: &[Vec<Device>]) -> TimeEstimate {
+    fn time(
+        &self,
+        placement: &LayerPlacement,
+        option: &ExecutionOption,
+        work: &Work,
+    ) -> TimeEstimate {
         let Rates {
             cpu_thread_gflops,
             gpu_tflops,
             disk_gb_s,
             pcie_gb_s,
-        } = self.rates;
-        let (cpu, gpu) = (
-            cpu_thread_gflops * 1e9 * self.threads as f64,
-            gpu_tflops * 1e12,
-        );
+        } = self.machine.rates;
+        let cpu = cpu_thread_gflops * 1e9 * self.machine.threads as f64;
+        let gpu = gpu_tflops * 1e12;
         let (disk, link) = (disk_gb_s * 1e9, pcie_gb_s * 1e9);
-        let work = &way.work;
         let mut total = TimeEstimate::default();
-        for devices in layers {
-            let gpus = devices
-                .iter()
-                .filter(|device| **device != Device::Cpu)
-                .count();
-            let (compute, transfers) = if gpus == 0 {
-                (work.layer_flop / cpu, 0.0)
-            } else {
-                let gpus = gpus as f64;
-                (
+        for devices in &placement.layers {
+            let gpus = devices.iter().filter(|device| **device != Device::Cpu);
+            let (compute, transfers) = match gpus.count() as f64 {
+                0.0 => (work.layer_flop / cpu, 0.0),
+                gpus => (
                     work.layer_flop / (gpu * gpus),
                     (work.layer_uploaded + work.layer_states / gpus) / link,
-                )
+                ),
             };
             let (read, moved) = (work.layer_read / disk, work.layer_moved / disk);
             let busy = compute + transfers;
             total.seconds += moved
-                + if way.settings.prefetch {
-                    busy.max(read)
-                } else {
-                    busy + read
+                + match option.settings.prefetch {
+                    true => busy.max(read),
+                    false => busy + read,
                 };
             total.compute += compute;
             total.transfers += transfers;
             total.disk += read + moved;
         }
-        let uses_gpu = layers.iter().flatten().any(|device| *device != Device::Cpu);
-        let once = work.once_flop / if uses_gpu { gpu } else { cpu };
+        let once = work.once_flop / if placement.uses_gpu() { gpu } else { cpu };
         total.compute += once;
         total.disk += work.once_moved / disk;
         total.seconds += once + work.once_moved / disk;
         total
     }
 
-    fn plan(&self, best: &Candidate<'_>) -> Plan {
-        let way = best.way;
-        let (gpu_peak, gpu_phase) = peak(&way.device);
-        let host = self.host(way, &best.layers);
-        let (host_peak, host_phase) = peak(&host);
-        let used = |index: usize| {
-            best.layers
-                .iter()
-                .flatten()
-                .any(|device| *device == Device::Cuda(index))
+    fn plan(&self, best: &Candidate) -> Plan {
+        let Candidate {
+            option,
+            placement,
+            demand,
+            time,
+        } = best;
+        let device = |device: Device, budget, phases: &[PhaseMemory]| {
+            let (peak, peak_phase) = peak(phases);
+            DevicePlan {
+                device: device.to_string(),
+                budget,
+                peak,
+                peak_phase,
+            }
         };
-        let mut devices: Vec<DevicePlan> = self
-            .gpus
-            .iter()
-            .filter(|(index, _)| best.gpus.contains(index) && used(*index))
-            .map(|&(index, allowed)| DevicePlan {
-                device: Device::Cuda(index).to_string(),
-                budget: Some(allowed),
-                peak: gpu_peak,
-                peak_phase: gpu_phase.to_string(),
-            })
+        let gpus = self.machine.gpus.iter();
+        let used = gpus.filter(|(index, _)| placement.uses(Device::Cuda(*index)));
+        let mut devices: Vec<DevicePlan> = used
+            .map(|&(index, allowed)| device(Device::Cuda(index), Some(allowed), &demand.device))
             .collect();
-        devices.push(DevicePlan {
-            device: "cpu".to_string(),
-            budget: self.cpu,
-            peak: host_peak,
-            peak_phase: host_phase.to_string(),
-        });
-        let phases = [("cuda", &way.device), ("cpu", &host)];
+        devices.push(device(Device::Cpu, self.machine.cpu, &demand.host));
+        let phases = |device: &'static str, phases: &[PhaseMemory]| -> Vec<PhasePlan> {
+            let planned = phases.iter().map(|memory| PhasePlan {
+                phase: memory.phase,
+                device: device.to_string(),
+                bytes: memory.bytes(),
+                parts: memory.parts.clone(),
+            });
+            planned.collect()
+        };
         Plan {
             devices,
-            layers: runs(&best.layers, way),
+            layers: runs(&placement.layers, option.settings.weights_come_from()),
             hidden_states: HiddenStatesPlan {
-                storage: way.storage,
-                bytes: way.hidden_states,
+                storage: option.storage,
+                bytes: self.workload.hidden_states(option.processors),
             },
-            memory_settings: way.settings.clone(),
-            phases: phases
-                .into_iter()
-                .flat_map(|(device, needs)| {
-                    needs.iter().map(move |need| PhasePlan {
-                        phase: need.phase.to_string(),
-                        device: device.to_string(),
-                        bytes: need.bytes(),
-                        parts: need.parts.clone(),
-                    })
-                })
-                .collect(),
-            time: best.time,
-            notes: self.notes.clone(),
+            memory_settings: option.settings.clone(),
+            phases: [phases("cuda", &demand.device), phases("cpu", &demand.host)].concat(),
+            time: *time,
+            notes: self.machine.notes.clone(),
         }
     }
 
-    /// What is missing for the ways that ask least.
+    /// The missing memory of the options that need least.
     fn shortages(&self) -> Vec<Shortage> {
+        let needs_gpu = self.machine.needs_gpu();
+        let processors = match needs_gpu {
+            true => Processors::Gpus(1),
+            false => Processors::Cpu,
+        };
         let mut shortages = Vec::new();
-        let must_use_gpu = self.must_use_gpu
-            || matches!(self.map, DeviceMap::Manual(map) if map.gpus().next().is_some());
-        let ways = if must_use_gpu {
-            &self.workload.on_gpu
-        } else {
-            &self.workload.on_cpu
-        };
-        let possible: Vec<Way> = ways
-            .iter()
-            .filter(|way| self.storage.is_none_or(|storage| storage == way.storage))
-            .cloned()
-            .collect();
-        let mut short = |device: String, allowed: ByteSize, needs: &dyn Fn(&Way) -> Vec<Need>| {
-            let (needed, way) = least(&possible, |way| peak(&needs(way)));
-            let Some(way) = way.filter(|_| needed > allowed) else {
-                return;
-            };
-            let needs = needs(way);
-            let (_, phase) = peak(&needs);
-            let parts = needs
-                .iter()
-                .find(|need| need.phase == phase)
-                .map(|need| {
-                    need.parts
-                        .iter()
-                        .map(|part| (part.what.to_string(), part.bytes))
-                        .collect()
-                })
-                .unwrap_or_default();
-            shortages.push(Shortage {
-                device,
-                allowed,
-                needed,
-                phase,
-                parts,
-            });
-        };
-        if must_use_gpu {
-            for (index, allowed) in &self.gpus {
-                short(Device::Cuda(*index).to_string(), *allowed, &|way| {
-                    way.device.clone()
+        let mut short = |device: Device, allowed, of: fn(Demand) -> Vec<PhaseMemory>| {
+            let demands = demands(self.workload, processors, self.machine.policy.storage);
+            let least = demands.map(of).min_by_key(|phases| peak(phases).0);
+            let phases = least.unwrap_or_default();
+            let (needed, phase) = peak(&phases);
+            let largest = phases.iter().find(|memory| Some(memory.phase) == phase);
+            if let Some(memory) = largest.filter(|_| needed > allowed) {
+                shortages.push(Shortage {
+                    device: device.to_string(),
+                    allowed,
+                    needed,
+                    phase: memory.phase,
+                    parts: memory.parts.clone(),
                 });
             }
+        };
+        if needs_gpu {
+            for (index, allowed) in &self.machine.gpus {
+                short(Device::Cuda(*index), *allowed, |demand| demand.device);
+            }
         }
-        if let Some(cpu) = self.cpu {
-            short("cpu".to_string(), cpu, &|way| way.host.clone());
+        if let Some(cpu) = self.machine.cpu {
+            short(Device::Cpu, cpu, |demand| demand.host);
         }
         shortages
     }
 }
 
-/// The way with the smallest peak, and that peak; zero without ways.
-fn least(
-    ways: &[Way],
-    peak_of: impl Fn(&Way) -> (ByteSize, &'static str),
-) -> (ByteSize, Option<&Way>) {
-    ways.iter()
-        .map(|way| (peak_of(way).0, Some(way)))
-        .min_by_key(|(bytes, _)| *bytes)
-        .unwrap_or((ByteSize::ZERO, None))
-}
-
-/// Consecutive layers on the same devices.
-fn runs(layers: &[Vec<Device>], way: &Way) -> Vec<LayersPlan> {
+/// Joins consecutive layers on the same devices.
+fn runs(layers: &[Vec<Device>], weights: &str) -> Vec<LayersPlan> {
     let mut runs: Vec<LayersPlan> = Vec::new();
     for (index, devices) in layers.iter().enumerate() {
         let devices: Vec<String> = devices.iter().map(ToString::to_string).collect();
@@ -532,7 +411,7 @@ fn runs(layers: &[Vec<Device>], way: &Way) -> Vec<LayersPlan> {
                 first: index,
                 last: index,
                 devices,
-                weights: way.settings.weights_come_from().to_string(),
+                weights: weights.to_string(),
             }),
         }
     }

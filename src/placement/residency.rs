@@ -1,42 +1,42 @@
-//! Which layers of a writing model stay in memory, and which are read again for every token.
+//! The layers of a generating model that stay in memory. The others are read again for every token.
 //!
-//! A sweep uses each layer once; a model that writes uses all of them at every token, so what fits stays. What does not is read
-//! from disk at each use, one layer ahead of its use where there is room for two. Streamed layers are spread evenly over the
-//! depth, so that reading goes on while the layers between them compute. Numbers in, numbers out.
+//! A sweep uses each layer once. A model that generates text uses every layer for every token, so the layers that fit stay in memory. The others are read
+//! from disk at each use, one layer ahead if two fit. These streamed layers are spread evenly over the
+//! depth, so that reading overlaps the computing of the layers between them. Numbers in, numbers out.
 
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
-/// What has to find room.
+/// Sizes of the parts that need memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
     /// Decoder layers.
     pub layers: usize,
     /// One layer in its stored dtype.
     pub layer: ByteSize,
-    /// The head, always in memory: every token needs all of it.
+    /// The head. It stays in memory, since every token needs all of it.
     pub head: ByteSize,
     /// Keys and values of the longest sequence.
     pub kv_cache: ByteSize,
     /// Scratch, activations, logits.
     pub workspace: ByteSize,
-    /// What the process holds already: tokenizer, headers, code.
+    /// Memory in use before layers are loaded: tokenizer, headers, code.
     pub held: ByteSize,
 }
 
 impl Sizes {
-    fn beside_layers(&self) -> ByteSize {
+    fn other_bytes(&self) -> ByteSize {
         [self.head, self.kv_cache, self.workspace, self.held]
             .into_iter()
             .sum()
     }
 
     fn with(&self, layers: usize) -> ByteSize {
-        self.beside_layers() + ByteSize(self.layer.0.saturating_mul(layers as u64))
+        self.other_bytes() + ByteSize(self.layer.0.saturating_mul(layers as u64))
     }
 }
 
-/// Where the layers rest.
+/// The division of layers into resident and streamed ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Residency {
     layers: usize,
@@ -46,7 +46,7 @@ pub struct Residency {
 }
 
 impl Residency {
-    /// All layers in memory, whatever that takes.
+    /// All layers stay in memory, without a budget.
     pub fn all(layers: usize) -> Self {
         Self {
             layers,
@@ -56,7 +56,7 @@ impl Residency {
         }
     }
 
-    /// No layer in memory longer than it is used, whatever there is.
+    /// No layer stays in memory longer than its use.
     pub fn none(layers: usize) -> Self {
         Self {
             layers,
@@ -66,12 +66,12 @@ impl Residency {
         }
     }
 
-    /// As many layers in memory as `budget` holds.
+    /// Keeps as many layers in memory as fit `budget`.
     ///
     /// # Errors
-    /// Fails when not even one layer at a time fits, with what is missing and the flags that would do.
+    /// Fails when a single layer does not fit, with the missing bytes and flags that fit.
     pub fn settle(sizes: &Sizes, budget: ByteSize) -> Result<Self, Failure> {
-        let room = budget.0.saturating_sub(sizes.beside_layers().0);
+        let room = budget.0.saturating_sub(sizes.other_bytes().0);
         let slots = room.checked_div(sizes.layer.0).map_or(usize::MAX, |slots| {
             usize::try_from(slots).unwrap_or(usize::MAX)
         });
@@ -85,7 +85,7 @@ impl Residency {
             predicted: sizes.with(in_memory),
         };
         Ok(match slots {
-            // With one slot there is nowhere to read ahead to.
+            // With one slot there is no memory to read ahead.
             1 if sizes.layers > 1 => settled(sizes.layers, false, 1),
             slots if slots >= sizes.layers => settled(0, false, sizes.layers),
             // Two of the slots are for the layer in use and the one being read.
@@ -98,29 +98,29 @@ impl Residency {
         self.layers
     }
 
-    /// Layers that stay in memory.
+    /// The number of layers that stay in memory.
     pub fn resident(&self) -> usize {
         self.layers - self.streamed
     }
 
-    /// Layers that are read at each use.
+    /// The number of layers that are read at each use.
     pub fn streamed(&self) -> usize {
         self.streamed
     }
 
-    /// Whether the next streamed layer is read while others compute.
+    /// Returns whether the next streamed layer is read while others compute.
     pub fn reads_ahead(&self) -> bool {
         self.reads_ahead
     }
 
-    /// What the process is expected to take at most; zero where nobody counted.
+    /// The predicted peak of the process; zero without a prediction.
     pub fn predicted(&self) -> ByteSize {
         self.predicted
     }
 
-    /// Whether this layer is read at each use.
+    /// Returns whether this layer is read at each use.
     pub fn is_streamed(&self, layer: usize) -> bool {
-        // The layers at which layer · streamed / layers reaches the next whole number: evenly spread, and as many as there are.
+        // A layer is streamed where layer · streamed / layers reaches the next whole number: this spreads them evenly.
         let share = |layer: usize| layer * self.streamed / self.layers.max(1);
         share(layer + 1) > share(layer)
     }
@@ -137,10 +137,10 @@ fn shortage(sizes: &Sizes, budget: ByteSize) -> Failure {
         format!("use --max-memory cpu={enough}MiB")
     };
     Failure::new(format!(
-        "the model cannot write within {budget}: {short} are missing"
+        "the model does not fit into {budget}: {short} are missing"
     ))
     .detail(format!(
-        "with one layer at a time in memory it needs {needed}: layer {}, head {}, keys and values {}, workspace {}, held already {}",
+        "with one layer at a time in memory, generation needs {needed}: layer {}, head {}, keys and values {}, workspace {}, in use already {}",
         sizes.layer, sizes.head, sizes.kv_cache, sizes.workspace, sizes.held
     ))
     .hint(hint)
@@ -151,7 +151,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// 10 layers of 100 bytes and 50 bytes beside them.
+    /// 10 layers of 100 bytes, and 50 other bytes.
     fn sizes() -> Sizes {
         Sizes {
             layers: 10,
@@ -190,7 +190,7 @@ mod tests {
         let failure = Residency::settle(&sizes(), ByteSize(149)).unwrap_err();
         assert_eq!(
             failure.message,
-            "the model cannot write within 149 B: 1 B are missing"
+            "the model does not fit into 149 B: 1 B are missing"
         );
         assert_eq!(
             failure.hint.unwrap(),
@@ -223,12 +223,12 @@ mod tests {
     proptest! {
         #[test]
         fn no_plan_exceeds_its_budget_and_more_memory_never_streams_more(
-            layers in 1usize..90, layer in 1u64..1000, beside in 0u64..5000, budget in 0u64..100_000, more in 0u64..50_000
+            layers in 1usize..90, layer in 1u64..1000, other in 0u64..5000, budget in 0u64..100_000, more in 0u64..50_000
         ) {
-            let sizes = Sizes { layers, layer: ByteSize(layer), head: ByteSize(beside), kv_cache: ByteSize(0),
+            let sizes = Sizes { layers, layer: ByteSize(layer), head: ByteSize(other), kv_cache: ByteSize(0),
                 workspace: ByteSize(0), held: ByteSize(0) };
             let found = Residency::settle(&sizes, ByteSize(budget));
-            prop_assert_eq!(found.is_err(), budget < beside + layer);
+            prop_assert_eq!(found.is_err(), budget < other + layer);
             if let Ok(found) = found {
                 prop_assert!(found.predicted().0 <= budget);
                 let count = (0..layers).filter(|&layer| found.is_streamed(layer)).count();

@@ -1,71 +1,118 @@
-//! What a job asks of a machine, in numbers: the ways it can be done, and what each takes.
+//! A run in numbers: the memory of its phases and its work, for the settings a plan chooses from.
 //!
-//! The planner knows nothing of models. Whoever does (`pipeline/workload.rs`) lists the ways, the one it likes best first, each
-//! with the bytes of every phase and the work of one layer; the planner weighs them against budgets and rates.
+//! The planner knows nothing of models. `pipeline/run_shape.rs` knows them and implements [`Workload`].
 
 use crate::bytes::ByteSize;
-use crate::run::HiddenStatesStorage;
-use crate::run::memory_settings::MemorySettings;
-use crate::run::plan::Part;
+use crate::run::plan::{MemoryPart, PartKind};
+use crate::run::{HiddenStatesStorage, MemorySettings, Phase};
 
-/// A job.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct Workload {
+/// A run in numbers.
+///
+/// The head's phase has settings of its own and follows the layers. So a plan chooses the settings of the layers first and those
+/// of the head afterwards.
+pub trait Workload {
     /// Decoder layers.
-    pub num_hidden_layers: usize,
-    /// Ways with every layer computed on the CPU, the preferred one first.
-    pub on_cpu: Vec<Way>,
-    /// Ways with layers computed on GPUs; empty where that is not asked for.
-    pub on_gpu: Vec<Way>,
+    fn num_hidden_layers(&self) -> usize;
+
     /// The weights of one layer, for maps that fill GPUs.
-    pub layer: ByteSize,
+    fn layer_weights(&self) -> ByteSize;
+
+    /// The bytes of all hidden states.
+    fn hidden_states(&self, processors: Processors) -> ByteSize;
+
+    /// The places for hidden states, the preferred one first.
+    fn storages(&self) -> Vec<HiddenStatesStorage>;
+
+    /// The settings a plan chooses from for the layers, the preferred ones first. Empty where no GPU can compute the layers.
+    fn layer_settings(&self, processors: Processors) -> Vec<MemorySettings>;
+
+    /// `settings` with each choice for the head, the preferred one first.
+    fn head_settings(&self, settings: &MemorySettings) -> Vec<MemorySettings>;
+
+    /// Memory and work of all phases but the head's.
+    fn layers(&self, option: &ExecutionOption) -> Demand;
+
+    /// Memory and work of the head's phase.
+    fn head(&self, option: &ExecutionOption) -> Demand;
 }
 
-/// One way to do the job.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Way {
-    /// How the work is cut up.
+/// The devices that compute a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Processors {
+    /// The CPU.
+    Cpu,
+    /// So many GPUs, which share the samples.
+    Gpus(usize),
+}
+
+/// One way to execute a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExecutionOption {
+    /// The settings that trade memory for time.
     pub settings: MemorySettings,
     /// The place of hidden states between two layers.
     pub storage: HiddenStatesStorage,
-    /// The hidden states of all streams.
-    pub hidden_states: ByteSize,
-    /// What the process holds in each phase.
-    pub host: Vec<Need>,
-    /// What each GPU holds in each phase, its context included; empty on the CPU.
-    pub device: Vec<Need>,
-    /// What has to be done.
+    /// The devices that compute.
+    pub processors: Processors,
+}
+
+/// Memory and work of some phases.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Demand {
+    /// Memory of the process.
+    pub host: Vec<PhaseMemory>,
+    /// Memory of each GPU, its context included; empty on the CPU.
+    pub device: Vec<PhaseMemory>,
+    /// Operations and bytes.
     pub work: Work,
 }
 
-/// What is in memory at once during a phase.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Need {
-    /// As the run's clock calls the phase.
-    pub phase: &'static str,
-    /// The parts.
-    pub parts: Vec<Part>,
+impl Demand {
+    /// Both demands together, their phases in the order of a run.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self.host.extend(other.host);
+        self.device.extend(other.device);
+        self.host.sort_by_key(|memory| memory.phase);
+        self.device.sort_by_key(|memory| memory.phase);
+        self
+    }
 }
 
-impl Need {
+/// The memory that is in use at once during a phase.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PhaseMemory {
+    /// The phase.
+    pub phase: Phase,
+    /// The parts that exist together.
+    pub parts: Vec<MemoryPart>,
+}
+
+impl PhaseMemory {
     /// The sum of the parts.
     pub fn bytes(&self) -> ByteSize {
         self.parts.iter().map(|part| part.bytes).sum()
+    }
+
+    /// Returns the bytes of one kind of part.
+    pub fn of(&self, kind: PartKind) -> ByteSize {
+        let parts = self.parts.iter().filter(|part| part.kind == kind);
+        parts.map(|part| part.bytes).sum()
     }
 }
 
 /// Operations and bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Work {
-    /// Floating-point operations of one layer, all streams, with what the settings add.
+    /// Floating-point operations of one layer, all samples.
     pub layer_flop: f64,
-    /// Bytes of weights read for one layer. They are read while the layer before is computed, if the settings say so.
+    /// Bytes of weights read for one layer. Reading overlaps computing where the settings prefetch.
     pub layer_read: f64,
-    /// Bytes of weights and hidden states moved to and from files for one layer that nothing overlaps.
+    /// Bytes of weights and hidden states moved to and from files for one layer. Nothing overlaps them.
     pub layer_moved: f64,
-    /// Bytes between memory and GPUs for one layer: weights to each, hidden states once in all.
+    /// Bytes of weights copied to each GPU for one layer.
     pub layer_uploaded: f64,
-    /// The hidden states among them.
+    /// Bytes of hidden states moved between memory and GPUs for one layer, all GPUs together.
     pub layer_states: f64,
     /// Floating-point operations before and after the layers.
     pub once_flop: f64,
@@ -73,13 +120,13 @@ pub struct Work {
     pub once_moved: f64,
 }
 
-/// The most that `needs` hold at once, and in which phase.
-pub fn peak(needs: &[Need]) -> (ByteSize, &'static str) {
-    let mut highest = (ByteSize::ZERO, "");
-    for need in needs {
-        let bytes = need.bytes();
+/// Returns the largest memory of a phase, and the phase; zero without phases.
+pub fn peak(phases: &[PhaseMemory]) -> (ByteSize, Option<Phase>) {
+    let mut highest = (ByteSize::ZERO, None);
+    for memory in phases {
+        let bytes = memory.bytes();
         if bytes > highest.0 {
-            highest = (bytes, need.phase);
+            highest = (bytes, Some(memory.phase));
         }
     }
     highest

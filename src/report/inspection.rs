@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use crate::bytes::ByteSize;
 use crate::failure::printable;
-use crate::run::inspection::{Comparison, InspectedLayer, Inspection, PatternCount, Zeros};
+use crate::run::inspection::{DenseComparison, InspectedLayer, Inspection, PatternCount, Zeros};
 
 /// The seven linears as columns: heading, and the end of the module's name.
 const COLUMNS: [(&str, &str); 7] = [
@@ -51,7 +51,7 @@ pub fn problems(inspection: &Inspection) -> Vec<String> {
 }
 
 /// Differences that show that a model is no pruned copy of the dense one; empty for a pruned copy.
-pub fn differences(comparison: &Comparison) -> Vec<String> {
+pub fn differences(comparison: &DenseComparison) -> Vec<String> {
     let dense = &comparison.dense;
     let mut lines = Vec::new();
     if !comparison.kept_identical {
@@ -269,7 +269,7 @@ fn pattern_of(layer: &InspectedLayer) -> String {
     }
 }
 
-fn comparison_lines(inspection: &Inspection, comparison: &Comparison) -> Vec<String> {
+fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Vec<String> {
     let dense = &comparison.dense;
     let every = if comparison.unlike.is_empty() && comparison.missing.is_empty() {
         "every"
@@ -355,7 +355,7 @@ mod tests {
                 "found": {"dtype": "F32", "shape": [2, 3]},
             }],
         });
-        let comparison: Comparison = serde_json::from_value(comparison).unwrap();
+        let comparison: DenseComparison = serde_json::from_value(comparison).unwrap();
         assert_eq!(
             differences(&comparison),
             [

@@ -331,7 +331,6 @@ mod tests {
         manifest.prune_version = evil.into();
         manifest.warnings = vec![evil.into()];
         manifest.arguments = vec![evil.into()];
-        manifest.phases[0].phase = evil.into();
         manifest.layers[0].matrices[0].name = format!("model.layers.0.{evil}");
         manifest.evaluation.as_mut().unwrap()["dataset"] = evil.into();
         manifest.pruning.as_mut().unwrap().method = evil.into();
@@ -350,7 +349,6 @@ mod tests {
         let mut run = run("a\u{1b}[2J", "wanda\u{7}", 0.5);
         let manifest = &mut run.manifest;
         manifest.layers[0].matrices[0].name = "model.layers.0.\u{1b}]0;x\u{7}\u{202e}".into();
-        manifest.phases[0].phase = "load\u{9b}".into();
         let second = NamedRun {
             name: "b".into(),
             ..run.clone()

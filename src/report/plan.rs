@@ -71,10 +71,10 @@ pub fn text(plan: &Plan) -> String {
             Some(budget) => format!("of {budget}"),
             None => "(nobody says how much there is)".to_string(),
         };
-        line(
-            &device.device,
-            format!("peak {} {of}, in {}", device.peak, device.peak_phase),
-        );
+        let phase = device
+            .peak_phase
+            .map_or_else(String::new, |phase| format!(", in {phase}"));
+        line(&device.device, format!("peak {} {of}{phase}", device.peak));
     }
     for layers in &plan.layers {
         let which = if layers.first == layers.last {
@@ -129,7 +129,7 @@ fn parts(phase: &PhasePlan) -> String {
     let named: Vec<String> = parts
         .iter()
         .take(NAMED_PARTS)
-        .map(|part| format!("{} {}", part.what, part.bytes))
+        .map(|part| format!("{} {}", part.kind, part.bytes))
         .collect();
     named.join(", ")
 }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use super::format::duration;
 use crate::bytes::ByteSize;
 use crate::run::Manifest;
-use crate::run::fallback::{FallOutcome, FallReport};
+use crate::run::fallback::{FallbackOutcome, FallbackReport};
 use crate::run::manifest::PerplexityReport;
 
 /// Rows of the table: names and values.
@@ -144,16 +144,21 @@ impl TableRows {
                 None => format!("peak {} by our account", device.reserved_by_plan),
             };
             self.add(&device.device, format!("{}, {measured}", device.name));
-            let of = |outcome: FallOutcome| {
-                let fell =
-                    |fall: &&FallReport| fall.device == device.device && fall.outcome == outcome;
+            let of = |outcome: FallbackOutcome| {
+                let fell = |fall: &&FallbackReport| {
+                    fall.device == device.device && fall.outcome == outcome
+                };
                 manifest.fallbacks.iter().filter(fell).count()
             };
-            let falls: Vec<String> = [FallOutcome::Cpu, FallOutcome::Smaller, FallOutcome::Retried]
-                .into_iter()
-                .filter(|&outcome| of(outcome) > 0)
-                .map(|outcome| format!("{} {}", of(outcome), outcome.name()))
-                .collect();
+            let falls: Vec<String> = [
+                FallbackOutcome::Cpu,
+                FallbackOutcome::Smaller,
+                FallbackOutcome::Retried,
+            ]
+            .into_iter()
+            .filter(|&outcome| of(outcome) > 0)
+            .map(|outcome| format!("{} {}", of(outcome), outcome.name()))
+            .collect();
             if !falls.is_empty() {
                 self.add(
                     "  out of memory",

@@ -1,14 +1,14 @@
-//! How library code speaks: it emits [`Event`]s and never prints. The console draws them, tests record them.
+//! Events: library code emits [`Event`]s and never prints. The console draws them, tests record them.
 
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
-use super::fallback::FallReport;
+use super::fallback::FallbackReport;
 use super::manifest::{MatrixReport, MemorySample};
 use crate::failure::printable;
 
-/// Something worth telling the person who waits. As JSON: an object whose `event` names the variant.
+/// Something that happened in a run. In JSON it is an object whose `event` names the variant.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
@@ -16,20 +16,20 @@ pub enum Event {
     SweepStarted {
         /// Decoder layers.
         layers: usize,
-        /// Those an earlier session finished.
+        /// Layers that an earlier session finished.
         finished: usize,
-        /// Passes of all phases until [`Event::SweepDone`]; 0 where no sample goes through the model.
+        /// Passes of all phases until [`Event::SweepDone`]; 0 if no sample passes the model.
         passes: u64,
     },
-    /// The sweep is over.
+    /// The sweep has ended.
     SweepDone,
     /// A phase of the run begins ("tokenise", "layer 3/32", "verify"); `steps` is how many units it will count, 0 if unknown.
     PhaseStarted {
-        /// The phase, as it is shown.
+        /// The name that is shown.
         phase: String,
-        /// What is counted ("samples", "windows", "tensors").
+        /// The unit that is counted ("samples", "windows", "tensors").
         unit: &'static str,
-        /// How many units the phase has, 0 where that is unknown.
+        /// The number of units, 0 if it is unknown.
         steps: u64,
     },
     /// `done` units of the current phase are finished.
@@ -39,9 +39,9 @@ pub enum Event {
     },
     /// The current phase ended.
     PhaseDone {
-        /// The phase, as it was announced.
+        /// The name from [`Event::PhaseStarted`].
         phase: String,
-        /// How long it took.
+        /// The duration of the phase.
         #[serde(rename = "seconds", serialize_with = "seconds")]
         elapsed: Duration,
     },
@@ -53,22 +53,22 @@ pub enum Event {
         layer: usize,
         /// Zeros over all weights of its pruned matrices, in [0, 1].
         sparsity: f64,
-        /// How long the layer took, all streams together.
+        /// The time spent in the layer, all streams together.
         #[serde(rename = "seconds", serialize_with = "seconds")]
         elapsed: Duration,
     },
-    /// A fact worth a line ("tokens from the cache", "hidden states spill to ...").
+    /// A fact for the user ("tokens from the cache").
     Note {
         /// The fact.
         text: String,
     },
-    /// Something the user should act on or know before trusting the result.
+    /// A fact that the user must know to trust the result, or act on.
     Warning {
-        /// What it is about and what to do.
+        /// The fact, and the advice.
         text: String,
     },
     /// A device was out of memory on a unit of work.
-    Fallback(FallReport),
+    Fallback(FallbackReport),
     /// The process's memory at a checkpoint of the run.
     Memory(MemorySample),
 }
@@ -77,7 +77,7 @@ fn seconds<S: Serializer>(elapsed: &Duration, serializer: S) -> Result<S::Ok, S:
     serializer.serialize_f64(elapsed.as_secs_f64())
 }
 
-/// The run was asked to stop, and has stopped where nothing is half-done.
+/// The run was asked to stop, and stopped between two units of work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stopped;
 
@@ -89,19 +89,19 @@ impl std::fmt::Display for Stopped {
 
 impl std::error::Error for Stopped {}
 
-/// Receives events. Implementations must not block for long: the sweep calls them from its loop.
+/// A receiver of events. Implementations must return quickly, since the sweep calls them from its loop.
 ///
-/// Whoever hears of the work is also who knows when it should end: long loops ask [`Events::check`] where they may stop.
+/// The receiver also decides when a run ends: long loops call [`Events::check`] between two units of work.
 pub trait Events: Sync {
     /// Takes one event.
     fn emit(&self, event: Event);
 
-    /// Whether the run should stop at the next place where nothing is half-done.
+    /// Returns whether the run should stop after the current unit of work.
     fn is_stopping(&self) -> bool {
         false
     }
 
-    /// Called where nothing is half-done.
+    /// Ends the run between two units of work, if it should stop.
     ///
     /// # Errors
     /// Fails when the run should stop.
@@ -128,7 +128,7 @@ pub trait Events: Sync {
     }
 }
 
-/// Drops every event; for tests and for callers that want only the result.
+/// A receiver that drops every event, for tests and for callers that need only the result.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Silent;
 

@@ -1,4 +1,4 @@
-//! What happened where a device had less memory than was planned.
+//! Records of units of work that a device had no memory for.
 
 use std::fmt;
 
@@ -8,26 +8,26 @@ use crate::bytes::ByteSize;
 
 /// One unit of work that a device had no memory for at first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FallReport {
+pub struct FallbackReport {
     /// `cuda:0`.
     pub device: String,
     /// The unit: `model.layers.7.mlp.up_proj (upload)`, `model.layers.7 (calibrate, sample 12)`, `lm_head (window 3)`.
     pub unit: String,
-    /// What it was to take.
+    /// The bytes that the unit needs.
     pub needed: ByteSize,
-    /// What the device had left.
+    /// The free bytes of the device.
     pub free: ByteSize,
-    /// What may be used of it.
+    /// The usable bytes of the device.
     pub budget: ByteSize,
-    /// How it went on.
-    pub outcome: FallOutcome,
+    /// The outcome.
+    pub outcome: FallbackOutcome,
 }
 
-/// How a unit was done after all.
+/// The way in which a unit was done in the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum FallOutcome {
-    /// As planned, once memory that was not in use had been given back.
+pub enum FallbackOutcome {
+    /// As planned, after unused memory was given back.
     Retried,
     /// In smaller pieces.
     Smaller,
@@ -35,8 +35,8 @@ pub enum FallOutcome {
     Cpu,
 }
 
-impl FallOutcome {
-    /// How it went on, for a table.
+impl FallbackOutcome {
+    /// The outcome, in words.
     pub fn name(self) -> &'static str {
         match self {
             Self::Retried => "retried",
@@ -46,7 +46,7 @@ impl FallOutcome {
     }
 }
 
-impl fmt::Display for FallReport {
+impl fmt::Display for FallbackReport {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             device,
@@ -60,29 +60,29 @@ impl fmt::Display for FallReport {
             formatter,
             "GPU out of memory on {unit}: {needed} needed, {free} free of {budget} on {device}, {}",
             match outcome {
-                FallOutcome::Retried => "done after giving unused memory back",
-                FallOutcome::Smaller => "using smaller pieces",
-                FallOutcome::Cpu => "using CPU",
+                FallbackOutcome::Retried => "done after giving unused memory back",
+                FallbackOutcome::Smaller => "using smaller pieces",
+                FallbackOutcome::Cpu => "using CPU",
             }
         )
     }
 }
 
-/// The most a device held, as its own counters have it.
+/// The peak memory of a device, by its own counters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceMemoryReport {
     /// `cuda:0`.
     pub device: String,
-    /// As its driver calls it.
+    /// The device's name as reported by the driver.
     pub name: String,
-    /// Units of work it was given.
+    /// Units of work that the device was given.
     pub units: u64,
-    /// What was reserved at once, at most, by this program's own account, the context included.
+    /// The peak of reservations in this program's own account, the context included.
     pub reserved_by_plan: ByteSize,
-    /// What was planned for the context, which the pool does not count.
+    /// The planned bytes of the context, which the driver's pool does not count.
     pub context: ByteSize,
-    /// The most the driver's pool held in allocations; absent where it has no such counter.
+    /// The peak of allocations from the driver's pool; absent without such a counter.
     pub peak_allocated: Option<ByteSize>,
-    /// The most the driver's pool had from the device.
+    /// The peak of the pool's own memory.
     pub peak_reserved: Option<ByteSize>,
 }

@@ -1,52 +1,52 @@
-//! What a model wrote, as a plain record: the object of `prune generate --json`.
+//! The text that a model wrote, as a plain record: the object of `prune generate --json`.
 
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::ByteSize;
 
-/// One prompt and what became of it.
+/// A prompt and its continuation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GenerationReport {
     /// The version of this program.
     pub prune_version: String,
     /// The folder the model was read from.
     pub model: String,
-    /// The text the model was given; with a chat template the rendered one.
+    /// The text given to the model: with a chat template, the rendered text.
     pub prompt: String,
-    /// What it added, without special tokens.
+    /// The text that the model added, without special tokens.
     pub text: String,
     /// The tokens of the prompt, special ones included.
     pub prompt_ids: Vec<u32>,
-    /// The tokens it added, one that ended the text included.
+    /// The tokens that the model added, the end token included.
     pub ids: Vec<u32>,
-    /// Why it ended: `eos`, `max_tokens`, `positions`, or `stopped` where nobody read any more.
+    /// The cause of the end: `eos`, `max_tokens`, `positions`, or `stopped` when the reader closed the output.
     pub finish: String,
-    /// 0: the likeliest token each time.
+    /// The sampling temperature; at 0 the likeliest token is chosen.
     pub temperature: f64,
-    /// Drawn from the smallest set of tokens whose probabilities reach this.
+    /// The probability of the smallest set of tokens that is sampled from.
     pub top_p: Option<f64>,
-    /// Drawn from so many of the likeliest.
+    /// The number of likeliest tokens that are sampled from.
     pub top_k: Option<usize>,
-    /// Of the draws.
+    /// The seed of sampling.
     pub seed: u64,
-    /// How fast the prompt was read.
+    /// Prompt tokens per second.
     pub prompt_tokens_per_second: f64,
-    /// How fast tokens came, the first one aside; none where there was no other.
+    /// New tokens per second without the first one; absent with a single token.
     pub tokens_per_second: Option<f64>,
     /// Layers kept in memory.
     pub layers_in_memory: usize,
     /// Layers read from disk for every token.
     pub layers_streamed: usize,
-    /// What memory it was to stay within, where the system tells or the command line did.
+    /// The memory budget, by the command line or the system; absent without either.
     pub budget: Option<ByteSize>,
-    /// What it was expected to take.
+    /// The predicted memory.
     pub predicted: ByteSize,
-    /// The most memory it took, where the system tells.
+    /// The peak memory; absent on systems that do not report it.
     pub peak_anonymous: Option<ByteSize>,
     /// Worker threads.
     pub threads: usize,
-    /// Everything that was warned of.
+    /// All warnings.
     pub warnings: Vec<String>,
-    /// What the model of `--compare` wrote.
+    /// The text of the model of `--compare`.
     pub compare: Option<Box<GenerationReport>>,
 }

@@ -1,13 +1,13 @@
-//! What `prune inspect` found in a checkpoint, as plain records. Documented in docs/inspect.md.
+//! The findings of `prune inspect`, as plain records. docs/inspect.md documents them.
 
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::ByteSize;
 
-/// The version of the schema; raised when a field changes its meaning or goes.
+/// The version of the schema. It rises when a field changes its meaning or is removed.
 pub const SCHEMA: u32 = 1;
 
-/// One checkpoint, looked at.
+/// The findings for one checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Inspection {
     /// [`SCHEMA`].
@@ -22,11 +22,11 @@ pub struct Inspection {
     pub parameters: u64,
     /// Bytes of all tensors.
     pub bytes: ByteSize,
-    /// What the tensors are stored as, most bytes first.
+    /// The dtypes of the tensors, the one with most bytes first.
     pub dtypes: Vec<DtypeShare>,
     /// The weight files.
     pub shards: Vec<ShardFile>,
-    /// Over all decoder linears.
+    /// Zeros in all decoder linears.
     pub sparsity: Zeros,
     /// Decoder linears by the pattern that accounts for their zeros, most matrices first.
     pub patterns: Vec<PatternCount>,
@@ -36,18 +36,18 @@ pub struct Inspection {
     pub layers: Vec<InspectedLayer>,
     /// Every other tensor, by kind.
     pub other: Vec<OtherTensors>,
-    /// Decoder linears that are not as config.json has them.
+    /// Decoder linears that contradict config.json.
     pub problems: Vec<Problem>,
-    /// Beside the dense checkpoint, where one was given.
-    pub against: Option<Comparison>,
+    /// The comparison with the dense checkpoint; absent without one.
+    pub against: Option<DenseComparison>,
 }
 
 /// The tensors of one dtype.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DtypeShare {
-    /// As safetensors names it: `BF16`.
+    /// The dtype by its name in safetensors: `BF16`.
     pub dtype: String,
-    /// Tensors stored so.
+    /// Tensors of this dtype.
     pub tensors: usize,
     /// Their bytes.
     pub bytes: ByteSize,
@@ -69,11 +69,11 @@ pub struct Zeros {
     pub zeros: u64,
     /// All weights.
     pub weights: u64,
-    /// `zeros / weights`; 0 where there are none.
+    /// `zeros / weights`; 0 without weights.
     pub ratio: f64,
 }
 
-/// How many decoder linears share a pattern.
+/// A pattern, and the number of decoder linears that have it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PatternCount {
     /// `2:4`; absent for zeros without a pattern, and for matrices without zeros.
@@ -87,9 +87,9 @@ pub struct PatternCount {
 pub struct InspectedLayer {
     /// Its index, from 0.
     pub layer: usize,
-    /// Over its linears.
+    /// Zeros in its linears.
     pub sparsity: Zeros,
-    /// Its linears, in the order of the reference; those that are missing are left out.
+    /// Its linears, in the order of the reference, without missing ones.
     pub matrices: Vec<InspectedMatrix>,
 }
 
@@ -100,35 +100,35 @@ pub struct InspectedMatrix {
     pub name: String,
     /// [out_features, in_features], as stored.
     pub shape: Vec<usize>,
-    /// As safetensors names it.
+    /// The dtype by its name in safetensors.
     pub dtype: String,
     /// Its zeros.
     pub sparsity: Zeros,
-    /// For groups of 2, 4, 8, 16 and 32: how many zeros every group has at least. Groups without any are left out.
-    pub groups: Vec<Group>,
-    /// The smallest group that accounts for nearly all zeros, as `n:m`; absent where none does.
+    /// For groups of 2, 4, 8, 16 and 32 weights: the least number of zeros in a group. Sizes with a group without zeros are left out.
+    pub groups: Vec<GroupZeros>,
+    /// The smallest pattern that accounts for nearly all zeros, as `n:m`; absent without such a pattern.
     pub pattern: Option<String>,
     /// Infinities and NaNs.
     pub non_finite: u64,
-    /// Weights that are neither +0 nor the dense model's; absent where there was nothing to compare with.
+    /// Weights that are neither +0 nor the dense model's; absent without a dense model.
     pub changed: Option<u64>,
 }
 
 /// At least `n` zeros in every aligned group of `m` weights along the input features.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Group {
+pub struct GroupZeros {
     /// Zeros.
     pub n: u32,
     /// Weights.
     pub m: usize,
 }
 
-/// Tensors that are no decoder linears.
+/// Tensors of one kind other than decoder linears.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OtherTensors {
     /// `embedding`, `head`, `norms`, `biases` or `others`.
     pub kind: String,
-    /// How many.
+    /// The number of tensors.
     pub tensors: usize,
     /// Their elements.
     pub parameters: u64,
@@ -136,39 +136,39 @@ pub struct OtherTensors {
     pub bytes: ByteSize,
     /// Elements equal to 0, counted in f32, f16 and bf16.
     pub zeros: u64,
-    /// Infinities and NaNs, counted in the same.
+    /// Infinities and NaNs, counted in the same dtypes.
     pub non_finite: u64,
 }
 
-/// A decoder linear that is not as config.json has it.
+/// A decoder linear that contradicts config.json.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
     /// The tensor.
     pub tensor: String,
-    /// What is wrong: `missing`, or what was found and what was expected.
+    /// The contradiction: `missing`, or the found and the expected value.
     pub problem: String,
 }
 
-/// A checkpoint beside the dense one it may have been made from.
+/// The comparison of a checkpoint with a dense one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Comparison {
+pub struct DenseComparison {
     /// The dense folder, as given.
     pub dense: String,
-    /// Same tensors, every kept weight the dense model's bit for bit, every other tensor byte for byte.
+    /// Both have the same tensors. Every kept weight equals the dense model's bit for bit, every other tensor byte for byte.
     pub is_pruned_copy: bool,
-    /// No decoder linear has a weight that is neither +0 nor the dense model's.
+    /// Every weight of a decoder linear is +0 or the dense model's.
     pub kept_identical: bool,
-    /// Weights of decoder linears that were compared and are not zero here.
+    /// Compared weights of decoder linears that are not zero in this model.
     pub kept: u64,
     /// Weights of decoder linears that are neither +0 nor the dense model's.
     pub changed: u64,
-    /// The first of them, in the order of the files.
+    /// The first of these weights, in the order of the files.
     pub first_changed: Option<ChangedWeight>,
     /// Zeros of decoder linears that were zero in the dense model already.
     pub zeros_before: u64,
-    /// Tensors that are no decoder linears and were compared.
+    /// Compared tensors other than decoder linears.
     pub untouched: usize,
-    /// Those of them that are not the dense model's, byte for byte.
+    /// Compared tensors other than decoder linears that differ from the dense model's.
     pub untouched_differing: Vec<String>,
     /// Tensors that only the dense model has.
     pub missing: Vec<String>,
@@ -178,7 +178,7 @@ pub struct Comparison {
     pub unlike: Vec<UnlikeTensor>,
 }
 
-/// A weight that is neither pruned nor what it was.
+/// A weight that is neither pruned nor equal to the dense model's.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ChangedWeight {
     /// The tensor.
@@ -187,9 +187,9 @@ pub struct ChangedWeight {
     pub row: usize,
     /// Its input feature, from 0.
     pub column: usize,
-    /// In the dense model; `null` in JSON where it is not finite.
+    /// The value in the dense model; `null` in JSON unless it is finite.
     pub dense: Option<f32>,
-    /// In this one; `null` in JSON where it is not finite.
+    /// The value in this model; `null` in JSON unless it is finite.
     pub found: Option<f32>,
 }
 
@@ -200,14 +200,14 @@ pub struct UnlikeTensor {
     pub tensor: String,
     /// Dtype and shape in the dense model.
     pub dense: StoredAs,
-    /// Dtype and shape in this one.
+    /// Dtype and shape in this model.
     pub found: StoredAs,
 }
 
-/// How a tensor is stored.
+/// Dtype and shape of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredAs {
-    /// As safetensors names it.
+    /// The dtype by its name in safetensors.
     pub dtype: String,
     /// Its dimensions.
     pub shape: Vec<usize>,
@@ -227,7 +227,7 @@ impl Zeros {
         }
     }
 
-    /// Over several.
+    /// The sum of several counts.
     pub fn sum<'a>(parts: impl IntoIterator<Item = &'a Self>) -> Self {
         let (zeros, weights) = parts.into_iter().fold((0, 0), |(zeros, weights), part| {
             (zeros + part.zeros, weights + part.weights)

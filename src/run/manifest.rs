@@ -1,18 +1,19 @@
-//! `run.json`: everything needed to trust, repeat or compare a run. The schema is documented in docs/run-json.md.
+//! `run.json`: everything needed to trust, repeat or compare a run. docs/run-json.md documents the schema.
 
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-use super::fallback::{DeviceMemoryReport, FallReport};
+use super::fallback::{DeviceMemoryReport, FallbackReport};
+use super::phase::Phase;
 use super::plan::{DevicePlan, HiddenStatesStorage, Plan};
 use super::profile::ProfileReport;
-use super::state::Session;
+use super::state::SessionReport;
 use crate::bytes::ByteSize;
 
-/// The version of the schema; raised when a field changes its meaning or goes.
+/// The version of the schema. It rises when a field changes its meaning or is removed.
 pub const SCHEMA: u32 = 1;
 
-/// One run, finished.
+/// A finished run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Manifest {
     /// [`SCHEMA`].
@@ -21,22 +22,22 @@ pub struct Manifest {
     pub prune_version: String,
     /// `prune` or `eval`.
     pub command: String,
-    /// The command line as it was given.
+    /// The command line.
     pub arguments: Vec<String>,
-    /// When the run began, in seconds since 1970 (UTC).
+    /// The beginning of the run, in seconds since 1970 (UTC).
     pub started_unix_seconds: u64,
-    /// How long it took, all sessions together.
+    /// The duration of the run, all sessions together.
     pub seconds: f64,
-    /// The processes that worked on it, in order: more than one where it was interrupted. Empty for `eval` and in older records.
+    /// The processes that worked on the run, in order. An interrupted run has more than one. Empty for `eval` and in older records.
     #[serde(default)]
-    pub sessions: Vec<Session>,
-    /// What was pruned or measured.
+    pub sessions: Vec<SessionReport>,
+    /// The checkpoint that was pruned or measured.
     pub model: ModelReport,
-    /// How the forward pass was computed.
+    /// The arithmetic of the forward pass.
     pub arithmetic: Arithmetic,
     /// The pruning settings, as resolved; absent for `eval`.
     pub pruning: Option<PruningSettings>,
-    /// The calibration text and samples; absent where the method needs none.
+    /// The calibration text and samples; absent for a method without calibration.
     pub calibration: Option<Value>,
     /// Sparsity over all decoder linears, counted from the weights.
     pub sparsity: Option<SparsityReport>,
@@ -46,41 +47,41 @@ pub struct Manifest {
     pub perplexity: Perplexities,
     /// The evaluation text and windows; absent without evaluation.
     pub evaluation: Option<Value>,
-    /// What `--max-perplexity` made of it; absent without the flag.
+    /// The outcome of `--max-perplexity`; absent without the flag.
     #[serde(default)]
     pub gate: Option<GateReport>,
-    /// What was planned before the work began; absent in records of versions that did not plan.
+    /// The plan; absent in older records.
     #[serde(default)]
     pub plan: Option<Plan>,
     /// The place of hidden states between two layers.
     pub hidden_states: HiddenStatesStorage,
     /// Time and peak anonymous memory per phase.
     pub phases: Vec<PhaseReport>,
-    /// The largest of the phases' peaks; absent where the system does not tell.
+    /// The largest of the phases' peaks; absent on systems that do not report memory.
     pub peak_anonymous: Option<ByteSize>,
     /// The process's memory at the checkpoints of the run and after each layer, in order of time.
     #[serde(default)]
     pub memory: Vec<MemorySample>,
-    /// What was written and how it was verified; absent where nothing was.
+    /// The written model and its verification; absent without a written model.
     pub output: Option<OutputReport>,
-    /// Units of work a device had no memory for at first, in order; empty where the plan held, and in older records.
+    /// Units of work that a device had no memory for at first, in order; empty in older records.
     #[serde(default)]
-    pub fallbacks: Vec<FallReport>,
-    /// What each GPU held at most; empty without.
+    pub fallbacks: Vec<FallbackReport>,
+    /// The peak memory of each GPU.
     #[serde(default)]
     pub devices: Vec<DeviceMemoryReport>,
-    /// Where the time went on the CPU; absent in older records.
+    /// The profile of the CPU; absent in older records.
     #[serde(default)]
     pub profile: Option<ProfileReport>,
     /// The file of masks; absent without `--save-masks`.
     #[serde(default)]
     pub masks: Option<String>,
-    /// Everything the user was warned of.
+    /// All warnings.
     pub warnings: Vec<String>,
 }
 
 impl Manifest {
-    /// A line per device where more memory was used than planned: more than a tenth of it, and more than 32 MiB.
+    /// Returns a line per device that used more memory than planned: by more than a tenth, and by more than 32 MiB.
     pub fn exceeded_plan(&self) -> Vec<String> {
         let Some(plan) = &self.plan else {
             return Vec::new();
@@ -119,10 +120,10 @@ pub struct ModelReport {
     /// `--revision`; absent for a local folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
-    /// The commit the revision stood at; absent for a local folder.
+    /// The commit of the revision; absent for a local folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub commit: Option<String>,
-    /// Hash over the headers of all shards: the same names, shapes, dtypes and layout.
+    /// Hash of the headers of all shards. Equal hashes mean equal names, shapes, dtypes and layout.
     pub identity: String,
     /// `config.json` as understood.
     pub config: Value,
@@ -132,22 +133,22 @@ pub struct ModelReport {
     pub bytes: ByteSize,
 }
 
-/// The path arithmetic took; mask hashes are comparable only between equal paths.
+/// The arithmetic of a run. Mask hashes are comparable only between equal arithmetic.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arithmetic {
     /// `cpu`.
     pub device: String,
     /// The dtype of the forward pass.
     pub dtype: String,
-    /// Whose products.
+    /// The kernel of the products.
     pub kernel: String,
     /// The CPU features the kernel may use here.
     pub cpu_features: Vec<String>,
-    /// Worker threads; does not change results.
+    /// Worker threads. They do not change results.
     pub threads: usize,
 }
 
-/// What was asked of the weights.
+/// The pruning settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PruningSettings {
     /// `--prune-method`.
@@ -162,13 +163,13 @@ pub struct PruningSettings {
     pub include: Vec<String>,
     /// `--exclude`, as given.
     pub exclude: Vec<String>,
-    /// Matrices chosen.
+    /// Matrices that are pruned.
     pub matrices: usize,
     /// Decoder linears in the model.
     pub matrices_in_model: usize,
     /// Per layer where `--layer-ratios` was given.
     pub layer_ratios: Option<Vec<f64>>,
-    /// What calibration samples carry on: always `pruned`, the output of pruned layers.
+    /// The hidden states that calibration passes to the next layer: always `pruned`, the output of pruned layers.
     pub propagate: String,
 }
 
@@ -177,7 +178,7 @@ pub struct PruningSettings {
 pub struct SparsityReport {
     /// Zeros after pruning.
     pub zeros: u64,
-    /// Zeros that were there before.
+    /// Zeros before pruning.
     pub zeros_before: u64,
     /// Weights.
     pub weights: u64,
@@ -190,7 +191,7 @@ pub struct SparsityReport {
 pub struct LayerReport {
     /// Its index, from 0.
     pub layer: usize,
-    /// Time in this layer, all streams of the editor.
+    /// Seconds spent in this layer for calibration and pruning.
     pub seconds: f64,
     /// Zeros over weights of its seven linears.
     pub sparsity: f64,
@@ -209,34 +210,34 @@ pub struct MatrixReport {
     pub zeros_before: u64,
     /// Zeros after.
     pub zeros: u64,
-    /// Weights chosen by the mask; absent where the matrix was left alone.
+    /// Weights chosen by the mask; absent for a matrix that was not pruned.
     pub pruned: Option<u64>,
-    /// SHA-256 of the packed mask; absent where the matrix was left alone.
+    /// SHA-256 of the packed mask; absent for a matrix that was not pruned.
     pub mask_sha256: Option<String>,
-    /// ‖Wx − W'x‖ / ‖Wx‖ (Frobenius) over some calibration tokens; absent where the matrix was left alone or no calibration ran.
+    /// ‖Wx − W'x‖ / ‖Wx‖ (Frobenius) over some calibration tokens; absent for a matrix that was not pruned, and without calibration.
     #[serde(default)]
     pub relative_output_error: Option<f64>,
 }
 
-/// Dense and pruned, where measured.
+/// The measured perplexities, dense and pruned.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Perplexities {
-    /// Of the source's weights.
+    /// Perplexity of the source's weights.
     pub dense: Option<PerplexityReport>,
-    /// Of the weights as written.
+    /// Perplexity of the pruned weights.
     pub pruned: Option<PerplexityReport>,
 }
 
-/// A perplexity with what it was measured over.
+/// A perplexity, and its windows.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PerplexityReport {
-    /// exp of the mean over windows of the mean next-token loss; `null` in JSON where it is not finite.
+    /// exp of the mean over windows of the mean next-token loss; `null` in JSON unless it is finite.
     #[serde(deserialize_with = "null_is_nan")]
     pub perplexity: f64,
-    /// Mean loss over windows, in nat; `null` in JSON where it is not finite.
+    /// Mean loss over windows, in nat; `null` in JSON unless it is finite.
     #[serde(deserialize_with = "null_is_nan")]
     pub mean_loss: f64,
-    /// Standard error of the mean over windows, in nat; 0 for a single window; `null` in JSON where it is not finite.
+    /// Standard error of the mean over windows, in nat; 0 for a single window; `null` in JSON unless it is finite.
     #[serde(deserialize_with = "null_is_nan")]
     pub standard_error: f64,
     /// Windows.
@@ -250,33 +251,33 @@ pub struct PerplexityReport {
 pub struct GateReport {
     /// The limit.
     pub max_perplexity: f64,
-    /// What was held against it; `null` in JSON where it is not finite.
+    /// The perplexity that was compared with the limit; `null` in JSON unless it is finite.
     #[serde(deserialize_with = "null_is_nan")]
     pub perplexity: f64,
-    /// Whether the perplexity is a number and not above the limit.
+    /// The perplexity is a number and not above the limit.
     pub is_met: bool,
 }
 
 impl GateReport {
-    /// Holds a perplexity against a limit.
+    /// Compares a perplexity with a limit.
     pub fn new(max_perplexity: f64, perplexity: f64) -> Self {
         Self {
             max_perplexity,
             perplexity,
-            // False for NaN, which no limit admits.
+            // False for NaN.
             is_met: perplexity <= max_perplexity,
         }
     }
 }
 
-/// What a phase cost.
+/// Time and memory of a phase.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PhaseReport {
-    /// Its name.
-    pub phase: String,
+    /// The phase.
+    pub phase: Phase,
     /// Wall time, added over the layers.
     pub seconds: f64,
-    /// Peak anonymous memory of the process while it ran; absent where the system does not tell.
+    /// Peak anonymous memory of the process during the phase; absent on systems that do not report it.
     pub peak_anonymous: Option<ByteSize>,
 }
 
@@ -285,13 +286,13 @@ pub struct PhaseReport {
 pub struct MemorySample {
     /// Seconds since the run began.
     pub seconds: f64,
-    /// What had just been reached: `01_start`, `layer 3`, ...
+    /// The moment: `01_start`, `layer_3`, …
     pub checkpoint: String,
-    /// Resident anonymous memory now.
+    /// Resident anonymous memory at the moment.
     pub anonymous: ByteSize,
-    /// The most there was since the sample before.
+    /// The peak since the sample before.
     pub peak_anonymous: ByteSize,
-    /// The GPUs' memory, added up; absent without GPUs that count.
+    /// The memory of all GPUs, added up; absent without GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<GpuMemory>,
 }
@@ -299,28 +300,28 @@ pub struct MemorySample {
 /// GPU memory at one moment, as the driver's pool counts it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuMemory {
-    /// In use by allocations.
+    /// Bytes in allocations.
     pub allocated: ByteSize,
-    /// What the pool has from the devices.
+    /// Bytes that the pool has reserved from the devices.
     pub reserved: ByteSize,
-    /// The most that was allocated since the run began.
+    /// The peak of allocations since the run began.
     pub peak: ByteSize,
-    /// Free, whoever uses the rest.
+    /// Free bytes of the devices.
     pub free: ByteSize,
-    /// All of the devices.
+    /// All bytes of the devices.
     pub total: ByteSize,
 }
 
-/// What was written.
+/// The written model.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct OutputReport {
     /// The model folder.
     pub model: String,
-    /// What was read back and compared.
+    /// The verification: tensors that were read back and compared.
     pub verification: Value,
 }
 
-/// JSON has no NaN: serde_json writes `null`, and this reads it back.
+/// Reads `null` as NaN: JSON has no NaN, and serde_json writes `null`.
 fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }

@@ -1,4 +1,4 @@
-//! How the work is cut up: what a plan may turn so that a run fits. No knob changes a mask.
+//! Settings that trade memory for time. A plan chooses them so that a run fits. No setting changes a mask.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,30 +8,30 @@ use crate::bytes::ByteSize;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MemorySettings {
-    /// Whether the next layer is read while this one is in use: two layers in memory instead of one.
+    /// The next layer is read while this one is in use: two layers are in memory instead of one.
     pub prefetch: bool,
-    /// What of a layer's weights is in memory while it is in use.
+    /// The part of a layer's weights that is in memory while the layer is in use.
     pub weights: WeightsHeld,
-    /// Tokens the MLP handles at once.
+    /// Tokens that the MLP computes at once.
     pub mlp_tokens: usize,
-    /// Key/value heads, with their queries, that attention handles at once; `None` is all of them.
+    /// Key/value heads, with their queries, that attention computes at once; `None` is all of them.
     pub attention_heads: Option<usize>,
     /// Logits that exist at once, in bytes of f32.
     pub logits_bytes: ByteSize,
-    /// Whether weights packed for bf16 products stay until the layer is done: two layers in memory instead of one. Nothing is packed for
-    /// products in f32.
+    /// Weights packed for bf16 products stay until the layer is finished: the layer is in memory twice. Products in f32 do not keep
+    /// packed weights.
     pub keep_packed: bool,
     /// Rows of the head's weight in memory at once; `None` is all of them.
     pub head_rows: Option<usize>,
 }
 
-/// What of a decoder layer's weights is in memory while it is in use.
+/// The part of a decoder layer's weights that is in memory while the layer is in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightsHeld {
-    /// All of it.
+    /// All weights.
     Layer,
-    /// Some rows of one matrix, read at every product; a whole matrix only while it is scored.
+    /// Some rows of one matrix, read at every product. A whole matrix is in memory only while it is scored.
     Matrix,
 }
 
@@ -50,7 +50,7 @@ impl Default for MemorySettings {
 }
 
 impl MemorySettings {
-    /// Where a layer's weights come from, as a plan says it.
+    /// Returns the source of a layer's weights, for the text of a plan.
     pub fn weights_come_from(&self) -> &'static str {
         match (self.weights, self.prefetch) {
             (WeightsHeld::Layer, true) => "disk, read ahead",

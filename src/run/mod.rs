@@ -1,6 +1,6 @@
-//! What a run is, as plain records: the events it emits while it works and the manifest it leaves behind.
+//! A run as plain records: its events, its plan, its state on disk, and its manifest.
 //!
-//! Nothing here computes or prints; every other room may speak in these terms.
+//! Nothing here computes or prints. Every other room may use these records.
 
 pub mod events;
 pub mod fallback;
@@ -9,16 +9,18 @@ pub mod inspection;
 pub mod manifest;
 pub mod memory_settings;
 mod meter;
+pub mod phase;
 pub mod plan;
 pub mod profile;
 pub mod state;
 
 pub use events::{Event, Events, Silent, Stopped};
-pub use fallback::FallReport;
+pub use fallback::FallbackReport;
 pub use generation::GenerationReport;
 pub use inspection::Inspection;
 pub use manifest::Manifest;
 pub use memory_settings::{MemorySettings, WeightsHeld};
 pub use meter::Meter;
+pub use phase::{Moment, Phase};
 pub use plan::{HiddenStatesStorage, Plan};
 pub use state::RunState;

@@ -1,30 +1,30 @@
-//! A plan, as it is printed before a run, stands in `run.json` and is printed by `prune plan --json`. Schema: docs/run-json.md.
+//! A plan. It is printed before a run and by `prune plan`, and is part of `run.json`. Schema: docs/run-json.md.
 
-use std::borrow::Cow;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use super::memory_settings::MemorySettings;
+use super::phase::Phase;
 use crate::bytes::ByteSize;
 
-/// Where everything will be, how it will be done, and what that takes.
+/// A plan: devices, settings, and predicted memory and time.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     /// Every device that is used, the CPU last.
     pub devices: Vec<DevicePlan>,
-    /// Runs of consecutive layers that are treated alike.
+    /// Consecutive layers on the same devices.
     pub layers: Vec<LayersPlan>,
-    /// Where hidden states rest between layers.
+    /// The hidden states between two layers.
     pub hidden_states: HiddenStatesPlan,
-    /// How the work is cut up.
+    /// The settings that trade memory for time.
     #[serde(alias = "knobs")]
     pub memory_settings: MemorySettings,
-    /// What each phase is predicted to take, in the order of the run.
+    /// The predicted memory of each phase, in the order of the run.
     pub phases: Vec<PhasePlan>,
-    /// How long it may take.
+    /// The predicted time.
     pub time: TimeEstimate,
-    /// What else is worth a line: a GPU that is not used and why.
+    /// Further facts, such as a GPU that is not used.
     pub notes: Vec<String>,
 }
 
@@ -33,12 +33,12 @@ pub struct Plan {
 pub struct DevicePlan {
     /// `cpu` or `cuda:0`.
     pub device: String,
-    /// What may be used; absent where nobody knows.
+    /// The usable bytes; absent if they are unknown.
     pub budget: Option<ByteSize>,
-    /// The most that will be used at once.
+    /// The predicted peak.
     pub peak: ByteSize,
-    /// The phase of the peak.
-    pub peak_phase: String,
+    /// The phase of the peak; absent for a plan without memory.
+    pub peak_phase: Option<Phase>,
 }
 
 /// Consecutive layers.
@@ -48,9 +48,9 @@ pub struct LayersPlan {
     pub first: usize,
     /// The last one.
     pub last: usize,
-    /// Where they are computed; several devices share the samples.
+    /// The devices that compute them. Several devices share the samples.
     pub devices: Vec<String>,
-    /// Where their weights come from: `disk, read ahead`, `disk`, `disk, by matrix`.
+    /// The source of their weights: `disk, read ahead`, `disk`, `disk, by matrix at every use`.
     pub weights: String,
 }
 
@@ -84,40 +84,137 @@ impl fmt::Display for HiddenStatesStorage {
 /// One phase.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhasePlan {
-    /// As the manifest's phases are called.
-    pub phase: String,
+    /// The phase.
+    pub phase: Phase,
     /// `cpu`, or `cuda` for every GPU that is used.
     pub device: String,
     /// The sum of its parts.
     pub bytes: ByteSize,
-    /// What is in memory at once.
-    pub parts: Vec<Part>,
+    /// The parts that exist together.
+    pub parts: Vec<MemoryPart>,
 }
 
-/// A part of what a phase holds.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
-    /// What it is.
-    pub what: Cow<'static, str>,
-    /// What it takes.
+/// A part of a phase's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryPart {
+    /// Its kind.
+    #[serde(rename = "what")]
+    pub kind: PartKind,
+    /// Its size.
     pub bytes: ByteSize,
+}
+
+/// Kinds of memory, of the process and of GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PartKind {
+    /// The program itself.
+    Program,
+    /// CUDA's libraries in the process.
+    #[serde(rename = "CUDA's libraries", alias = "CUDA's own")]
+    CudaOnHost,
+    /// The tokenizer, and the text it works on.
+    #[serde(rename = "tokenizer and texts")]
+    Tokenizer,
+    /// Token ids of samples and windows.
+    #[serde(rename = "token ids")]
+    TokenIds,
+    /// Hidden states in RAM.
+    #[serde(rename = "hidden states")]
+    HiddenStates,
+    /// Hidden states on their way to and from the spill file.
+    #[serde(
+        rename = "spilled states in flight",
+        alias = "hidden states on their way"
+    )]
+    SpilledStates,
+    /// Samples on their way to and from GPUs.
+    #[serde(rename = "samples in flight", alias = "samples on their way")]
+    SamplesInFlight,
+    /// The layer in use.
+    #[serde(rename = "this layer")]
+    Layer,
+    /// The masks of the layer in use, whose weights stay on disk.
+    #[serde(rename = "masks of this layer")]
+    LayerMasks,
+    /// The packed weights of the layer in use.
+    #[serde(rename = "this layer, packed")]
+    PackedLayer,
+    /// The layer that is read ahead.
+    #[serde(rename = "the next layer")]
+    NextLayer,
+    /// Rotary tables, and packed operands of products.
+    #[serde(rename = "rotary tables and packing")]
+    Context,
+    /// Buffers for one sample in a layer.
+    Workspace,
+    /// Statistics of the calibration samples.
+    Statistics,
+    /// Calibration rows for output errors.
+    #[serde(rename = "calibration rows")]
+    CalibrationRows,
+    /// Scores and masks of one matrix.
+    #[serde(rename = "scores and masks")]
+    Scores,
+    /// The head's weight and some logits.
+    #[serde(rename = "head and logits")]
+    HeadAndLogits,
+    /// Pieces of files that are copied or compared.
+    #[serde(rename = "pieces of files")]
+    FilePieces,
+    /// A GPU's context and libraries.
+    #[serde(rename = "context")]
+    DeviceContext,
+    /// Rotary tables on a GPU.
+    #[serde(rename = "rotary tables")]
+    RotaryTables,
+    /// A matrix in its stored dtype, before it is cast.
+    #[serde(rename = "a matrix as stored")]
+    StoredMatrix,
+    /// One sample in a layer, on a GPU.
+    #[serde(rename = "one sample")]
+    Sample,
+    /// The head's weight on a GPU.
+    Head,
+    /// One window's logits on a GPU.
+    #[serde(rename = "one window")]
+    Window,
+}
+
+impl fmt::Display for PartKind {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(formatter)
+    }
 }
 
 /// Seconds by a stated model; docs/memory-model.md has it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct TimeEstimate {
-    /// All of it.
+    /// The total.
     pub seconds: f64,
-    /// Floating-point operations over the rate of the devices that compute.
+    /// Floating-point operations, divided by the rate of the devices.
     pub compute: f64,
-    /// Bytes read from and written to files over the disk's rate; reading weights overlaps computing where they are read ahead.
+    /// Bytes of files, divided by the disk's rate. Reading ahead overlaps computing.
     pub disk: f64,
-    /// Bytes between memory and GPUs over the link's rate.
+    /// Bytes between memory and GPUs, divided by the link's rate.
     pub transfers: f64,
 }
 
+impl TimeEstimate {
+    /// Both times, one after the other.
+    #[must_use]
+    pub fn plus(&self, other: &Self) -> Self {
+        Self {
+            seconds: self.seconds + other.seconds,
+            compute: self.compute + other.compute,
+            disk: self.disk + other.disk,
+            transfers: self.transfers + other.transfers,
+        }
+    }
+}
+
 impl Plan {
-    /// The CPU's share; every plan has one.
+    /// The plan of the CPU, which is part of every plan.
     pub fn cpu(&self) -> Option<&DevicePlan> {
         self.devices.iter().find(|device| device.device == "cpu")
     }

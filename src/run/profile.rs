@@ -1,34 +1,34 @@
-//! Where the time of a run went on the CPU, and how much of what the CPU can do came of it.
+//! The profile of a run on the CPU: time per part of the work, and speed relative to the CPU's peak.
 
 use serde::{Deserialize, Serialize};
 
-/// Times of the parts of a run; those of a GPU's work are in the phases alone.
+/// Times of the parts of a run. A GPU's time is part of the phases only.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ProfileReport {
-    /// What the CPU can do, measured in this run; absent without `--profile`.
+    /// The CPU's peak, measured in this run; absent without `--profile`.
     pub peak: Option<PeakReport>,
-    /// The parts, in the order work passes them; together they are the run.
+    /// The parts, in the order of the work. Their times add up to the run's.
     pub parts: Vec<PartReport>,
 }
 
 /// GFLOP/s of multiply-adds on registers alone, all threads together.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PeakReport {
-    /// In f32.
+    /// Multiply-adds in f32.
     pub f32: f64,
-    /// Of products of bf16 by the kernel in use; absent where there are none. An f32 product that is a sum of them takes three to six.
+    /// Products of bf16 by the kernel in use; absent without such a kernel. An f32 product by parts takes three to six of them.
     pub bf16: Option<f64>,
 }
 
-/// One part.
+/// One part of the work.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PartReport {
     /// `read`, `pack`, `qkv`, `attention`, `o`, `mlp`, `statistics`, `score`, `select`, `output error`, `write`, `head`, `other`.
     pub part: String,
     /// Wall time.
     pub seconds: f64,
-    /// Operations of its products per second, in units of 10⁹; absent for parts that are not products.
+    /// 10⁹ operations of its products per second; absent for parts without products.
     pub gflops: Option<f64>,
-    /// That over the peak of its arithmetic, of which an f32 product by parts takes several products of bf16; absent without a peak.
+    /// `gflops` over the peak of its arithmetic; absent without a peak. The peak of f32 products by parts is that of bf16 over the number of parts' products.
     pub share_of_peak: Option<f64>,
 }

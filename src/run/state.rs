@@ -1,7 +1,7 @@
-//! `unfinished.json`: what a run that has not ended yet has finished, so that another process can go on.
+//! `unfinished.json`: the finished work of a run that has not ended, so that another process can continue it.
 //!
-//! It is replaced after every layer, once the layer's bytes are on the disk; what it says is therefore true at any moment, however
-//! the process ends. The schema is documented in docs/run-json.md.
+//! The file is replaced after every layer, once the layer's bytes are on the disk. So it is true at any moment, however the
+//! process ends. docs/run-json.md documents the schema.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
 
-/// The version of the schema; another one is not gone on from.
+/// The version of the schema. A run with another version cannot be continued.
 pub const SCHEMA: u32 = 1;
 
 /// The file's name in the run folder.
@@ -20,22 +20,22 @@ pub const FILE: &str = "unfinished.json";
 pub struct RunState {
     /// [`SCHEMA`].
     pub schema: u32,
-    /// The command line as it was first given.
+    /// The command line of the first process.
     pub arguments: Vec<String>,
-    /// When the run first began, in seconds since 1970 (UTC).
+    /// The beginning of the run, in seconds since 1970 (UTC).
     pub started_unix_seconds: u64,
-    /// Everything that decides the outcome, by name, in words: two processes may work on one run only where all are equal.
+    /// All settings that decide the outcome, by name. Two processes can work on one run only with equal settings.
     pub settings: BTreeMap<String, String>,
     /// The finished layers, in order.
     pub layers: Vec<LayerReport>,
-    /// Tensors that were written → SHA-256 of their bytes, in hex.
+    /// Written tensors → SHA-256 of their bytes, in hex.
     pub tensors: BTreeMap<String, String>,
-    /// What was measured, once all of it is.
+    /// The perplexities, once all are measured.
     pub perplexity: Option<Perplexities>,
-    /// Everything the user was warned of.
+    /// All warnings.
     pub warnings: Vec<String>,
-    /// The processes that worked on it, in order; the last one up to now.
-    pub sessions: Vec<Session>,
+    /// The processes that worked on the run, in order, the current one last.
+    pub sessions: Vec<SessionReport>,
     /// Time and peak memory per phase, of all sessions.
     pub phases: Vec<PhaseReport>,
     /// Memory at the checkpoints of all sessions.
@@ -44,18 +44,18 @@ pub struct RunState {
 
 /// One process that worked on a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Session {
-    /// When it began, in seconds since 1970 (UTC).
+pub struct SessionReport {
+    /// The beginning of the process, in seconds since 1970 (UTC).
     pub started_unix_seconds: u64,
-    /// How long it worked, as far as is known: up to the last layer it finished where it did not end by itself.
+    /// The duration of its work. For a killed process it ends with the last finished layer.
     pub seconds: f64,
-    /// Layers that were finished when it began.
+    /// Layers that were finished at its beginning.
     pub first_layer: usize,
 }
 
 impl RunState {
-    /// Where `settings` differ from those of this run: name, value here, value there. Names that only one of them has count where
-    /// they are in `settings`.
+    /// Returns the differences between this run's settings and `settings`: name, value of this run, value in `settings`. A name that
+    /// only this run has is not a difference.
     pub fn differences(
         &self,
         settings: &BTreeMap<String, String>,
@@ -86,6 +86,7 @@ pub fn merge_phases(before: &[PhaseReport], now: &[PhaseReport]) -> Vec<PhaseRep
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::Phase;
 
     #[test]
     fn settings_that_differ_are_named_with_both_values() {
@@ -118,19 +119,19 @@ mod tests {
 
     #[test]
     fn phases_of_sessions_add_up() {
-        let phase = |name: &str, seconds, peak| PhaseReport {
-            phase: name.to_string(),
+        let phase = |phase, seconds, peak| PhaseReport {
+            phase,
             seconds,
             peak_anonymous: Some(crate::bytes::ByteSize(peak)),
         };
         let merged = merge_phases(
-            &[phase("read", 1.0, 5), phase("write", 2.0, 1)],
-            &[phase("read", 0.5, 7), phase("head", 1.0, 2)],
+            &[phase(Phase::Read, 1.0, 5), phase(Phase::Write, 2.0, 1)],
+            &[phase(Phase::Read, 0.5, 7), phase(Phase::Head, 1.0, 2)],
         );
         let expected = [
-            phase("read", 1.5, 7),
-            phase("write", 2.0, 1),
-            phase("head", 1.0, 2),
+            phase(Phase::Read, 1.5, 7),
+            phase(Phase::Write, 2.0, 1),
+            phase(Phase::Head, 1.0, 2),
         ];
         assert_eq!(merged, expected);
     }

@@ -7,13 +7,13 @@ use super::engine::DeviceMemory;
 use super::memory;
 use crate::bytes::ByteSize;
 use crate::run::manifest::{GpuMemory, MemorySample, PhaseReport};
-use crate::run::{Event, Events};
+use crate::run::{Event, Events, Moment, Phase};
 
-/// Collects what each phase cost. Shared by reference between the sweep, its editor and its passengers.
+/// Collects time and memory of each phase. The sweep, its editor and its passengers share the clock by reference.
 pub struct Clock {
     began: Instant,
-    seen: Mutex<Seen>,
-    /// Reads the memory of the GPUs, where there are any.
+    records: Mutex<Records>,
+    /// Reads the memory of the GPUs; absent without GPUs.
     devices: OnceLock<DeviceGauge>,
 }
 
@@ -21,15 +21,15 @@ pub struct Clock {
 pub type DeviceGauge = Arc<dyn Fn() -> DeviceMemory + Send + Sync>;
 
 #[derive(Debug, Default)]
-struct Seen {
+struct Records {
     phases: Vec<PhaseReport>,
     samples: Vec<MemorySample>,
     /// The highest peak since the last sample.
     peak: ByteSize,
 }
 
-impl Seen {
-    /// The highest of the peaks noted since this was last asked, and of `now`.
+impl Records {
+    /// Returns the highest of `now` and of the peaks recorded since the last call.
     fn peak_since_the_last_sample(&mut self, now: ByteSize) -> ByteSize {
         std::mem::take(&mut self.peak).max(now)
     }
@@ -42,18 +42,18 @@ impl Default for Clock {
 }
 
 impl Clock {
-    /// A clock that starts now and has seen nothing.
+    /// Starts a clock.
     pub fn new() -> Self {
         Self {
             began: Instant::now(),
-            seen: Mutex::default(),
+            records: Mutex::default(),
             devices: OnceLock::new(),
         }
     }
 
-    /// From now on samples tell the memory of GPUs, too.
+    /// From now on samples include the memory of GPUs.
     pub fn read_devices(&self, gauge: DeviceGauge) {
-        // The first one stays; a run opens its devices once.
+        // The first gauge stays: a run opens its devices once.
         let _ = self.devices.set(gauge);
     }
 
@@ -62,17 +62,17 @@ impl Clock {
         self.began.elapsed().as_secs_f64()
     }
 
-    /// Takes a memory sample and tells it; does nothing where the system does not say how much there is.
-    pub fn mark(&self, checkpoint: impl Into<String>, events: &dyn Events) {
+    /// Takes a memory sample and emits it. Does nothing on a system that does not report memory.
+    pub fn mark(&self, moment: Moment, events: &dyn Events) {
         let Some(resident) = memory::resident() else {
             return;
         };
-        let mut seen = self.seen();
+        let mut records = self.records();
         let sample = MemorySample {
             seconds: self.seconds(),
-            checkpoint: checkpoint.into(),
+            checkpoint: moment.to_string(),
             anonymous: resident.anonymous,
-            peak_anonymous: seen.peak_since_the_last_sample(resident.peak_anonymous),
+            peak_anonymous: records.peak_since_the_last_sample(resident.peak_anonymous),
             gpu: self.devices.get().map(|gauge| {
                 let memory = gauge();
                 GpuMemory {
@@ -84,30 +84,30 @@ impl Clock {
                 }
             }),
         };
-        seen.samples.push(sample.clone());
-        drop(seen);
+        records.samples.push(sample.clone());
+        drop(records);
         memory::reset_peak();
         events.emit(Event::Memory(sample));
     }
 
-    /// Runs `body` as part of `phase`. Phases must not be nested: time would count twice.
-    pub fn measure<R>(&self, phase: &'static str, body: impl FnOnce() -> R) -> R {
+    /// Runs `body` as part of `phase`. Phases must not be nested, since their time would count twice.
+    pub fn measure<R>(&self, phase: Phase, body: impl FnOnce() -> R) -> R {
         let before = memory::resident().map(|resident| resident.peak_anonymous);
         memory::reset_peak();
         let start = Instant::now();
         let result = body();
         let seconds = start.elapsed().as_secs_f64();
         let peak = memory::resident().map(|resident| resident.peak_anonymous);
-        let mut seen = self.seen();
-        seen.peak = seen.peak.max(before.max(peak).unwrap_or_default());
-        let phases = &mut seen.phases;
+        let mut records = self.records();
+        records.peak = records.peak.max(before.max(peak).unwrap_or_default());
+        let phases = &mut records.phases;
         match phases.iter_mut().find(|report| report.phase == phase) {
             Some(report) => {
                 report.seconds += seconds;
                 report.peak_anonymous = report.peak_anonymous.max(peak);
             }
             None => phases.push(PhaseReport {
-                phase: phase.to_string(),
+                phase,
                 seconds,
                 peak_anonymous: peak,
             }),
@@ -115,19 +115,19 @@ impl Clock {
         result
     }
 
-    /// The phases so far, in the order they first ran.
+    /// Returns the phases so far, in the order of their first run.
     pub fn report(&self) -> Vec<PhaseReport> {
-        self.seen().phases.clone()
+        self.records().phases.clone()
     }
 
-    /// The memory samples so far, in order of time.
+    /// Returns the memory samples so far, in the order of time.
     pub fn samples(&self) -> Vec<MemorySample> {
-        self.seen().samples.clone()
+        self.records().samples.clone()
     }
 
-    fn seen(&self) -> MutexGuard<'_, Seen> {
-        // A panic in another thread cannot leave a half-written report behind: each update is one push or two stores.
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    fn records(&self) -> MutexGuard<'_, Records> {
+        // A panic in another thread cannot leave a half-written report: each update is one push or two stores.
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -138,30 +138,27 @@ mod tests {
     #[test]
     fn phases_add_up_and_keep_their_order() {
         let clock = Clock::new();
-        assert_eq!(clock.measure("load", || 7), 7);
-        clock.measure("score", || ());
-        clock.measure("load", || {
+        assert_eq!(clock.measure(Phase::Read, || 7), 7);
+        clock.measure(Phase::Score, || ());
+        clock.measure(Phase::Read, || {
             std::thread::sleep(std::time::Duration::from_millis(5))
         });
         let report = clock.report();
         assert_eq!(
-            report
-                .iter()
-                .map(|phase| phase.phase.as_str())
-                .collect::<Vec<_>>(),
-            ["load", "score"]
+            report.iter().map(|phase| phase.phase).collect::<Vec<_>>(),
+            [Phase::Read, Phase::Score]
         );
         assert!(report[0].seconds >= 0.005);
     }
 
-    // On the real peak, in a process of its own: tests/it/messages.rs. Here other tests reset the process's high-water mark.
+    // tests/it/messages.rs tests the real peak in a separate process. Here other tests reset the process's high-water mark.
     #[test]
     fn a_sample_has_the_highest_peak_since_the_one_before() {
-        let mut seen = Seen {
+        let mut records = Records {
             peak: ByteSize(5),
-            ..Seen::default()
+            ..Records::default()
         };
-        assert_eq!(seen.peak_since_the_last_sample(ByteSize(4)), ByteSize(5));
-        assert_eq!(seen.peak_since_the_last_sample(ByteSize(2)), ByteSize(2));
+        assert_eq!(records.peak_since_the_last_sample(ByteSize(4)), ByteSize(5));
+        assert_eq!(records.peak_since_the_last_sample(ByteSize(2)), ByteSize(2));
     }
 }

@@ -1,8 +1,8 @@
-//! What computes: the CPU, and the devices beside it, which share the samples of a layer.
+//! The devices that compute: the CPU, and GPUs, which share the samples of a layer.
 //!
-//! A plan names the devices of each layer. On the CPU a pass goes over the samples one by one, with all threads in each. Devices
-//! each take the next sample that no other has; what a device has no memory for is done on the CPU at once ([`Seat`]). Results
-//! are put together in the order of the samples, so they do not depend on who computed what, beyond the rounding of a device.
+//! A plan names the devices of each layer. Without a GPU a pass takes the samples one by one, with all threads in each. With GPUs each takes the next
+//! sample that no other has taken; the CPU computes at once what a GPU has no memory for ([`DeviceWorker`]). Results are combined in
+//! the order of the samples, so they do not depend on the device of a sample, apart from its rounding.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,22 +11,22 @@ use std::thread;
 
 use anyhow::{Context, Result, anyhow};
 
+use super::device_worker::DeviceWorker;
 use super::engine::CopyAhead;
 use super::hidden_states::HiddenStates;
-use super::seat::Seat;
-use super::sweep::Swept;
 use crate::linalg::Workspace;
+use crate::linalg::profile::Watch;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::Seen;
-use crate::model::{DecoderLayer, LayerContext, ModelConfig, Observer};
-use crate::run::Events;
+use crate::model::on_device::LogSumExpPart;
+use crate::model::{DecoderLayer, LayerContext, Observer};
+use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
+use crate::run::{Events, Phase};
 use candle_core::Tensor;
 
-/// The devices of a sweep, the CPU among them.
+/// The devices of a sweep.
 pub struct Compute<'a> {
     context: LayerContext,
-    config: &'a ModelConfig,
-    seats: Vec<Seat>,
+    workers: Vec<DeviceWorker<'a>>,
     /// By layer, the names of the devices that compute it.
     devices: Vec<Vec<String>>,
     events: &'a dyn Events,
@@ -34,23 +34,21 @@ pub struct Compute<'a> {
 
 impl<'a> Compute<'a> {
     /// Computes on the CPU alone.
-    pub fn on_cpu(context: LayerContext, config: &'a ModelConfig, events: &'a dyn Events) -> Self {
-        Self::new(context, config, Vec::new(), Vec::new(), events)
+    pub fn on_cpu(context: LayerContext, events: &'a dyn Events) -> Self {
+        Self::new(context, Vec::new(), Vec::new(), events)
     }
 
     /// # Arguments
-    /// * `devices`: by layer, who computes it; the CPU where there is no entry
+    /// * `devices`: by layer, the names of its devices; the CPU for a layer without an entry
     pub fn new(
         context: LayerContext,
-        config: &'a ModelConfig,
-        seats: Vec<Seat>,
+        workers: Vec<DeviceWorker<'a>>,
         devices: Vec<Vec<String>>,
         events: &'a dyn Events,
     ) -> Self {
         Self {
             context,
-            config,
-            seats,
+            workers,
             devices,
             events,
         }
@@ -61,69 +59,58 @@ impl<'a> Compute<'a> {
         self.context.workspace()
     }
 
-    /// What the CPU computes with.
+    /// The CPU's context.
     pub fn context(&mut self) -> &mut LayerContext {
         &mut self.context
     }
 
-    /// Whether a device other than the CPU computes the last layer, and so the head.
+    /// Returns whether a device other than the CPU computes the last layer, and so the head.
     pub fn has_device_for_the_head(&self) -> bool {
         let last = self.devices.last();
         last.is_some_and(|last| {
-            self.seats
+            self.workers
                 .iter()
-                .any(|seat| last.iter().any(|name| name == seat.device()))
+                .any(|worker| last.contains(worker.name()))
         })
     }
 
-    /// Moves every sample through a layer and puts it back; `done` is told how many were finished before, each time one is.
+    /// Moves every sample through a layer and replaces its hidden states. Calls `done` after each sample with the number of samples
+    /// finished before.
     ///
     /// # Errors
     /// Fails when a hidden state cannot be read or written, and when a device fails for another reason than lack of memory.
     pub fn forward(
         &mut self,
-        phase: &str,
+        phase: Phase,
         layer: &DecoderLayer,
         hidden: &mut HiddenStates,
         done: &(dyn Fn(usize) + Sync),
     ) -> Result<()> {
-        let (config, events, context) = (self.config, self.events, &mut self.context);
-        let mut seats = ready(&mut self.seats, &self.devices, layer, config, events)?;
-        if seats.is_empty() {
-            return hidden.advance(|sample, state| {
-                events.check()?;
-                let next = layer.forward(state, context)?;
-                done(sample);
-                Ok(next)
-            });
-        }
-        let samples = hidden.samples();
+        let workers = ready(&mut self.workers, &self.devices, layer)?;
+        let (samples, context) = (hidden.samples(), &mut self.context);
         let mut finished = 0;
         let hidden = Mutex::new(hidden);
-        share(
-            &mut seats,
-            events,
-            samples,
-            // Each goes back to its place.
-            false,
-            &|seat, sample| {
-                let state = lock(&hidden).at_rest(sample)?;
-                seat.forward(phase, sample, layer, &state, config, events)
+        Pass {
+            on_device: &|worker, sample| {
+                let state = lock(&hidden).stored(sample)?;
+                worker.forward(phase, sample, layer, &state)
             },
-            &mut |sample| {
+            on_cpu: &mut |sample| {
                 let state = lock(&hidden).get(sample)?;
                 layer.forward(&state, context)
             },
-            &mut |sample, next: Tensor| {
+            done: &mut |sample, next: Tensor| {
                 lock(&hidden).put(sample, next)?;
                 done(finished);
                 finished += 1;
                 Ok(())
             },
-        )
+            order: ResultOrder::Any,
+        }
+        .run(workers, samples, self.events)
     }
 
-    /// Observes every sample in a layer, each with an observer of its own; `done` takes them in the order of the samples.
+    /// Observes every sample in a layer, each with a new observer. Calls `done` with the observers in the order of the samples.
     ///
     /// # Errors
     /// As [`Compute::forward`].
@@ -134,97 +121,83 @@ impl<'a> Compute<'a> {
         new: &(dyn Fn(usize) -> O + Sync),
         done: &mut (dyn FnMut(usize, O) + Send),
     ) -> Result<()> {
-        let (config, events, context) = (self.config, self.events, &mut self.context);
-        let mut seats = ready(&mut self.seats, &self.devices, layer, config, events)?;
-        if seats.is_empty() {
-            for sample in 0..hidden.samples() {
-                events.check()?;
-                let mut observer = new(sample);
-                layer.capture(&hidden.get(sample)?, context, &mut observer)?;
-                done(sample, observer);
-            }
-            return Ok(());
-        }
-        let samples = hidden.samples();
+        let workers = ready(&mut self.workers, &self.devices, layer)?;
+        let (samples, context) = (hidden.samples(), &mut self.context);
         let hidden = Mutex::new(hidden);
-        share(
-            &mut seats,
-            events,
-            samples,
-            true,
-            &|seat, sample| {
-                let state = lock(&hidden).at_rest(sample)?;
-                seat.capture(sample, layer, &state, new, config, events)
+        Pass {
+            on_device: &|worker, sample| {
+                let state = lock(&hidden).stored(sample)?;
+                worker.capture(sample, layer, &state, new)
             },
-            &mut |sample| {
+            on_cpu: &mut |sample| {
                 let state = lock(&hidden).get(sample)?;
                 let mut observer = new(sample);
                 layer.capture(&state, context, &mut observer)?;
                 Ok(observer)
             },
-            &mut |sample, observer| {
+            done: &mut |sample, observer| {
                 done(sample, observer);
                 Ok(())
             },
-        )
+            order: ResultOrder::OfSamples,
+        }
+        .run(workers, samples, self.events)
     }
 
-    /// Shows every window to some rows of the head on the devices of the last layer; `done` takes what was seen in the order of the windows.
+    /// Computes every window's log-sum-exp over some rows of the head, on the devices of the last layer. Calls `done` with the parts
+    /// in the order of the windows.
     ///
     /// # Arguments
     /// * `tokens`: `[windows, seqlen]`
     ///
     /// # Errors
     /// As [`Compute::forward`].
-    pub fn see(
+    pub fn head_windows(
         &mut self,
         chunk: &HeadChunk<'_>,
         hidden: &mut HiddenStates,
         tokens: &[u32],
-        done: &mut (dyn FnMut(usize, Vec<Seen>) + Send),
+        done: &mut (dyn FnMut(usize, Vec<LogSumExpPart>) + Send),
     ) -> Result<()> {
-        let (config, events, context) = (self.config, self.events, &mut self.context);
-        let last = self.devices.last().cloned().unwrap_or_default();
-        let mut seats = Vec::new();
-        for seat in &mut self.seats {
-            if last.iter().any(|name| name == seat.device())
-                && seat.take_head(chunk, config, events)?
-            {
-                seats.push(seat);
+        let last = self.devices.last().map_or(&[][..], Vec::as_slice);
+        let mut workers = Vec::new();
+        for worker in &mut self.workers {
+            if last.contains(worker.name()) && worker.load_head(chunk)? {
+                workers.push(worker);
             }
         }
-        let (samples, seqlen) = (hidden.samples(), hidden.seqlen());
+        let (samples, seqlen, context) = (hidden.samples(), hidden.seqlen(), &mut self.context);
         let hidden = Mutex::new(hidden);
         let window = |sample: usize| &tokens[sample * seqlen..(sample + 1) * seqlen];
-        share(
-            &mut seats,
-            events,
-            samples,
-            true,
-            &|seat, sample| {
-                let state = lock(&hidden).at_rest(sample)?;
-                seat.see(sample, chunk, &state, window(sample), config, events)
+        Pass {
+            on_device: &|worker, sample| {
+                let state = lock(&hidden).stored(sample)?;
+                worker.head_window(sample, chunk, &state, window(sample))
             },
-            &mut |sample| {
+            on_cpu: &mut |sample| {
                 let state = lock(&hidden).get(sample)?;
-                Seen::on_host(chunk, &state, window(sample), context)
+                LogSumExpPart::on_host(chunk, &state, window(sample), context)
             },
-            &mut |sample, seen| {
-                done(sample, seen);
+            done: &mut |sample, parts| {
+                done(sample, parts);
                 Ok(())
             },
-        )
+            order: ResultOrder::OfSamples,
+        }
+        .run(workers, samples, self.events)
     }
 
-    /// A layer's turn has come.
-    pub(super) fn layer_begins(&mut self) {
-        self.seats.iter_mut().for_each(Seat::layer_begins);
+    /// Prepares all devices for the next layer.
+    pub(super) fn begin_layer(&mut self) {
+        self.workers.iter_mut().for_each(DeviceWorker::begin_layer);
     }
 
-    /// What copies a layer that was read ahead onto the devices that will compute it.
+    /// Returns a function that copies a layer onto the devices that will compute it.
     pub(super) fn copies_ahead(&self) -> CopyAhead {
-        let of = |seat: &Seat| Some((seat.device().to_string(), seat.engine().copies_ahead()?));
-        let copies: Vec<(String, CopyAhead)> = self.seats.iter().filter_map(of).collect();
+        let of = |worker: &DeviceWorker<'_>| {
+            Some((worker.name().clone(), worker.engine().copies_ahead()?))
+        };
+        let copies: Vec<(String, CopyAhead)> = self.workers.iter().filter_map(of).collect();
         let devices = self.devices.clone();
         Box::new(move |layer| {
             let named = devices.get(layer.index()).map_or(&[][..], Vec::as_slice);
@@ -236,47 +209,68 @@ impl<'a> Compute<'a> {
         })
     }
 
-    /// What devices had no memory for at first, what they held at most, and where the CPU's time went.
-    pub fn finish(mut self) -> Swept {
-        Swept {
-            fallbacks: self.seats.iter_mut().flat_map(Seat::take_falls).collect(),
-            devices: self.seats.iter().map(Seat::memory_report).collect(),
+    /// Ends the sweep: returns fallbacks, peak memory of devices, and the profile of the CPU.
+    pub fn finish(mut self) -> SweepReport {
+        let workers = self.workers.iter_mut();
+        SweepReport {
+            fallbacks: workers.flat_map(DeviceWorker::take_fallbacks).collect(),
+            devices: self
+                .workers
+                .iter()
+                .map(DeviceWorker::memory_report)
+                .collect(),
             watch: self.context.workspace().panel().watch.clone(),
         }
     }
 }
 
-/// The devices of a layer that could take it up.
-fn ready<'s>(
-    seats: &'s mut [Seat],
+/// The report of the devices after a sweep.
+#[derive(Debug, Clone, Default)]
+pub struct SweepReport {
+    /// Units of work that a device had no memory for at first.
+    pub fallbacks: Vec<FallbackReport>,
+    /// Peak memory of devices.
+    pub devices: Vec<DeviceMemoryReport>,
+    /// The profile of the CPU.
+    pub watch: Watch,
+}
+
+/// Returns the devices of a layer that could load it.
+fn ready<'s, 'a>(
+    workers: &'s mut [DeviceWorker<'a>],
     devices: &[Vec<String>],
     layer: &DecoderLayer,
-    config: &ModelConfig,
-    events: &dyn Events,
-) -> Result<Vec<&'s mut Seat>> {
+) -> Result<Vec<&'s mut DeviceWorker<'a>>> {
     let named = devices.get(layer.index()).map_or(&[][..], Vec::as_slice);
     let mut ready = Vec::new();
-    for seat in seats {
-        if named.iter().any(|name| name == seat.device())
-            && seat.take_layer(layer, config, events)?
-        {
-            ready.push(seat);
+    for worker in workers {
+        if named.contains(worker.name()) && worker.load_layer(layer)? {
+            ready.push(worker);
         }
     }
     Ok(ready)
 }
 
-/// Results that wait for those of earlier samples, where their order counts.
-struct InOrder<'c, R> {
-    order_counts: bool,
+/// The order in which results are handed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ResultOrder {
+    /// That of the samples. A result waits for those of earlier samples, so results should be small.
+    OfSamples,
+    /// That of computing.
+    Any,
+}
+
+/// Results that wait for those of earlier samples.
+struct Results<'c, R> {
+    order: ResultOrder,
     next: usize,
     waiting: BTreeMap<usize, R>,
     done: &'c mut (dyn FnMut(usize, R) -> Result<()> + Send),
 }
 
-impl<R> InOrder<'_, R> {
+impl<R> Results<'_, R> {
     fn take(&mut self, sample: usize, result: R) -> Result<()> {
-        if !self.order_counts {
+        if self.order == ResultOrder::Any {
             return (self.done)(sample, result);
         }
         self.waiting.insert(sample, result);
@@ -288,61 +282,71 @@ impl<R> InOrder<'_, R> {
     }
 }
 
-/// Lets each device take the next sample no other has; what it leaves, `on_cpu` does at once, one sample at a time. `done` sees the
-/// results in the order of the samples where that counts; small ones only should have to wait for it.
-fn share<R: Send>(
-    seats: &mut [&mut Seat],
-    events: &dyn Events,
-    samples: usize,
-    order_counts: bool,
-    on_device: &(dyn Fn(&mut Seat, usize) -> Result<Option<R>> + Sync),
-    on_cpu: &mut (dyn FnMut(usize) -> Result<R> + Send),
-    done: &mut (dyn FnMut(usize, R) -> Result<()> + Send),
-) -> Result<()> {
-    let results = Mutex::new(InOrder {
-        order_counts,
-        next: 0,
-        waiting: BTreeMap::new(),
-        done,
-    });
-    if seats.is_empty() {
-        for sample in 0..samples {
+/// A pass over all samples: each device takes the next sample that no other has taken, and the CPU computes what a device leaves.
+struct Pass<'p, 'a, R> {
+    on_device: &'p (dyn Fn(&mut DeviceWorker<'a>, usize) -> Result<Option<R>> + Sync),
+    on_cpu: &'p mut (dyn FnMut(usize) -> Result<R> + Send),
+    done: &'p mut (dyn FnMut(usize, R) -> Result<()> + Send),
+    order: ResultOrder,
+}
+
+impl<'a, R: Send> Pass<'_, 'a, R> {
+    fn run(
+        self,
+        workers: Vec<&mut DeviceWorker<'a>>,
+        samples: usize,
+        events: &dyn Events,
+    ) -> Result<()> {
+        let (on_device, on_cpu) = (self.on_device, Mutex::new(self.on_cpu));
+        let results = Mutex::new(Results {
+            order: self.order,
+            next: 0,
+            waiting: BTreeMap::new(),
+            done: self.done,
+        });
+        let one = |worker: Option<&mut DeviceWorker<'a>>, sample: usize| -> Result<()> {
             events.check()?;
-            let result = on_cpu(sample)?;
-            lock(&results).take(sample, result)?;
-        }
-        return Ok(());
-    }
-    let next = AtomicUsize::new(0);
-    let on_cpu = Mutex::new(on_cpu);
-    let work = |seat: &mut Seat| -> Result<()> {
-        let _stop = StopOnPanic(&next, samples);
-        loop {
-            let sample = next.fetch_add(1, Ordering::Relaxed);
-            if sample >= samples {
-                return Ok(());
-            }
-            let mut one = || -> Result<()> {
-                events.check()?;
-                let result = match on_device(seat, sample)? {
-                    Some(result) => result,
-                    None => (*lock(&on_cpu))(sample)?,
-                };
-                lock(&results).take(sample, result)
+            let computed = match worker {
+                Some(worker) => on_device(worker, sample)?,
+                None => None,
             };
-            let one = one();
-            if one.is_err() {
-                // No one begins another sample.
-                next.store(samples, Ordering::Relaxed);
-                return one;
-            }
+            let result = match computed {
+                Some(result) => result,
+                None => (*lock(&on_cpu))(sample)?,
+            };
+            lock(&results).take(sample, result)
+        };
+        if workers.is_empty() {
+            return (0..samples).try_for_each(|sample| one(None, sample));
         }
-    };
+        let next = AtomicUsize::new(0);
+        let work = |worker: &mut DeviceWorker<'a>| -> Result<()> {
+            let _stop = StopOnPanic(&next, samples);
+            loop {
+                let sample = next.fetch_add(1, Ordering::Relaxed);
+                if sample >= samples {
+                    return Ok(());
+                }
+                if let Err(error) = one(Some(&mut *worker), sample) {
+                    // No worker begins another sample.
+                    next.store(samples, Ordering::Relaxed);
+                    return Err(error);
+                }
+            }
+        };
+        on_threads(workers, &work)
+    }
+}
+
+/// Runs `work` for every worker, each on a thread of its own, and returns the first error.
+fn on_threads<'a>(
+    workers: Vec<&mut DeviceWorker<'a>>,
+    work: &(dyn Fn(&mut DeviceWorker<'a>) -> Result<()> + Sync),
+) -> Result<()> {
     thread::scope(|scope| {
-        let work = &work;
-        let threads: Vec<_> = seats
-            .iter_mut()
-            .map(|seat| thread::Builder::new().spawn_scoped(scope, move || work(seat)))
+        let threads: Vec<_> = workers
+            .into_iter()
+            .map(|worker| thread::Builder::new().spawn_scoped(scope, move || work(worker)))
             .collect();
         let mut outcome = Ok(());
         for thread in threads {
@@ -353,9 +357,7 @@ fn share<R: Send>(
                         .join()
                         .unwrap_or_else(|_| Err(anyhow!("the thread of a device panicked")))
                 });
-            if outcome.is_ok() {
-                outcome = ended;
-            }
+            outcome = outcome.and(ended);
         }
         outcome
     })
@@ -372,7 +374,7 @@ impl Drop for StopOnPanic<'_> {
     }
 }
 
-/// A panic elsewhere ends the run by itself; what the lock guards is not looked at after it.
+/// Locks a mutex. A panic of another thread ends the run, so the state behind the lock does not matter then.
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,33 +1,35 @@
-//! The devices of a run, opened as its plan says: GPUs, or simulated ones for tests.
+//! The devices of a run's plan, opened: GPUs, or simulated ones for tests.
+
+use std::sync::Arc;
 
 use anyhow::Result;
 use serde::Deserialize;
 
 use super::clock::DeviceGauge;
+use super::device_worker::DeviceWorker;
 use super::engine::{Engine, Simulated};
 use super::ledger::{Ledger, Refusals};
-use super::seat::Seat;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredDtype;
 use crate::model::on_device::{CONTEXT, Cut};
 use crate::model::{LayerContext, ModelConfig, Rotary};
-use crate::run::{MemorySettings, Plan};
+use crate::run::{Events, MemorySettings, Plan};
 
-/// GPUs that are none, for tests of placement and fallback.
+/// Simulated GPUs, for tests of placement and fallback.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Simulation {
-    /// What each of them says is free.
+    /// The free memory that each GPU reports.
     pub gpus: Vec<String>,
-    /// What each of them has in truth; the plan's budget where absent.
+    /// The memory that each GPU really has; the plan's budget if absent.
     #[serde(default)]
     pub capacity: Option<String>,
-    /// Units that are refused: see [`Refusals`].
+    /// Refused units: see [`Refusals`].
     #[serde(default)]
     pub refuse: String,
 }
 
-/// One device, opened.
+/// An opened device.
 #[derive(Debug, Clone)]
 struct Opened {
     name: String,
@@ -38,7 +40,7 @@ struct Opened {
     driver_name: String,
 }
 
-/// Who computes which layer beside the CPU.
+/// The devices that compute in addition to the CPU, and their layers.
 #[derive(Debug, Clone, Default)]
 pub struct Devices {
     opened: Vec<Opened>,
@@ -49,10 +51,10 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Opens the devices a plan names.
+    /// Opens the devices of a plan.
     ///
     /// # Arguments
-    /// * `dtype`: that of the arithmetic on GPUs
+    /// * `dtype`: the dtype of the arithmetic on GPUs
     ///
     /// # Errors
     /// Fails when a GPU cannot be opened.
@@ -85,12 +87,12 @@ impl Devices {
         })
     }
 
-    /// Whether there is any beside the CPU.
+    /// Returns whether the CPU is the only device.
     pub fn is_empty(&self) -> bool {
         self.opened.is_empty()
     }
 
-    /// Reads the counters of all devices, added up; `None` where none has any.
+    /// Returns a function that adds up the counters of all devices; `None` without devices that have counters.
     pub fn gauge(&self) -> Option<DeviceGauge> {
         #[cfg(feature = "cuda")]
         {
@@ -102,7 +104,7 @@ impl Devices {
             if devices.is_empty() {
                 return None;
             }
-            Some(std::sync::Arc::new(move || {
+            Some(Arc::new(move || {
                 let mut sum = super::engine::DeviceMemory::default();
                 for memory in devices.iter().filter_map(super::engine::cuda::memory) {
                     sum = sum.plus(&memory);
@@ -114,18 +116,24 @@ impl Devices {
         None
     }
 
-    /// Puts each device to work, and says who computes each layer.
+    /// By layer, the names of the devices that compute it.
+    pub(super) fn by_layer(&self) -> Vec<Vec<String>> {
+        self.by_layer.clone()
+    }
+
+    /// Creates a worker for each device.
     ///
     /// # Errors
     /// Fails when a device has no memory for the rotary tables.
-    pub(super) fn seats(
+    pub(super) fn workers<'a>(
         &self,
-        config: &ModelConfig,
+        config: &Arc<ModelConfig>,
         seqlen: usize,
         settings: &MemorySettings,
+        events: &'a dyn Events,
         context: &dyn Fn() -> Result<LayerContext>,
-    ) -> Result<(Vec<Seat>, Vec<Vec<String>>)> {
-        let mut seats = Vec::with_capacity(self.opened.len());
+    ) -> Result<Vec<DeviceWorker<'a>>> {
+        let mut workers = Vec::with_capacity(self.opened.len());
         for opened in &self.opened {
             let (capacity, refusals) = match &self.simulation {
                 None => (opened.budget, Refusals::default()),
@@ -146,16 +154,18 @@ impl Devices {
                 false => ByteSize::ZERO,
             };
             let tables = ByteSize::of(Rotary::bytes(config.head_dim, seqlen), 1);
-            seats.push(Seat::new(
+            let worker = DeviceWorker::new(
                 opened.name.clone(),
                 engine,
                 Ledger::new(capacity, CONTEXT + tables, refusals),
-                Cut::of(settings, config),
+                Cut::of(settings, config).with_indices_of_32_bits(config, seqlen),
+                Arc::clone(config),
                 seqlen,
-                ahead,
-            ));
+                events,
+            );
+            workers.push(worker.with_prefetch(ahead));
         }
-        Ok((seats, self.by_layer.clone()))
+        Ok(workers)
     }
 
     #[cfg(not(feature = "cuda"))]

@@ -1,10 +1,12 @@
-//! The hidden states of one stream of samples, at rest in RAM or in a spill file.
+//! The hidden states of one stream of samples, in RAM or in a spill file.
 //!
 //! Samples are independent, so a pass takes one, runs it through a layer and puts the result back in its place: one set
-//! of states, not two. They rest in the dtype they are computed in (f32 on the CPU, the checkpoint's on GPUs), so resting them
-//! changes no bit: spilled or not, the masks are the same.
+//! of states, not two. They are stored in the dtype of the arithmetic (f32 on the CPU, the checkpoint's on GPUs), so storing them
+//! changes no bit: the masks are the same in RAM and on disk.
 
 use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -63,7 +65,7 @@ impl HiddenStates {
         })
     }
 
-    /// Samples there is room for.
+    /// The number of samples.
     pub fn samples(&self) -> usize {
         match &self.store {
             Store::Ram(states) => states.len(),
@@ -76,19 +78,19 @@ impl HiddenStates {
         self.shape[0]
     }
 
-    /// The state of one sample, `[seqlen, hidden_size]` in f32.
+    /// Returns the state of one sample, `[seqlen, hidden_size]` in f32.
     ///
     /// # Errors
-    /// Fails when it was never put, and when the spill file cannot be read.
+    /// Fails when the state was never put, and when the spill file cannot be read.
     pub fn get(&mut self, sample: usize) -> Result<Tensor> {
-        Ok(self.at_rest(sample)?.to_dtype(DType::F32)?)
+        Ok(self.stored(sample)?.to_dtype(DType::F32)?)
     }
 
-    /// The state of one sample in the dtype it rests in.
+    /// Returns the state of one sample in its stored dtype.
     ///
     /// # Errors
     /// As [`HiddenStates::get`].
-    pub fn at_rest(&mut self, sample: usize) -> Result<Tensor> {
+    pub fn stored(&mut self, sample: usize) -> Result<Tensor> {
         let elements = self.shape[0] * self.shape[1];
         let at = self.offset(sample);
         match &mut self.store {
@@ -156,7 +158,7 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// Lets go of all states, and of the spill file.
+    /// Frees all states, and the spill file.
     pub fn clear(&mut self) {
         self.store = Store::Ram(Vec::new());
     }
@@ -165,47 +167,58 @@ impl HiddenStates {
         self.shape[0] * self.shape[1] * self.dtype.size_in_bytes()
     }
 
-    /// Where a state lies in the spill file.
+    /// Returns the offset of a state in the spill file.
     fn offset(&self, sample: usize) -> u64 {
         sample as u64 * self.state_bytes() as u64
     }
-
-    /// Takes every state through `step` in sample order and puts the result back.
-    ///
-    /// # Errors
-    /// The first error of `step` or of the spill file.
-    pub fn advance(
-        &mut self,
-        mut step: impl FnMut(usize, &Tensor) -> Result<Tensor>,
-    ) -> Result<()> {
-        for sample in 0..self.samples() {
-            let state = self.get(sample)?;
-            let next = step(sample, &state)?;
-            self.put(sample, next)?;
-        }
-        Ok(())
-    }
 }
 
+/// Checks that a spill file can be created in `folder`.
+///
+/// # Errors
+/// Fails when the folder or a file in it cannot be created.
+pub fn check_spill_folder(folder: &Path) -> Result<()> {
+    spill_file(folder, "check").map(drop)
+}
+
+/// Attempts to find a name that no other file has.
+const NAMES: usize = 16;
+
+/// Creates a spill file that only its owner can read. It never opens an existing file and never follows a link.
 fn spill_file(folder: &Path, stream: &str) -> Result<File> {
-    std::fs::create_dir_all(folder)
-        .with_context(|| format!("creating the offload folder `{}`", folder.display()))?;
-    let path = folder.join(format!(
-        "hidden-states-{stream}-{}.spill",
-        std::process::id()
-    ));
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(&path)
-        .with_context(|| format!("creating the spill file `{}`", path.display()))?;
-    // An open file without a name disappears with the process, however that ends.
+    let refused = |error: std::io::Error| {
+        Failure::new(format!(
+            "cannot create a spill file in `{}`: {error}",
+            folder.display()
+        ))
+        .hint("name a folder that can be written to with --offload-folder, or use --hidden-states ram")
+    };
+    std::fs::create_dir_all(folder).map_err(refused)?;
+    let mut options = File::options();
+    options.read(true).write(true).create_new(true);
     #[cfg(unix)]
-    std::fs::remove_file(&path)
-        .with_context(|| format!("unlinking the spill file `{}`", path.display()))?;
-    Ok(file)
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    let mut taken = None;
+    for _ in 0..NAMES {
+        let path = folder.join(format!("hidden-states-{stream}-{:016x}.spill", random()));
+        let file = match options.open(&path) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                taken = Some(error);
+                continue;
+            }
+            opened => opened.map_err(refused)?,
+        };
+        // An open file without a name disappears with the process, however the process ends.
+        #[cfg(unix)]
+        std::fs::remove_file(&path).map_err(refused)?;
+        return Ok(file);
+    }
+    Err(refused(taken.unwrap_or_else(|| ErrorKind::AlreadyExists.into())).into())
+}
+
+/// Returns a random number: the keys of the standard library's hash maps come from the system.
+fn random() -> u64 {
+    RandomState::new().hash_one(())
 }
 
 #[cfg(test)]
@@ -229,9 +242,12 @@ mod tests {
             for sample in 0..3 {
                 states.put(sample, state(sample as f32)).unwrap();
             }
-            states
-                .advance(|sample, state| Ok((state + sample as f64)?))
-                .unwrap();
+            for sample in 0..3 {
+                let state = states.get(sample).unwrap();
+                states
+                    .put(sample, (state + sample as f64).unwrap())
+                    .unwrap();
+            }
             for sample in 0..3 {
                 assert_eq!(
                     states.get(sample).unwrap().to_vec2::<f32>().unwrap(),
@@ -246,6 +262,27 @@ mod tests {
             #[cfg(unix)]
             assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         }
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_spill_file_is_private_and_never_one_that_exists() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let file = spill_file(folder.path(), "test").unwrap();
+        assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        assert_ne!(random(), random(), "names cannot be guessed");
+        // A folder that is a file: nothing can be created there.
+        let path = folder.path().join("file");
+        std::fs::write(&path, "kept").unwrap();
+        let error = check_spill_folder(&path).unwrap_err().to_string();
+        assert!(
+            error.starts_with("cannot create a spill file in `"),
+            "{error}"
+        );
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "kept");
+        check_spill_folder(folder.path()).unwrap();
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
     #[test]

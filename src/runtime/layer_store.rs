@@ -1,7 +1,7 @@
-//! The layers of a model that is passed through again and again: in memory, or read at each use.
+//! The layers of a generating model, which uses them again for every token: in memory, or read at each use.
 //!
-//! Who streams is decided by [`Residency`]. A thread reads the next streamed layer while others compute, the first one again
-//! after the last; what was used is dropped. At most two streamed layers exist at a time.
+//! [`Residency`] decides which layers are streamed. A thread reads the next streamed layer while others compute, and the first one
+//! after the last. Used layers are dropped. At most two streamed layers exist at a time.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -17,24 +17,24 @@ use crate::model::{DecoderLayer, ModelConfig};
 use crate::placement::Residency;
 use crate::run::{Event, Events};
 
-/// What is told while layers are read.
+/// The name of the phase in which layers are read.
 const PHASE: &str = "read layers";
 
-/// Hands out layers in ascending order, any number of times over.
+/// Hands out layers in ascending order, again and again.
 pub struct LayerStore {
     source: Arc<dyn WeightSource>,
     config: Arc<ModelConfig>,
     residency: Residency,
-    /// By index; none where a layer is streamed.
+    /// By index; `None` for a streamed layer.
     resident: Vec<Option<DecoderLayer>>,
     reader: Option<Reader>,
 }
 
 impl LayerStore {
-    /// Reads the layers that stay, and begins to read the first that does not.
+    /// Reads the layers that stay in memory, and begins to read the first streamed one.
     ///
     /// # Errors
-    /// Fails when a layer cannot be read, or a thread not be started.
+    /// Fails when a layer cannot be read, or a thread cannot be started.
     pub fn load(
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,
@@ -81,7 +81,7 @@ impl LayerStore {
         Ok(store)
     }
 
-    /// Where the layers rest.
+    /// The division of layers into resident and streamed ones.
     pub fn residency(&self) -> Residency {
         self.residency
     }
@@ -109,14 +109,14 @@ impl LayerStore {
         };
         let result = body(&layer);
         if let Cow::Owned(layer) = layer {
-            // As in the sweep: else the C library keeps about one layer's worth per thread that allocated one.
+            // As in the sweep: without this the C library keeps about one layer per thread.
             drop(layer);
             memory::release_freed();
         }
         result
     }
 
-    /// The first streamed layer at or behind `from`, beginning again at the end.
+    /// Returns the first streamed layer from `from` on, and after the last layer from the first.
     fn next_streamed(&self, from: usize) -> Option<usize> {
         let layers = self.resident.len();
         (from..from + layers)
@@ -127,10 +127,10 @@ impl LayerStore {
 
 /// A thread that reads one layer when asked.
 struct Reader {
-    /// None once the thread is to end.
+    /// `None` once the thread must end.
     asked: Option<SyncSender<usize>>,
     read: Receiver<(usize, Result<DecoderLayer>)>,
-    /// Whether an answer is still to come.
+    /// An answer is expected.
     is_busy: bool,
     thread: Option<JoinHandle<()>>,
 }
@@ -138,7 +138,7 @@ struct Reader {
 impl Reader {
     fn start(source: Arc<dyn WeightSource>, config: Arc<ModelConfig>) -> Result<Self> {
         let (asked, questions) = sync_channel::<usize>(1);
-        // Capacity 0: a layer that is read waits in the thread's hands, and no second one is begun.
+        // Capacity 0: the thread keeps a layer until it is taken, and does not begin a second one.
         let (answers, read) = sync_channel(0);
         let thread = std::thread::Builder::new()
             .name("layer-reader".to_string())
@@ -161,13 +161,13 @@ impl Reader {
 
     fn ask(&mut self, index: usize) {
         self.is_busy = true;
-        // Where the thread is gone, `take` says so.
+        // If the thread has ended, `take` fails.
         if let Some(asked) = &self.asked {
             let _ = asked.send(index);
         }
     }
 
-    /// The layer `index`, which was asked for last unless a pass ended early.
+    /// Returns the layer `index`. It was asked for last, unless a pass ended early.
     fn take(&mut self, index: usize) -> Result<DecoderLayer> {
         loop {
             if !self.is_busy {
@@ -187,7 +187,7 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        // The thread ends at its next question or answer; its layer's memory is free when this returns.
+        // The thread ends at its next question or answer. The memory of its layer is free when this function returns.
         self.asked = None;
         let (_, closed) = sync_channel(0);
         self.read = closed;

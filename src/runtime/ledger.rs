@@ -1,7 +1,7 @@
-//! The account of a device's memory: what a unit of work is planned to take is reserved before it begins.
+//! The account of a device's memory: the planned bytes of a unit of work are reserved before it begins.
 //!
-//! `model` and `pruning` never see it. A reservation that is refused and an allocation the device refuses are the same event to
-//! the ladder; a *simulated* device knows only the first. For tests it can be told to refuse certain units.
+//! `model` and `pruning` never see the account. For the fallback ladder, a refused reservation and a refused allocation are one event.
+//! A *simulated* device knows only the first. Tests can make the ledger refuse certain units.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,12 +9,12 @@ use std::str::FromStr;
 
 use crate::bytes::ByteSize;
 
-/// A device has no memory for a unit of work.
+/// A refused reservation: the device has no memory for a unit of work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Refused {
-    /// What the unit takes.
+    /// The bytes that the unit needs.
     pub needed: ByteSize,
-    /// What is left.
+    /// The free bytes.
     pub free: ByteSize,
 }
 
@@ -26,7 +26,7 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Units to refuse, by number, and how many attempts of each: `7` refuses every attempt of the eighth unit, `7x1,9x2` the first
+/// Units to refuse, by number, and the number of refused attempts: `7` refuses every attempt of the eighth unit, `7x1,9x2` the first
 /// one of the eighth and the first two of the tenth, `all` everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Refusals {
@@ -70,7 +70,7 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// An account of `capacity` of which `held` is taken for the length of the run.
+    /// Opens an account of `capacity`, of which `held` stays reserved for the whole run.
     pub fn new(capacity: ByteSize, held: ByteSize, refusals: Refusals) -> Self {
         Self {
             capacity,
@@ -88,10 +88,10 @@ impl Ledger {
         self.attempts = 0;
     }
 
-    /// Takes `bytes`; they must be given back.
+    /// Reserves `bytes`, which must be given back.
     ///
     /// # Errors
-    /// [`Refused`] where there is not so much left; nothing is taken then.
+    /// Fails when fewer bytes are free. Nothing is reserved then.
     pub fn reserve(&mut self, bytes: ByteSize) -> Result<(), Refused> {
         self.attempts += 1;
         let refused = Refused {
@@ -112,28 +112,28 @@ impl Ledger {
         Ok(())
     }
 
-    /// Gives back what was reserved.
+    /// Gives reserved bytes back.
     pub fn give_back(&mut self, bytes: ByteSize) {
         self.held = ByteSize(self.held.0.saturating_sub(bytes.0));
     }
 
-    /// Takes what stays when its unit is over, or was planned to be taken from the beginning.
+    /// Reserves bytes beyond the end of a unit, without a check.
     pub fn keep(&mut self, bytes: ByteSize) {
         self.held = self.held + bytes;
         self.peak = self.peak.max(self.held);
     }
 
-    /// What is left.
+    /// The free bytes.
     pub fn free(&self) -> ByteSize {
         ByteSize(self.capacity.0.saturating_sub(self.held.0))
     }
 
-    /// All of it.
+    /// All bytes of the account.
     pub fn capacity(&self) -> ByteSize {
         self.capacity
     }
 
-    /// The most that was held at once.
+    /// The peak of reserved bytes.
     pub fn peak(&self) -> ByteSize {
         self.peak
     }

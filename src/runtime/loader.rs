@@ -1,8 +1,8 @@
-//! Reads decoder layers, the next one while this one is in use if there is memory for both.
+//! Reads decoder layers: the next one while this one is in use, if both fit the memory.
 //!
-//! What waits is the layer in its stored dtype, nothing wider; at most two layers exist at a time, and one without reading ahead.
-//! What a GPU will compute is copied there by the same thread, while the GPU works on the layer before.
-//! Where weights are held matrix by matrix, a layer has only its norms and biases in memory.
+//! A waiting layer has its stored dtype. At most two layers exist at a time; without reading ahead, one.
+//! The thread that reads a layer also copies it to the GPU that will compute it, while the GPU works on the layer before.
+//! If weights are held by matrix, a layer has only its norms and biases in memory.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,15 +20,15 @@ pub struct LayerLoader {
     source: Arc<dyn WeightSource>,
     config: Arc<ModelConfig>,
     settings: MemorySettings,
-    /// Takes every layer on, onto a device, as soon as it is read ahead.
+    /// Copies a layer to its devices as soon as it is read ahead.
     copy: Arc<CopyAhead>,
-    /// One past the last layer it may read ahead.
+    /// One past the last layer.
     end: usize,
     ahead: Option<(usize, JoinHandle<Result<DecoderLayer>>)>,
 }
 
 impl LayerLoader {
-    /// Begins to read the first of `layers`, where it may read ahead; `copy` sees every layer that is, in the thread that reads.
+    /// Begins to read the first of `layers`, if it may read ahead. The reading thread calls `copy` with every layer.
     pub fn new(
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,
@@ -48,7 +48,7 @@ impl LayerLoader {
         loader
     }
 
-    /// The layer `index`.
+    /// Returns the layer `index`.
     ///
     /// # Errors
     /// Fails when the layer cannot be read.
@@ -62,7 +62,7 @@ impl LayerLoader {
         Ok(layer)
     }
 
-    /// Begins to read the layer `index`, where it may read ahead and there is one.
+    /// Begins to read the layer `index`, if it may read ahead and the layer exists.
     pub fn read_ahead(&mut self, index: usize) {
         if self.settings.prefetch && index < self.end {
             let (source, config) = (Arc::clone(&self.source), Arc::clone(&self.config));
@@ -75,7 +75,7 @@ impl LayerLoader {
                     copy(&layer);
                     Ok(layer)
                 });
-            // Where no thread can be had, the layer is read when it is asked for.
+            // If the system refuses a thread, `take` reads the layer.
             self.ahead = reading.ok().map(|reading| (index, reading));
         }
     }

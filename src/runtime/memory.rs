@@ -1,7 +1,7 @@
-//! How much memory this process really takes, from the operating system.
+//! The memory of this process, measured by the operating system.
 //!
-//! "Peak anonymous memory" is the high-water mark of the resident set less the pages of files in it. Nothing of a
-//! checkpoint is ever mapped, so what remains is what we allocated. Linux only; elsewhere the functions say `None`.
+//! "Peak anonymous memory" is the high-water mark of the resident set without the pages of files. No part of a
+//! checkpoint is mapped, so the rest is allocated memory. Linux only; on other systems the functions return `None`.
 
 use crate::bytes::ByteSize;
 
@@ -10,7 +10,7 @@ use crate::bytes::ByteSize;
 pub struct Resident {
     /// Anonymous pages now.
     pub anonymous: ByteSize,
-    /// The most there was since the last [`reset_peak`], less file pages.
+    /// The peak since the last [`reset_peak`], without file pages.
     pub peak_anonymous: ByteSize,
 }
 
@@ -34,8 +34,8 @@ fn parse(status: &str) -> Option<Resident> {
     })
 }
 
-/// Lets the high-water mark start again from what is resident now (`5` to `clear_refs`, see proc(5)). Does nothing
-/// where that is not possible; the peak then covers the whole process.
+/// Resets the high-water mark to the resident memory (`5` to `clear_refs`, see proc(5)). Does nothing where the system refuses;
+/// the peak then covers the whole process.
 pub fn reset_peak() {
     let _ = std::fs::write("/proc/self/clear_refs", "5");
 }
@@ -53,13 +53,13 @@ pub fn release_freed() {
     }
 }
 
-/// Blocks of this size and above go back to the system as soon as they are freed.
+/// The least size of blocks that go back to the system as soon as they are freed.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const RETURNED_AT_ONCE: libc::c_int = 4 << 20;
 
-/// Lets large blocks go back to the system when they are freed, from now on. Left to itself, glibc takes blocks of up to 32 MiB from its
-/// heap once one of that size was freed, and keeps what lies below another: with hidden states of 16 MiB on disk a run's peak
-/// was 63 MiB above what it had allocated. Does nothing with other C libraries. To be called once, at the start.
+/// Makes glibc give large blocks back to the system when they are freed. By default, glibc takes blocks of up to 32 MiB from its
+/// heap once a block of that size was freed, and keeps free memory below other blocks: with hidden states of 16 MiB on disk a run's peak
+/// was 63 MiB above its allocations. Does nothing with other C libraries. Must be called once, at the start.
 pub fn return_large_blocks() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
@@ -75,8 +75,8 @@ pub fn return_large_blocks() {
 mod tests {
     use super::*;
 
-    // What the system really reports is held against a counting allocator in tests/it/memory.rs, in a process of its
-    // own: here other tests allocate, free and reset the peak at the same time.
+    // tests/it/memory.rs compares the system's report with a counting allocator in a separate process.
+    // Here other tests allocate, free and reset the peak at the same time.
     #[test]
     fn file_pages_are_taken_off_the_peak() {
         let status = "Name:\tprune\nVmHWM:\t    5000 kB\nVmRSS:\t    3000 kB\nRssAnon:\t    2000 kB\nRssFile:\t     900 kB\nRssShmem:\t     100 kB\n";
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn the_peak_is_never_below_what_is_there_now() {
-        // File pages may have come after the high-water mark.
+        // File pages may be newer than the high-water mark.
         let status = "VmHWM: 2100 kB\nRssAnon: 2000 kB\nRssFile: 900 kB\n";
         assert_eq!(
             parse(status).map(|resident| resident.peak_anonymous),

@@ -1,19 +1,20 @@
-//! Executes a run: the sweep over the layers, the loader that reads ahead, the layers of a model that writes, hidden states in
+//! Executes a run: the sweep over the layers, the loader that reads ahead, the layers of a generating model, hidden states in
 //! RAM or on disk, the devices that compute, and the measurement of time and memory.
 //!
 //! | file | story |
 //! | --- | --- |
 //! | `sweep` | the one loop over the layers |
-//! | `loader`, `layer_store` | layers read ahead; layers that are passed again and again |
+//! | `loader`, `layer_store` | layers read ahead; the layers of a generating model |
 //! | `hidden_states` | the samples between two layers |
-//! | `compute` | a pass of all samples through a layer, on the CPU and the devices beside it |
-//! | `seat`, `ledger` | one device: the ladder a unit goes down when memory is out, and the account of that memory |
-//! | `engine` | what a device computes with |
-//! | `devices` | devices opened as a plan says |
-//! | `clock`, `memory` | time and memory, measured |
+//! | `compute` | a pass of all samples through a layer, on the CPU and on GPUs |
+//! | `device_worker`, `ledger` | one device: the fallback ladder of a unit of work, and the account of the memory |
+//! | `engine` | the arithmetic of a device |
+//! | `devices` | the opened devices of a plan |
+//! | `clock`, `memory` | measured time and memory |
 
 pub mod clock;
 pub mod compute;
+pub mod device_worker;
 pub mod devices;
 pub mod engine;
 pub mod hidden_states;
@@ -21,13 +22,12 @@ pub mod layer_store;
 pub mod ledger;
 pub mod loader;
 pub mod memory;
-pub mod seat;
 pub mod sweep;
 
 pub use clock::Clock;
-pub use compute::Compute;
+pub use compute::{Compute, SweepReport};
 pub use devices::{Devices, Simulation};
-pub use hidden_states::HiddenStates;
+pub use hidden_states::{HiddenStates, check_spill_folder};
 pub use layer_store::LayerStore;
 pub use loader::LayerLoader;
-pub use sweep::{Editor, Finished, Passenger, Side, Sweep, Swept};
+pub use sweep::{Editor, Finished, Passenger, Side, Sweep};

@@ -1,11 +1,11 @@
 //! The one loop of the program: every decoder layer once, in order.
 //!
-//! For each layer: passengers see it dense, the editor changes it, passengers see it pruned. Weights are read once for
+//! For each layer, passengers get the dense layer, the editor changes it, and passengers get the pruned layer. Weights are read once for
 //! calibration, pruning and all perplexities; peak memory is one layer, the next one's stored bytes, the hidden states
-//! and one workspace, whatever the depth. With tighter [`MemorySettings`] it is less.
+//! and one workspace, at any depth. Other [`MemorySettings`] need less memory.
 //!
-//! A sweep may begin in the middle, where an earlier process has finished the layers before: then the samples alone pass through
-//! those, the editor's and the pruned ones through what was written, the dense ones through the source's. Nothing else is done twice.
+//! A sweep can continue the work of an earlier process. Then only the samples pass through the finished layers: the editor's and
+//! those of the pruned side through the written layers, those of the dense side through the source's.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,23 +13,21 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 
 use super::clock::Clock;
-use super::compute::Compute;
+use super::compute::{Compute, SweepReport};
 use super::devices::Devices;
 use super::loader::LayerLoader;
 use super::memory;
 use crate::checkpoint::WeightSource;
 use crate::linalg::Products;
-use crate::linalg::profile::Watch;
 use crate::model::{DecoderLayer, Head, LayerContext, ModelConfig};
-use crate::run::fallback::{DeviceMemoryReport, FallReport};
-use crate::run::{Events, MemorySettings};
+use crate::run::{Events, MemorySettings, Moment, Phase};
 
-/// Which version of a layer.
+/// A version of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// As it was read.
+    /// The layer as it was read.
     Dense,
-    /// As the editor left it.
+    /// The layer that the editor returned.
     Pruned,
 }
 
@@ -41,98 +39,110 @@ impl Side {
             Self::Pruned => "pruned",
         }
     }
+
+    /// The phase in which evaluation windows pass this version.
+    pub fn phase(self) -> Phase {
+        match self {
+            Self::Dense => Phase::EvaluateDense,
+            Self::Pruned => Phase::EvaluatePruned,
+        }
+    }
 }
 
-/// Changes layers: calibrates, prunes, writes.
+/// An editor changes layers: it calibrates, prunes and writes.
 pub trait Editor {
-    /// Takes a dense layer and gives back the one that goes on.
+    /// Edits a dense layer and returns the layer for the pruned side.
     ///
     /// # Errors
-    /// Ends the sweep.
+    /// An error ends the sweep.
     fn edit(&mut self, layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer>;
 
-    /// Takes samples of its own through a layer that it gave back in an earlier process.
+    /// Passes the editor's samples through a layer that it returned in an earlier process.
     ///
     /// # Errors
-    /// Ends the sweep.
+    /// An error ends the sweep.
     fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()>;
 
-    /// Whether it has samples of its own.
+    /// Returns whether the editor has samples.
     fn has_samples(&self) -> bool;
 }
 
-/// Rides along: sees each layer before or after the editor, and the head at the end.
+/// A passenger of the sweep gets each layer before or after the editor, and the head at the end.
 pub trait Passenger {
-    /// Which version it sees.
+    /// The version of the layers that the passenger gets.
     fn side(&self) -> Side;
 
-    /// The next layer.
+    /// Takes the next layer.
     ///
     /// # Errors
-    /// Ends the sweep.
+    /// An error ends the sweep.
     fn layer(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()>;
 
-    /// The end of the model, after the last layer.
+    /// Takes the head, after the last layer.
     ///
     /// # Errors
-    /// Ends the run.
+    /// An error ends the run.
     fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()>;
 }
 
-/// The layers an earlier process finished.
+/// The layers that an earlier process finished.
 pub struct Finished {
-    /// How many, from the first on.
+    /// The number of finished layers, from the first on.
     pub layers: usize,
-    /// The model with these as they were written.
+    /// The model with the finished layers as they were written.
     pub written: Arc<dyn WeightSource>,
 }
 
-/// What a sweep goes over.
+/// A sweep: its model, its settings and its devices.
 pub struct Sweep<'a> {
-    /// Where layers are read from.
+    /// The source of layers.
     pub source: Arc<dyn WeightSource>,
-    /// What need not be done again; `None` to begin with the first layer.
+    /// The layers of an earlier process; `None` to begin with the first layer.
     pub finished: Option<Finished>,
     /// The model's shape.
     pub config: Arc<ModelConfig>,
     /// Tokens per sample, at most.
     pub seqlen: usize,
-    /// How the work is cut up.
+    /// Settings that trade memory for time.
     pub settings: MemorySettings,
-    /// How products with bf16 weights are computed on the CPU.
+    /// The arithmetic of products on the CPU.
     pub products: Products,
-    /// Who computes beside the CPU.
+    /// The devices that compute in addition to the CPU.
     pub devices: &'a Devices,
-    /// Where time goes.
+    /// The clock of the run.
     pub clock: &'a Clock,
-    /// Who is told of memory at each layer.
+    /// The receiver of events.
     pub events: &'a dyn Events,
 }
 
 impl Sweep<'_> {
-    /// Goes over all layers, then shows the head to the passengers.
+    /// Sweeps over all layers, and gives the head to the passengers.
     ///
     /// # Errors
-    /// Fails when a device cannot be set up or a layer not be read, and with the first error of the editor or a passenger; these
+    /// Fails when a device cannot be opened or a layer cannot be read, and with the first error of the editor or a passenger. Errors
     /// name the layer.
     pub fn run(
         self,
         mut editor: Option<&mut dyn Editor>,
         passengers: &mut [&mut dyn Passenger],
-    ) -> Result<Swept> {
+    ) -> Result<SweepReport> {
         let context = || -> Result<LayerContext> {
             let settings = self.settings.clone();
             let context = LayerContext::with_settings(&self.config, self.seqlen, settings)?;
             Ok(context.with_products(self.products))
         };
-        let (seats, by_layer) =
-            self.devices
-                .seats(&self.config, self.seqlen, &self.settings, &context)?;
-        let mut compute = Compute::new(context()?, &self.config, seats, by_layer, self.events);
+        let workers = self.devices.workers(
+            &self.config,
+            self.seqlen,
+            &self.settings,
+            self.events,
+            &context,
+        )?;
+        let mut compute = Compute::new(context()?, workers, self.devices.by_layer(), self.events);
         let mut first = 0;
         if let Some(finished) = &self.finished {
             first = finished.layers;
-            // One side after the other, so that never more than one layer is in memory, and one read ahead.
+            // One side after the other, so that only one layer is in memory, and one is read ahead.
             for (side, source) in [
                 (Side::Pruned, &finished.written),
                 (Side::Dense, &self.source),
@@ -144,7 +154,7 @@ impl Sweep<'_> {
                     continue;
                 }
                 self.each_layer(
-                    "passed",
+                    Moment::PassedLayer,
                     source,
                     0..first,
                     &mut compute,
@@ -160,7 +170,7 @@ impl Sweep<'_> {
         }
         let layers = first..self.config.num_hidden_layers;
         self.each_layer(
-            "layer",
+            Moment::Layer,
             &self.source,
             layers,
             &mut compute,
@@ -174,13 +184,13 @@ impl Sweep<'_> {
             },
         )?;
         if editor.is_some() {
-            self.clock.mark("04_after_pruning", self.events);
+            self.clock.mark(Moment::AfterPruning, self.events);
         }
         if !passengers.is_empty() {
-            self.clock.mark("05_before_eval", self.events);
+            self.clock.mark(Moment::BeforeEvaluation, self.events);
             let head = self
                 .clock
-                .measure("read", || match self.settings.head_rows {
+                .measure(Phase::Read, || match self.settings.head_rows {
                     None => Head::load(&*self.source, &self.config),
                     Some(rows) => Head::at_rest(&self.source, &self.config, rows),
                 })
@@ -190,16 +200,15 @@ impl Sweep<'_> {
                     .finish(&head, &mut compute)
                     .context("in the head")?;
             }
-            self.clock.mark("06_after_eval", self.events);
+            self.clock.mark(Moment::AfterEvaluation, self.events);
         }
         Ok(compute.finish())
     }
 
-    /// Takes some layers in their order through `body`, which gives back what is left of each. `mark` begins the name of the memory
-    /// sample after each.
+    /// Reads some layers in their order and calls `body` with each. `moment` names the memory sample after a layer.
     fn each_layer(
         &self,
-        mark: &str,
+        moment: fn(usize) -> Moment,
         source: &Arc<dyn WeightSource>,
         layers: Range<usize>,
         compute: &mut Compute<'_>,
@@ -216,22 +225,22 @@ impl Sweep<'_> {
             let in_layer = || format!("in layer {index}");
             let layer = self
                 .clock
-                .measure("read", || loader.take(index))
+                .measure(Phase::Read, || loader.take(index))
                 .with_context(in_layer)?;
-            compute.layer_begins();
+            compute.begin_layer();
             loader.read_ahead(index + 1);
             let layer = body(layer, compute).with_context(in_layer)?;
             // Layers are allocated by the reader's thread and freed by this one. Without this, glibc keeps about one
             // layer's worth per arena, and the peak grows with the depth (by 25 MiB over 32 layers of 24.5 MiB).
             drop(layer);
             memory::release_freed();
-            self.clock.mark(format!("{mark}_{index}"), self.events);
+            self.clock.mark(moment(index), self.events);
         }
         Ok(())
     }
 }
 
-/// Shows a layer to those who see this side.
+/// Gives a layer to the passengers of its side.
 fn show(
     passengers: &mut [&mut dyn Passenger],
     side: Side,
@@ -244,15 +253,4 @@ fn show(
         }
     }
     Ok(())
-}
-
-/// What there is to say of the devices after a sweep.
-#[derive(Debug, Clone, Default)]
-pub struct Swept {
-    /// Units a device had no memory for at first.
-    pub fallbacks: Vec<FallReport>,
-    /// What devices held at most.
-    pub devices: Vec<DeviceMemoryReport>,
-    /// Where the CPU's time went.
-    pub watch: Watch,
 }

@@ -57,6 +57,18 @@ fn a_ratio_out_of_range_is_refused() {
 }
 
 #[test]
+fn an_offload_folder_that_cannot_be_written_is_refused_before_outputs_are_allocated() {
+    let place = Place::new();
+    refuses(
+        &place,
+        "--hidden-states disk --offload-folder test.txt",
+        1,
+        "error: cannot create a spill file in `test.txt`: File exists (os error 17)",
+        "hint: name a folder that can be written to with --offload-folder, or use --hidden-states ram",
+    );
+}
+
+#[test]
 fn a_ratio_that_is_missing_is_asked_for() {
     refuses_at_once(
         &Place::new(),

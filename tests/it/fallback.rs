@@ -4,7 +4,7 @@
 use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::run::Manifest;
-use prune::run::fallback::FallOutcome;
+use prune::run::fallback::FallbackOutcome;
 
 use crate::support::{Place, Ran};
 
@@ -135,7 +135,7 @@ fn a_unit_that_is_refused_is_done_on_the_cpu_whichever_it_is() {
         };
         assert_eq!(
             (fall.device.as_str(), fall.outcome),
-            ("cuda:0", FallOutcome::Cpu)
+            ("cuda:0", FallbackOutcome::Cpu)
         );
         assert!(
             fall.unit.starts_with("model.layers.") || fall.unit.starts_with("lm_head"),
@@ -158,33 +158,33 @@ fn the_ladder_has_its_rungs_in_order() {
         (
             "10x1",
             "model.layers.0 (calibrate, sample 0)",
-            FallOutcome::Retried,
+            FallbackOutcome::Retried,
         ),
         (
             "10x2",
             "model.layers.0 (calibrate, sample 0)",
-            FallOutcome::Smaller,
+            FallbackOutcome::Smaller,
         ),
         (
             "10x4",
             "model.layers.0 (calibrate, sample 0)",
-            FallOutcome::Smaller,
+            FallbackOutcome::Smaller,
         ),
         (
             "11",
             "model.layers.0 (calibrate, sample 1)",
-            FallOutcome::Cpu,
+            FallbackOutcome::Cpu,
         ),
         (
             "6x1",
             "model.layers.0.mlp.up_proj (upload)",
-            FallOutcome::Retried,
+            FallbackOutcome::Retried,
         ),
         // A matrix is not cut: the layer goes to the CPU.
         (
             "6x2",
             "model.layers.0.mlp.up_proj (upload)",
-            FallOutcome::Cpu,
+            FallbackOutcome::Cpu,
         ),
     ] {
         let simulation = format!(r#"{{"gpus":["2GiB"],"refuse":"{refuse}"}}"#);
@@ -220,9 +220,9 @@ fn a_device_that_has_less_than_it_said_works_with_what_it_has() {
         assert_eq!(results(&run), results(&cpu), "{capacity}");
         let outcomes: Vec<_> = run.fallbacks.iter().map(|fall| fall.outcome).collect();
         let expected = if on_cpu {
-            FallOutcome::Cpu
+            FallbackOutcome::Cpu
         } else {
-            FallOutcome::Smaller
+            FallbackOutcome::Smaller
         };
         assert!(
             !outcomes.is_empty() && outcomes.iter().all(|of| *of == expected),

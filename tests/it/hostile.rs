@@ -141,9 +141,9 @@ fn ratios_and_maps_that_are_none_are_refused() {
     }
     for (text, first) in [
         (nested(), "error: the device map `x.json` is not JSON: recursion limit exceeded at line 1 column 128".into()),
-        ("{\"\": 1e308}".into(), map("``: 1e+308 is no device; they are \"cpu\", \"disk\", 0 or \"cuda:0\"")),
-        ("{\"\": \"cuda:99999999999999999999\"}".into(), map("``: \"cuda:99999999999999999999\" is no device; they are \"cpu\", \"disk\", 0 or \"cuda:0\"")),
-        ("{\"\": [0]}".into(), map("``: [0] is no device; they are \"cpu\", \"disk\", 0 or \"cuda:0\"")),
+        ("{\"\": 1e308}".into(), map("``: 1e+308 is not a device; they are \"cpu\", \"disk\", 0 or \"cuda:0\"")),
+        ("{\"\": \"cuda:99999999999999999999\"}".into(), map("``: \"cuda:99999999999999999999\" is not a device; they are \"cpu\", \"disk\", 0 or \"cuda:0\"")),
+        ("{\"\": [0]}".into(), map("``: [0] is not a device; they are \"cpu\", \"disk\", 0 or \"cuda:0\"")),
     ] {
         put(&place, "x.json", text);
         refuses(&place, "--device-map x.json", 1, &first, MAP);

@@ -22,9 +22,11 @@ use prune::demo::RandomCheckpoint;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
 use prune::model::{Dtypes, ModelConfig};
-use prune::pipeline::Job;
-use prune::placement::{Need, Way};
-use prune::run::{HiddenStatesStorage, MemorySettings, Silent};
+use prune::pipeline::RunShape;
+use prune::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
+use prune::run::plan::PartKind;
+use prune::run::{HiddenStatesStorage, MemorySettings, Phase, Silent};
+use prune::runtime::Side;
 use serde_json::{Value, json};
 
 use crate::support::{Place, prune_in_process};
@@ -225,44 +227,40 @@ fn automatic(dtype: StoredDtype) -> Products {
 }
 
 /// The phase of the peak that is planned for the run of [`flat_in_depth`], tokenising left out: a text of a few kilobytes.
-fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> Need {
+fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> PhaseMemory {
     let config = ModelConfig::load(&place.path("m")).expect("just written");
-    let job = Job {
+    let job = RunShape {
         config: &config,
         dtypes: Dtypes::all(dtype),
         gpu_dtype: dtype,
         seqlen: SEQLEN,
         samples: SAMPLES,
         windows: WINDOWS,
-        sides: 2,
+        sides: &[Side::Dense, Side::Pruned],
         prunes: true,
         saves: true,
         threads: THREADS,
         products: automatic(dtype),
-        tokenise: ByteSize::ZERO,
+        tokenising: ByteSize::ZERO,
         settings: None,
     };
-    let is_it = |way: &&Way| way.settings == MemorySettings::default() && way.storage == storage;
-    let workload = job.workload();
-    let way = workload
-        .on_cpu
-        .iter()
-        .find(is_it)
-        .expect("the default is among the ways");
-    let needs = way
-        .host
-        .iter()
-        .filter(|need| need.phase != "tokenise" && need.phase != "save and verify");
-    needs
-        .max_by_key(|need| need.bytes())
+    let option = ExecutionOption {
+        settings: MemorySettings::default(),
+        storage,
+        processors: Processors::Cpu,
+    };
+    let phases = job.layers(&option).and(job.head(&option)).host;
+    let left_out = [Phase::Tokenise, Phase::SaveAndVerify];
+    phases
+        .into_iter()
+        .filter(|memory| !left_out.contains(&memory.phase))
+        .max_by_key(|memory| memory.bytes())
         .expect("a run has phases")
-        .clone()
 }
 
 /// What the plan has for the program itself, which the allocator of this binary does not know.
-fn program(need: &Need) -> u64 {
-    let part = need.parts.iter().find(|part| part.what == "program");
-    part.expect("every plan counts the program").bytes.0
+fn program(memory: &PhaseMemory) -> u64 {
+    memory.of(PartKind::Program).0
 }
 
 #[test]
@@ -290,9 +288,9 @@ const HEAPS: u64 = 3 << 20;
 
 #[track_caller]
 fn within(place: &Place, taken: Taken, dtype: StoredDtype, storage: HiddenStatesStorage) {
-    let need = planned(place, dtype, storage);
-    let with_program = need.bytes().0;
-    let planned = with_program - program(&need);
+    let memory = planned(place, dtype, storage);
+    let with_program = memory.bytes().0;
+    let planned = with_program - program(&memory);
     eprintln!("planned {planned}, {taken:?}");
     assert!(
         taken.counted <= planned + SLACK,

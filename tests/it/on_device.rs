@@ -10,7 +10,7 @@ use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::demo::RandomCheckpoint;
 use prune::linalg::{StoredDtype, tensor};
 use prune::model::observe::Need;
-use prune::model::on_device::{Cut, Seen};
+use prune::model::on_device::{Cut, LogSumExpPart};
 use prune::model::{DecoderLayer, Head, LayerContext, ModelConfig, Observation, Observer};
 use prune::model::{Embedding, Projection};
 use prune::run::MemorySettings;
@@ -170,15 +170,19 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
         let chunk = head.chunk(0..307)?;
         let mut expected = Vec::new();
         chunk.logits(&state, &mut context, |first, logits| {
-            expected.extend(Seen::of_logits(logits, &(0..307), &tokens[first + 1..]));
+            expected.extend(LogSumExpPart::of_logits(
+                logits,
+                &(0..307),
+                &tokens[first + 1..],
+            ));
             Ok(())
         })?;
         engine.begin_head(&chunk)?;
         for cut in [whole, small] {
-            let seen = engine.see(&chunk, &state, &tokens, &cut)?;
+            let seen = engine.head_window(&chunk, &state, &tokens, &cut)?;
             assert_eq!(seen.len(), expected.len());
             for (ours, theirs) in expected.iter().zip(&seen) {
-                let loss = |seen: &Seen| {
+                let loss = |seen: &LogSumExpPart| {
                     seen.sum.ln() + f64::from(seen.largest) - f64::from(seen.logit.unwrap())
                 };
                 let apart = (loss(ours) - loss(theirs)).abs();

@@ -16,7 +16,7 @@ use crate::generation::{
 };
 use crate::placement::planner::USABLE;
 use crate::placement::{Budget, Residency, inventory};
-use crate::run::{Events, GenerationReport};
+use crate::run::{Events, GenerationReport, Phase};
 use crate::runtime::memory;
 
 /// A model before its layers are read.
@@ -112,7 +112,7 @@ impl Writer {
         self.announce(console);
         let source: Arc<dyn WeightSource> = self.session.checkpoint.clone();
         let clock = &self.session.clock;
-        let mut generator = clock.measure("read", || {
+        let mut generator = clock.measure(Phase::Read, || {
             let config = Arc::clone(&self.session.config);
             Generator::load(source, config, self.residency, console)
         })?;
@@ -128,7 +128,7 @@ impl Writer {
             !streams || console.stream(part)
         };
         let mut stream = TextStream::after(&self.prompt_ids, |ids| self.tokenizer.decode(ids))?;
-        let written = clock.measure("write", || {
+        let written = clock.measure(Phase::Generate, || {
             let mut sampler = Sampler::new(sampling);
             write(&mut generator, &order, &mut sampler, |id| {
                 Ok(show(&stream.push(id)?))

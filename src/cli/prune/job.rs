@@ -19,7 +19,7 @@ use crate::model::Projection;
 use crate::pipeline::{self, TargetPlan};
 use crate::pruning::{self, Needs, Pattern, PruningMethod};
 use crate::report;
-use crate::run::{Events, Manifest, Plan, RunState};
+use crate::run::{Events, Manifest, Moment, Plan, RunState};
 use crate::runtime::memory;
 
 /// What is going to happen.
@@ -94,29 +94,29 @@ impl<'a> Job<'a> {
         }
         let calibrates = calibrates(method, &targets);
         // Before texts are tokenised the number of windows is not known; what one window does not fit into no number does.
-        let expected = pipeline::Job {
+        let expected = pipeline::RunShape {
             samples: if calibrates {
                 args.calibration.nsamples as usize
             } else {
                 0
             },
             windows: usize::from(args.eval != EvalSides::None),
-            sides: args.eval.sides().len(),
+            sides: args.eval.sides(),
             prunes: true,
             saves: folder.model.is_some(),
             ..session.job()
         };
         session.plan(&expected, &args.device)?;
         let located = Located::find(args, &session, calibrates, console)?;
-        let expected = pipeline::Job {
-            tokenise: located.tokenising(&session)?,
+        let expected = pipeline::RunShape {
+            tokenising: located.tokenising(&session)?,
             ..expected
         };
         session.plan(&expected, &args.device)?;
         let texts = Texts::tokenise(args, &session, &located, console)?;
         memory::release_freed();
-        session.clock.mark("02_model_loaded", console);
-        let job = pipeline::Job {
+        session.clock.mark(Moment::ModelLoaded, console);
+        let job = pipeline::RunShape {
             samples: texts.samples(),
             windows: texts.windows(),
             sides: texts.sides,
@@ -124,7 +124,7 @@ impl<'a> Job<'a> {
         };
         let plan = session.plan(&job, &args.device)?;
         let spill_folder =
-            session.spill_folder(&plan, &args.device, args.output.save.as_deref(), console);
+            session.spill_folder(&plan, &args.device, args.output.save.as_deref(), console)?;
         if folder.state().is_some() {
             unfinished::add_late_settings(&mut settings, &texts, &session, &plan);
         }

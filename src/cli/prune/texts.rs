@@ -9,13 +9,15 @@ use crate::cli::console::Console;
 use crate::cli::session::Session;
 use crate::data::{self, Calibration, DatasetSpec, Evaluation, Role, TextCache};
 use crate::model::Embedding;
+use crate::run::Phase;
+use crate::runtime::Side;
 
 /// The token ids of a run.
 pub(super) struct Texts {
     pub(super) calibration: Option<Calibration>,
     pub(super) windows: Option<Evaluation>,
     /// How many perplexities are measured on the windows.
-    pub(super) sides: usize,
+    pub(super) sides: &'static [Side],
 }
 
 /// Where the texts of a run are.
@@ -78,7 +80,7 @@ impl Texts {
         let mut texts = Self {
             calibration: None,
             windows: None,
-            sides: args.eval.sides().len(),
+            sides: args.eval.sides(),
         };
         if calibration.is_none() && evaluation.is_none() {
             return Ok(texts);
@@ -86,7 +88,7 @@ impl Texts {
         let tokenizer = session.tokenizer()?;
         if let Some(dataset) = calibration {
             let CalibrationArgs { nsamples, seed, .. } = &args.calibration;
-            let samples = session.clock.measure("tokenise", || {
+            let samples = session.clock.measure(Phase::Tokenise, || {
                 data::calibration(
                     dataset,
                     &tokenizer,

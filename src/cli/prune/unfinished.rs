@@ -19,7 +19,7 @@ use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::pipeline::{SaveMasks, StateFile, TargetPlan, resume};
 use crate::run::state::SCHEMA;
-use crate::run::{Events, Plan, RunState};
+use crate::run::{Events, Phase, Plan, RunState};
 use crate::runtime::Finished;
 
 /// How the setting is called that says how products are computed.
@@ -271,13 +271,13 @@ fn made(job: &Job<'_>, arguments: Vec<String>, console: &Console) -> Result<Outp
         StateFile::announce(folder, &state)?;
     }
     let writer = job.folder.model.as_ref().map(|model| {
-        session.clock.measure("allocate", || {
+        session.clock.measure(Phase::Allocate, || {
             CheckpointWriter::create(&session.checkpoint, model, console)
         })
     });
     let writer = writer.transpose()?;
     let masks = job.masks.as_ref().map(|path| {
-        session.clock.measure("allocate", || {
+        session.clock.measure(Phase::Allocate, || {
             SaveMasks::create(path, job.method, &job.targets, &session.config, console)
         })
     });
@@ -306,7 +306,7 @@ fn taken_up(job: &Job<'_>, console: &Console) -> Result<Option<Outputs>> {
         ));
     };
     let (tensors, masks) = (&state.tensors, resume::masks_of(&state.layers));
-    let reopened = session.clock.measure("check", || {
+    let reopened = session.clock.measure(Phase::Check, || {
         CheckpointWriter::reopen(&session.checkpoint, model, tensors, console)
     })?;
     let Some(Reopened {

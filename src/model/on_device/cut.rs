@@ -23,6 +23,9 @@ pub const CONTEXT: ByteSize = ByteSize(512 << 20);
 /// Queries whose scores exist at once, unless there is too little memory.
 const QUERIES: usize = 256;
 
+/// The largest index of candle's CUDA kernels.
+const LARGEST_INDEX: usize = i32::MAX as usize;
+
 /// Below these a piece is not cut again: it takes less than the weights it is multiplied with.
 const LEAST_QUERIES: usize = 16;
 const LEAST_TOKENS: usize = 32;
@@ -52,6 +55,33 @@ impl Cut {
             mlp_tokens: settings.mlp_tokens.max(1),
             logits_bytes: settings.logits_bytes,
         }
+    }
+
+    /// The largest cut whose tensors candle's kernels can index: their indices have 32 bits, so the scores of a block,
+    /// heads · queries · `seqlen`, stay below 2³¹ elements.
+    #[must_use]
+    pub fn with_indices_of_32_bits(self, config: &ModelConfig, seqlen: usize) -> Self {
+        let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
+        let mut cut = self;
+        let scores = |cut: &Self| {
+            let heads = cut.key_value_heads.saturating_mul(per_key);
+            heads
+                .saturating_mul(cut.queries.min(seqlen))
+                .saturating_mul(seqlen)
+        };
+        while scores(&cut) > LARGEST_INDEX && (cut.queries > 1 || cut.key_value_heads > 1) {
+            match cut.queries > LEAST_QUERIES || cut.key_value_heads == 1 {
+                true => cut.queries = (cut.queries / 2).max(1),
+                false => cut.key_value_heads /= 2,
+            }
+        }
+        cut
+    }
+
+    /// Returns whether candle's kernels can index one sample of `seqlen` tokens; `false` where no cut helps.
+    pub fn can_index(config: &ModelConfig, seqlen: usize) -> bool {
+        let queries = config.num_attention_heads * config.head_dim;
+        seqlen.saturating_mul(config.hidden_size.max(queries)) <= LARGEST_INDEX
     }
 
     /// The next smaller one; `None` where there is nothing left to cut.
@@ -127,5 +157,30 @@ impl Cut {
             .map(|(rows, columns)| rows * columns)
             .sum();
         ByteSize::of(element, matrices + 2 * config.hidden_size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn scores_are_cut_so_that_32_bits_index_them() {
+        let config = ModelConfig::from_json(&json!({"model_type": "llama", "hidden_size": 4096,
+            "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}))
+        .unwrap();
+        let queries = |seqlen| {
+            let cut = Cut::of(&MemorySettings::default(), &config);
+            let cut = cut.with_indices_of_32_bits(&config, seqlen);
+            assert!(cut.key_value_heads * cut.queries.min(seqlen) * seqlen < 1 << 31);
+            cut.queries
+        };
+        // 32 heads · 256 queries · 2¹⁸ tokens are 2³¹ scores.
+        assert_eq!(queries(2048), QUERIES);
+        assert_eq!(queries((1 << 18) - 1), QUERIES);
+        assert_eq!(queries(1 << 18), QUERIES / 2);
+        // A hidden state of 2¹⁹ · 4096 elements cannot be cut.
+        assert!(Cut::can_index(&config, (1 << 19) - 1) && !Cut::can_index(&config, 1 << 19));
     }
 }

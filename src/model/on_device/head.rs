@@ -25,9 +25,9 @@ pub struct DeviceHead {
     rows: Range<usize>,
 }
 
-/// What a device has seen of one token's prediction.
+/// The log-sum-exp of one token's logits over some rows of the vocabulary, and the next token's logit.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Seen {
+pub struct LogSumExpPart {
     /// The largest logit.
     pub largest: f32,
     /// Σ e^(logit − largest).
@@ -36,7 +36,7 @@ pub struct Seen {
     pub logit: Option<f32>,
 }
 
-impl Seen {
+impl LogSumExpPart {
     /// What tokens have of `rows` of the vocabulary, from logits `[tokens, rows.len()]` on the host.
     ///
     /// # Arguments
@@ -107,7 +107,7 @@ impl DeviceHead {
     ///
     /// # Errors
     /// Fails when the device does.
-    pub fn see(&self, hidden: &Tensor, tokens: &[u32], cut: &Cut) -> Result<Vec<Seen>> {
+    pub fn window(&self, hidden: &Tensor, tokens: &[u32], cut: &Cut) -> Result<Vec<LogSumExpPart>> {
         let count = tokens.len().saturating_sub(1);
         let at_once = cut.logit_tokens(self.rows.len());
         let device = hidden.device();
@@ -138,7 +138,7 @@ impl DeviceHead {
             let (largest, sums, chosen) =
                 (host(&largest.squeeze(1)?)?, host(&sums)?, host(&chosen)?);
             for (token, next) in next.iter().enumerate() {
-                seen.push(Seen {
+                seen.push(LogSumExpPart {
                     largest: largest[token],
                     sum: f64::from(sums[token]),
                     logit: next.map(|_| chosen[token]),

@@ -15,7 +15,7 @@ mod head;
 mod layer;
 
 pub use cut::{CONTEXT, Cut};
-pub use head::{DeviceHead, Seen};
+pub use head::{DeviceHead, LogSumExpPart};
 pub use layer::{DeviceLayer, DeviceTables};
 
 use anyhow::Result;

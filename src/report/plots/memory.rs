@@ -101,7 +101,7 @@ fn per_phase(manifest: &Manifest) -> Result<Option<Figure>> {
         .filter_map(|phase| {
             let peak = phase.peak_anonymous?;
             Some(Bar {
-                name: phase.phase.clone(),
+                name: phase.phase.to_string(),
                 value: peak.0 as f64,
                 label: peak.to_string(),
             })

@@ -47,7 +47,7 @@ fn bars(manifest: &Manifest) -> Vec<Bar> {
     let mut bars: Vec<Bar> = manifest
         .phases
         .iter()
-        .map(|phase| bar(&phase.phase, phase.seconds))
+        .map(|phase| bar(&phase.phase.to_string(), phase.seconds))
         .collect();
     let rest = manifest.seconds
         - manifest
@@ -78,18 +78,19 @@ fn share(part: f64, whole: f64) -> String {
 mod tests {
     use super::*;
     use crate::report::made_up;
+    use crate::run::Phase;
     use crate::run::manifest::PhaseReport;
 
     #[test]
     fn phases_keep_their_order_and_what_is_left_has_a_bar() {
         let mut manifest = made_up::manifest("wanda", 0.5);
-        let phase = |name: &str, seconds| PhaseReport {
-            phase: name.into(),
+        let phase = |phase, seconds| PhaseReport {
+            phase,
             seconds,
             peak_anonymous: None,
         };
         manifest.seconds = 100.0;
-        manifest.phases = vec![phase("read", 0.2), phase("calibrate", 79.8)];
+        manifest.phases = vec![phase(Phase::Read, 0.2), phase(Phase::Calibrate, 79.8)];
         let bars = bars(&manifest);
         let labels: Vec<_> = bars
             .iter()

@@ -1,8 +1,8 @@
-//! NVIDIA GPUs: which there are, what their memory pool counts, and which of their errors mean that memory is out.
+//! NVIDIA GPUs: their list, the counters of their memory pools, and the errors that mean lack of memory.
 //!
-//! Allocations are stream-ordered: they come from the device's default pool, which keeps what is freed until it is told to give
-//! it back ([`trim`]) or until the device has nothing else. Its counters are exact; "free on the device" is not, as long as the
-//! pool keeps something.
+//! Allocations are stream-ordered: they come from the device's default pool, which keeps freed memory until it is told to give
+//! it back ([`release`]) or until the device has no other memory. The pool's counters are exact. "Free on the device" is not, as
+//! long as the pool keeps freed memory.
 
 use std::error::Error;
 use std::ffi::c_void;
@@ -26,25 +26,25 @@ use crate::bytes::ByteSize;
 use crate::linalg::{StoredDtype, StoredMatrix};
 use crate::model::on_device::copy;
 
-/// A GPU that can be used.
+/// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundGpu {
-    /// As its driver calls it.
+    /// The name reported by the driver.
     pub name: String,
-    /// What is free, this process's context already made; nothing where it does not answer.
+    /// Free bytes, after this process created its context; zero for a GPU that does not answer.
     pub free: ByteSize,
-    /// Whether it computes in bf16: compute capability 8.0 and newer.
+    /// The GPU computes in bf16: compute capability 8.0 and newer.
     pub has_bf16: bool,
 }
 
-/// Copies a matrix onto a GPU beside the work that is under way there: on a stream of its own, so that the transfer overlaps computing.
-/// Returns when the copy is there, so who reads it waits for nothing. It is for weights, which products alone read: freeing them waits
-/// for the events that a product records on the GPU's own stream. candle's other operators record none there, so what is cast must
-/// not come from here.
+/// Copies a matrix onto a GPU on a separate stream, so that the transfer overlaps computing.
+/// Returns when the copy is complete. Only products may read the copy: freeing it waits
+/// for the events that a product records on the GPU's main stream. candle's other operators record no events, so a tensor that is
+/// cast must not come from here.
 ///
 /// # Errors
 /// Fails when the GPU has no memory for it.
-pub fn copy_beside(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
+pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
     let Ok(cuda) = device.as_cuda_device() else {
         return copy(matrix, device);
     };
@@ -78,8 +78,8 @@ fn wrap<T: CudaDType>(cuda: &CudaDevice, slice: CudaSlice<T>) -> CudaStorage {
     CudaStorage::wrap_cuda_slice(slice, cuda.clone())
 }
 
-/// All GPUs by index, as they were when first asked for, a context of this process on each; none where there is no driver or no
-/// device.
+/// Returns all GPUs by index, as they were at the first call. Each has a context of this process. Empty without a driver or
+/// without GPUs.
 pub fn gpus() -> Vec<FoundGpu> {
     static FOUND: OnceLock<Vec<FoundGpu>> = OnceLock::new();
     FOUND.get_or_init(look_for_gpus).clone()
@@ -100,7 +100,7 @@ fn look_for_gpus() -> Vec<FoundGpu> {
         });
         match found {
             Ok(gpu) => gpus.push(gpu),
-            // Indices must stay those of the driver; a GPU that does not answer has no memory for us.
+            // Indices must be those of the driver, so a GPU that does not answer stays in the list, without memory.
             Err(error) => gpus.push(FoundGpu {
                 name: format!("unusable: {error}"),
                 free: ByteSize::ZERO,
@@ -111,7 +111,7 @@ fn look_for_gpus() -> Vec<FoundGpu> {
     gpus
 }
 
-/// Opens a GPU with a stream of its own, which does not depend on the thread that uses it: a seat's thread computes, and the reader's
+/// Opens a GPU with a stream that does not depend on the thread: a worker's thread computes, and the reader's
 /// copies small vectors in between.
 ///
 /// # Errors
@@ -120,7 +120,7 @@ pub fn open(index: usize) -> Result<Device> {
     let device =
         Device::new_cuda_with_stream(index).with_context(|| format!("opening cuda:{index}"))?;
     if let Ok(cuda) = device.as_cuda_device() {
-        // What is freed stays with the pool: without this every wait for the device would give it back and fetch it again.
+        // Freed memory stays in the pool. Otherwise every wait for the device would give it back.
         let mut keep_all = u64::MAX;
         with_pool(cuda, |pool| {
             #[expect(unsafe_code, reason = "a call into the CUDA driver")]
@@ -138,7 +138,7 @@ pub fn open(index: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// Calls `body` with the device's default pool; `None` where there is none or the call fails.
+/// Calls `body` with the device's default pool; `None` without a pool, and when the call fails.
 fn with_pool<R>(
     cuda: &CudaDevice,
     body: impl FnOnce(CUmemoryPool) -> Result<R, DriverError>,
@@ -165,7 +165,7 @@ fn counter(pool: CUmemoryPool, attribute: CUmemPool_attribute) -> Result<ByteSiz
     Ok(ByteSize(value))
 }
 
-/// The counters of a GPU; `None` for another device, and for a GPU without a memory pool.
+/// Returns the counters of a GPU; `None` for another device, and for a GPU without a memory pool.
 pub fn memory(device: &Device) -> Option<DeviceMemory> {
     let cuda = device.as_cuda_device().ok()?;
     let stream = cuda.cuda_stream();
@@ -183,7 +183,7 @@ pub fn memory(device: &Device) -> Option<DeviceMemory> {
             total: ByteSize::ZERO,
         })
     })?;
-    // What the pool keeps and no one uses can be had again.
+    // Memory that the pool keeps without use is available.
     let kept = pool.reserved.0.saturating_sub(pool.allocated.0);
     Some(DeviceMemory {
         free: ByteSize(free as u64 + kept),
@@ -192,7 +192,7 @@ pub fn memory(device: &Device) -> Option<DeviceMemory> {
     })
 }
 
-/// Lets the pool's high-water marks begin again from what is in use now.
+/// Resets the pool's high-water marks to the memory in use.
 pub fn reset_peaks(device: &Device) {
     let Ok(cuda) = device.as_cuda_device() else {
         return;
@@ -212,10 +212,10 @@ pub fn reset_peaks(device: &Device) {
     }
 }
 
-/// Waits for everything on a GPU, on all streams, and gives what the pool keeps back to it.
+/// Waits for all streams of a GPU, and gives the unused memory of the pool back to it.
 ///
 /// # Errors
-/// What went wrong in the meantime, as the driver's own error.
+/// Fails with the driver's error when work on the GPU has failed in the meantime.
 pub fn release(device: &Device) -> Result<()> {
     let Ok(cuda) = device.as_cuda_device() else {
         return Ok(());
@@ -231,8 +231,16 @@ pub fn release(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Whether an error says that a device's memory is out, by its type and code: the driver's code 2, and the codes of cuBLAS and
-/// cuRAND. A dead context (an illegal address, a failed launch) is none of these.
+/// cuBLAS allocates its workspace at the first product. Where that fails it returns one of these codes, of which only the first
+/// names the cause. An error with another cause is not hidden: [`release`] follows, waits for the device and returns its error.
+const CUBLAS_WITHOUT_MEMORY: [cublasStatus_t; 3] = [
+    cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED,
+    cublasStatus_t::CUBLAS_STATUS_NOT_INITIALIZED,
+    cublasStatus_t::CUBLAS_STATUS_INTERNAL_ERROR,
+];
+
+/// Returns whether an error means that a device has no memory left, by its type and code: the driver's code 2, and codes of
+/// cuBLAS and cuRAND. A dead context (an illegal address, a failed launch) has other codes.
 pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
     if let Some(error) = error.downcast_ref::<CandleError>() {
         return match error {
@@ -258,7 +266,7 @@ pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
         return *code == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
     }
     if let Some(CublasError(code)) = error.downcast_ref() {
-        return *code == cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED;
+        return CUBLAS_WITHOUT_MEMORY.contains(code);
     }
     if let Some(CurandError(code)) = error.downcast_ref() {
         return *code == curandStatus_t::CURAND_STATUS_ALLOCATION_FAILED;
@@ -288,9 +296,16 @@ mod tests {
             module_name: "reduce".to_string(),
         };
         assert!(is_out_of_memory(&CandleError::Cuda(Box::new(loading))));
-        assert!(is_out_of_memory(&CublasError(
-            cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED
-        )));
+        for (code, expected) in [
+            (cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED, true),
+            (cublasStatus_t::CUBLAS_STATUS_NOT_INITIALIZED, true),
+            (cublasStatus_t::CUBLAS_STATUS_INTERNAL_ERROR, true),
+            (cublasStatus_t::CUBLAS_STATUS_EXECUTION_FAILED, false),
+            (cublasStatus_t::CUBLAS_STATUS_INVALID_VALUE, false),
+        ] {
+            let product = CandleError::Cuda(Box::new(CudaError::Cublas(CublasError(code))));
+            assert_eq!(is_out_of_memory(&product), expected, "{code:?}");
+        }
         let message = CandleError::Msg("out of memory on cuda".to_string());
         assert!(!is_out_of_memory(&message), "words do not count");
         let error = anyhow::Error::new(wrapped(out)).context("in layer 3");

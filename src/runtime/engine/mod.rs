@@ -1,10 +1,10 @@
-//! What computes decoder layers beside the CPU: a GPU, or the CPU in a GPU's place.
+//! Engines compute decoder layers in place of the CPU: a GPU, or a simulated one.
 //!
 //! | file | story |
 //! | --- | --- |
 //! | `on_candle` | candle's operators on one of its devices: CUDA |
 //! | `simulated` | the host's own arithmetic, for tests of placement and fallback without a GPU |
-//! | `cuda` | GPUs by number, their memory counters, what their errors mean; only with the feature `cuda` |
+//! | `cuda` | GPUs by number, their memory counters, the classes of their errors; only with the feature `cuda` |
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -17,33 +17,33 @@ use candle_core::Tensor;
 use super::ledger::Refused;
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{Cut, Seen};
+use crate::model::on_device::{Cut, LogSumExpPart};
 use crate::model::{DecoderLayer, Observer, Projection};
 
 pub use on_candle::OnCandle;
 pub use simulated::Simulated;
 
-/// Computes with one layer at a time. Whoever calls holds the account of its memory.
+/// An engine computes with one layer at a time. The caller keeps the account of its memory.
 pub trait Engine: Send {
     /// Drops the layer before and makes room for this one.
     ///
     /// # Errors
-    /// Where the device has no memory, or fails.
+    /// Fails when the device has no memory, or for another reason.
     fn begin(&mut self, layer: &DecoderLayer) -> Result<()>;
 
-    /// Copies one matrix of the layer that was begun.
+    /// Copies one matrix of the current layer.
     ///
     /// # Errors
     /// As [`Engine::begin`].
     fn take_up(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()>;
 
-    /// Passes one sample through: `[seqlen, hidden_size]` on the host in, the same shape on the host out.
+    /// Passes one sample through the layer: `[seqlen, hidden_size]` on the host in, the same shape on the host out.
     ///
     /// # Errors
     /// As [`Engine::begin`].
     fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, cut: &Cut) -> Result<Tensor>;
 
-    /// Shows one sample's observation points to `observer`.
+    /// Calls `observer` with the inputs of one sample at the observation points.
     ///
     /// # Errors
     /// As [`Engine::begin`].
@@ -55,72 +55,72 @@ pub trait Engine: Send {
         observer: &mut dyn Observer,
     ) -> Result<()>;
 
-    /// Copies the norm and some rows of the head, in place of a layer or of other rows.
+    /// Copies the norm and some rows of the head. They replace a layer or other rows.
     ///
     /// # Errors
     /// As [`Engine::begin`].
     fn begin_head(&mut self, chunk: &HeadChunk<'_>) -> Result<()>;
 
-    /// What one window's tokens have of those rows.
+    /// Computes one window's part of the log-sum-exp over those rows.
     ///
     /// # Errors
     /// As [`Engine::begin`].
-    fn see(
+    fn head_window(
         &mut self,
         chunk: &HeadChunk<'_>,
         state: &Tensor,
         tokens: &[u32],
         cut: &Cut,
-    ) -> Result<Vec<Seen>>;
+    ) -> Result<Vec<LogSumExpPart>>;
 
-    /// Copies layers onto the device while others are in use; `None` where there is nothing to copy.
+    /// Returns a function that copies layers onto the device while others are in use; `None` for an engine without copies.
     fn copies_ahead(&self) -> Option<CopyAhead>;
 
-    /// Sets the layer that was copied ahead aside for [`Engine::begin`], so that the next one can be.
+    /// Keeps the layer that was copied ahead for [`Engine::begin`], so that the next one can be copied.
     fn adopt(&mut self);
 
     /// Drops layer and head.
     fn drop_weights(&mut self);
 
-    /// Waits for what is under way and gives unused memory back to the device, a layer that was copied ahead included; from now on
-    /// none is.
+    /// Waits for all work and gives unused memory back to the device, including a layer that was copied ahead. From now on no layer is
+    /// copied ahead.
     ///
     /// # Errors
-    /// Where the device failed meanwhile.
+    /// Fails when the device has failed in the meantime.
     fn release(&mut self) -> Result<()>;
 
     /// Bytes per element of its arithmetic.
     fn element(&self) -> usize;
 
-    /// As its driver calls it.
+    /// The device's name as reported by the driver.
     fn name(&self) -> String;
 
-    /// Its memory, by its own counters; `None` where it has none.
+    /// The device's memory by its own counters; `None` without counters.
     fn memory(&self) -> Option<DeviceMemory>;
 }
 
-/// Copies a layer that has just been read, as it is; the engine finds it when the layer's turn has come.
+/// Copies a layer that has just been read. The engine uses the copy when the layer becomes the current one.
 pub type CopyAhead = Box<dyn Fn(&DecoderLayer) + Send + Sync>;
 
 /// A device's memory, as its driver counts it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// In use by this process's allocations.
+    /// Bytes in allocations of this process.
     pub allocated: ByteSize,
-    /// The most there was of that.
+    /// The peak of these bytes.
     pub peak_allocated: ByteSize,
-    /// What the process's pool has from the device.
+    /// Bytes that the process's pool has from the device.
     pub reserved: ByteSize,
-    /// The most there was of that.
+    /// The peak of these bytes.
     pub peak_reserved: ByteSize,
-    /// Free on the device, whoever uses the rest.
+    /// Free bytes of the device.
     pub free: ByteSize,
-    /// All of the device.
+    /// All bytes of the device.
     pub total: ByteSize,
 }
 
 impl DeviceMemory {
-    /// Both together.
+    /// Adds up the memory of two devices.
     #[must_use]
     pub fn plus(&self, other: &Self) -> Self {
         Self {

@@ -11,10 +11,10 @@ use crate::linalg::StoredMatrix;
 use crate::model::head::HeadChunk;
 #[cfg(feature = "cuda")]
 use crate::model::on_device::candle_dtype;
-use crate::model::on_device::{Cut, DeviceHead, DeviceLayer, DeviceTables, Seen, copy};
+use crate::model::on_device::{Cut, DeviceHead, DeviceLayer, DeviceTables, LogSumExpPart, copy};
 use crate::model::{DecoderLayer, LayerContext, ModelConfig, Observer, Projection};
 
-/// One device of candle's.
+/// A device of candle's.
 #[derive(Debug)]
 pub struct OnCandle {
     device: Device,
@@ -23,7 +23,7 @@ pub struct OnCandle {
     tables: DeviceTables,
     layer: Option<DeviceLayer>,
     head: Option<DeviceHead>,
-    /// The copy of the layer whose turn it is.
+    /// The copy of the current layer.
     adopted: Option<DeviceLayer>,
     ahead: Arc<Ahead>,
 }
@@ -32,16 +32,16 @@ pub struct OnCandle {
 #[derive(Debug, Default)]
 struct Ahead {
     layer: Mutex<Option<DeviceLayer>>,
-    /// Its memory is needed for other things from now on.
+    /// Copying has ended, since its memory is needed.
     is_stopped: AtomicBool,
 }
 
-/// Copies a matrix beside the work that is under way, where it need not be cast: a cast is part of that work, in whose order its
-/// source must then be freed.
-fn beside(matrix: &StoredMatrix, dtype: DType, device: &Device) -> Result<Tensor> {
+/// Copies a matrix in parallel with the device's work, unless it must be cast: a cast is part of that work, and its source must be
+/// freed in the order of that work.
+fn copy_in_parallel(matrix: &StoredMatrix, dtype: DType, device: &Device) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if candle_dtype(matrix.dtype()) == dtype {
-        return super::cuda::copy_beside(matrix, device);
+        return super::cuda::copy_on_separate_stream(matrix, device);
     }
     #[cfg(not(feature = "cuda"))]
     let _ = dtype;
@@ -114,7 +114,7 @@ impl Engine for OnCandle {
         let state = self.to_device(state)?;
         let layer = self.layer.as_ref().context("a layer was begun")?;
         let out = layer.forward(&state, &self.tables, cut)?;
-        // Waits for the device: what failed on the way is reported here, as part of this unit.
+        // Waits for the device, so that its errors are reported as part of this unit.
         Ok(out.to_device(&Device::Cpu)?)
     }
 
@@ -144,12 +144,12 @@ impl Engine for OnCandle {
             let copied = (|| -> Result<DeviceLayer> {
                 let mut copied = DeviceLayer::begin(layer, dtype, &device)?;
                 for projection in Projection::ALL {
-                    let copy = |matrix: &StoredMatrix| beside(matrix, dtype, &device);
+                    let copy = |matrix: &StoredMatrix| copy_in_parallel(matrix, dtype, &device);
                     copied.take_up(layer, projection, &copy)?;
                 }
                 Ok(copied)
             })();
-            // What fails here, for lack of memory above all, is tried again, with the ladder, when the layer's turn has come.
+            // A failed copy, above all for lack of memory, is tried again with the ladder when the layer becomes the current one.
             if let Ok(copied) = copied {
                 ahead.put(copied);
             }
@@ -162,16 +162,16 @@ impl Engine for OnCandle {
         Ok(())
     }
 
-    fn see(
+    fn head_window(
         &mut self,
         _chunk: &HeadChunk<'_>,
         state: &Tensor,
         tokens: &[u32],
         cut: &Cut,
-    ) -> Result<Vec<Seen>> {
+    ) -> Result<Vec<LogSumExpPart>> {
         let state = self.to_device(state)?;
         let head = self.head.as_ref().context("the head was begun")?;
-        head.see(&state, tokens, cut)
+        head.window(&state, tokens, cut)
     }
 
     fn drop_weights(&mut self) {
@@ -179,7 +179,7 @@ impl Engine for OnCandle {
     }
 
     fn release(&mut self) -> Result<()> {
-        // What is not needed yet can be copied again, when its turn has come.
+        // A layer that was copied ahead can be copied again later.
         self.ahead.is_stopped.store(true, Ordering::Relaxed);
         drop(self.ahead.take());
         self.adopted = None;

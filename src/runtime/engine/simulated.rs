@@ -1,22 +1,22 @@
-//! A GPU that is none: computes on the CPU with the host's own arithmetic, so that every mask has the bits of a run on the CPU,
-//! whichever units it was refused. Its memory exists in the ledger only.
+//! A simulated GPU. It computes on the CPU with the host's arithmetic, so that every mask has the bits of a run on the CPU,
+//! whatever units were refused. Its memory exists in the ledger only.
 
 use anyhow::Result;
 use candle_core::Tensor;
 
 use super::{CopyAhead, DeviceMemory, Engine};
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{Cut, Seen};
+use crate::model::on_device::{Cut, LogSumExpPart};
 use crate::model::{DecoderLayer, LayerContext, Observer, Projection};
 
-/// The CPU in a GPU's place.
+/// A simulated GPU.
 #[derive(Debug)]
 pub struct Simulated {
     context: LayerContext,
 }
 
 impl Simulated {
-    /// Computes with a context of its own.
+    /// Creates a GPU with its own context.
     pub fn new(context: LayerContext) -> Self {
         Self { context }
     }
@@ -49,14 +49,14 @@ impl Engine for Simulated {
         Ok(())
     }
 
-    fn see(
+    fn head_window(
         &mut self,
         chunk: &HeadChunk<'_>,
         state: &Tensor,
         tokens: &[u32],
         _cut: &Cut,
-    ) -> Result<Vec<Seen>> {
-        Seen::on_host(chunk, state, tokens, &mut self.context)
+    ) -> Result<Vec<LogSumExpPart>> {
+        LogSumExpPart::on_host(chunk, state, tokens, &mut self.context)
     }
 
     fn copies_ahead(&self) -> Option<CopyAhead> {

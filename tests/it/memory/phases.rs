@@ -203,7 +203,7 @@ fn phase(
             let left = ALIVE.load(Ordering::Relaxed) - before;
             let mut perplexity =
                 Perplexity::new(Side::Dense, hidden, &tokens, SEQLEN, 1, &clock, &Silent);
-            let mut compute = Compute::on_cpu(context, config, &Silent);
+            let mut compute = Compute::on_cpu(context, &Silent);
             let counted = counted(|| {
                 let head = match settings.head_rows {
                     None => Head::load(&*source, config)?,

@@ -1,17 +1,19 @@
-//! The ladder: how one unit of work is done on a device that may have less memory than was planned.
+//! A device at work: the fallback ladder of one unit of work on a device with less memory than planned.
 //!
-//! A unit is a matrix that is copied, a sample that passes a layer, a window at the head. Its results count only once it is whole.
+//! A unit is a matrix that is copied, a sample that passes a layer, or a window at the head. Its results count only once it is whole.
 //!
 //! ```text
-//! reserve what the unit takes, do it
-//!   out of memory → give unused memory back, wait for the device, once more
-//!   out of memory → in smaller pieces, halved until nothing is left to halve
+//! reserve the unit's memory, do it
+//!   out of memory → give unused memory back, wait for the device, try once more
+//!   out of memory → in smaller pieces, halved until no piece can be halved
 //!   out of memory → this unit on the CPU; the next one tries the device again
-//!   three units in a row → cut so that what is free now is enough; where nothing is, the device rests until the next layer
+//!   three units in a row → smaller pieces that fit the free memory; if none fit, the device pauses until the next layer
 //! ```
 //!
-//! A reservation the [`Ledger`] refuses and an allocation the device refuses are one event. Any other error ends the run. Hidden
-//! states rest in host memory anyway, so there is nothing of them to evict.
+//! A reservation that the [`Ledger`] refuses and an allocation that the device refuses are one event. Any other error ends the run.
+//! Hidden states are in host memory or on disk, so none are evicted.
+
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
@@ -20,100 +22,103 @@ use super::ledger::{Ledger, Refused};
 use crate::bytes::ByteSize;
 use crate::linalg::Weight;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{CONTEXT, Cut, Seen};
+use crate::model::on_device::{CONTEXT, Cut, LogSumExpPart};
 use crate::model::{DecoderLayer, ModelConfig, Observer, Projection};
-use crate::run::fallback::{DeviceMemoryReport, FallOutcome, FallReport};
-use crate::run::{Event, Events};
+use crate::run::fallback::{DeviceMemoryReport, FallbackOutcome, FallbackReport};
+use crate::run::{Event, Events, Phase};
 use candle_core::Tensor;
 
-/// Units in a row that may fall to the CPU before the work is cut anew.
-const FALLS_BEFORE_REPLAN: u32 = 3;
+/// Units in a row that the CPU computes before the device gets smaller pieces.
+const FALLBACKS_BEFORE_REPLAN: u32 = 3;
 
-/// Of what is free, how much a new cut may use.
+/// The share of the free memory that new pieces may use.
 const REPLANNED_SHARE: f64 = 0.9;
 
-/// What of the model is on the device.
+/// Weights on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Loaded {
     Nothing,
-    /// A layer of a revision.
+    /// A layer, and its revision.
     Layer(usize, u64),
-    /// The rows of the head from this one on.
+    /// Rows of the head, from this one on.
     Head(usize),
 }
 
-/// A device at work: its engine, its account, and how its work is cut up.
-pub struct Seat {
+/// A device at work: its engine, the account of its memory, and the size of its pieces of work.
+pub struct DeviceWorker<'a> {
     /// `cuda:0`.
     device: String,
     engine: Box<dyn Engine>,
     ledger: Ledger,
     cut: Cut,
-    loaded: Loaded,
-    /// What did not fit; it is not tried again.
-    failed: Loaded,
-    loaded_bytes: ByteSize,
-    /// Reserved for a layer that is copied ahead.
-    ahead: ByteSize,
+    config: Arc<ModelConfig>,
     seqlen: usize,
-    falls_in_a_row: u32,
-    /// Nothing fits any more until weights are exchanged.
-    rests: bool,
-    falls: Vec<FallReport>,
+    events: &'a dyn Events,
+    loaded: Loaded,
+    loaded_bytes: ByteSize,
+    /// Weights that did not fit. They are not tried again.
+    failed: Loaded,
+    /// Bytes reserved for a layer that is copied ahead.
+    ahead: ByteSize,
+    fallbacks_in_a_row: u32,
+    /// Nothing fits until other weights are loaded.
+    is_paused: bool,
+    fallbacks: Vec<FallbackReport>,
 }
 
-impl Seat {
-    /// A device that holds nothing yet.
-    ///
-    /// # Arguments
-    /// * `ahead`: what of its memory is for a layer that is copied while another one is in use
+impl<'a> DeviceWorker<'a> {
+    /// Creates a worker without weights.
     pub fn new(
         device: String,
         engine: Box<dyn Engine>,
-        mut ledger: Ledger,
+        ledger: Ledger,
         cut: Cut,
+        config: Arc<ModelConfig>,
         seqlen: usize,
-        ahead: ByteSize,
+        events: &'a dyn Events,
     ) -> Self {
-        ledger.keep(ahead);
         Self {
-            ahead,
             device,
             engine,
             ledger,
             cut,
-            loaded: Loaded::Nothing,
-            failed: Loaded::Nothing,
-            loaded_bytes: ByteSize::ZERO,
+            config,
             seqlen,
-            falls_in_a_row: 0,
-            rests: false,
-            falls: Vec::new(),
+            events,
+            loaded: Loaded::Nothing,
+            loaded_bytes: ByteSize::ZERO,
+            failed: Loaded::Nothing,
+            ahead: ByteSize::ZERO,
+            fallbacks_in_a_row: 0,
+            is_paused: false,
+            fallbacks: Vec::new(),
         }
     }
 
-    /// Takes a layer up, if it is not there already. Whether it is there now: a matrix that does not fit leaves the whole layer to
-    /// the CPU.
+    /// Reserves `bytes` for a layer that is copied while another one is in use.
+    #[must_use]
+    pub fn with_prefetch(mut self, bytes: ByteSize) -> Self {
+        self.ledger.keep(bytes);
+        self.ahead = bytes;
+        self
+    }
+
+    /// Loads a layer unless it is loaded, and returns whether it is. One matrix that does not fit leaves the whole layer to the CPU.
     ///
     /// # Errors
-    /// When the device fails for another reason than lack of memory.
-    pub(super) fn take_layer(
-        &mut self,
-        layer: &DecoderLayer,
-        config: &ModelConfig,
-        events: &dyn Events,
-    ) -> Result<bool> {
+    /// Fails when the device fails for another reason than lack of memory.
+    pub(super) fn load_layer(&mut self, layer: &DecoderLayer) -> Result<bool> {
         let wanted = Loaded::Layer(layer.index(), layer.revision());
         if self.loaded == wanted {
-            return Ok(!self.rests);
+            return Ok(!self.is_paused);
         }
         if self.failed == wanted {
             return Ok(false);
         }
-        self.exchange();
+        self.drop_weights();
         self.failed = wanted;
         let element = self.engine.element();
-        let norms = ByteSize::of(2 * config.hidden_size, element);
+        let norms = ByteSize::of(2 * self.config.hidden_size, element);
         let cast = |projection: Projection, elements: usize| match layer.linear(projection).weight()
         {
             Weight::Held(matrix) => cast_bytes(elements, matrix.dtype().bytes(), element),
@@ -124,18 +129,18 @@ impl Seat {
             &format!("{name} (norms)"),
             norms,
             ByteSize::ZERO,
-            events,
             |engine| engine.begin(layer),
         )?;
         if !begun {
             return Ok(false);
         }
+        let config = Arc::clone(&self.config);
         for projection in Projection::ALL {
-            let (rows, columns) = projection.shape(config);
+            let (rows, columns) = projection.shape(&config);
             let bytes = ByteSize::of(rows * columns, element);
             let unit = format!("{} (upload)", projection.full_name(layer.index()));
             let cast = cast(projection, rows * columns);
-            if !self.upload(&unit, bytes, cast, events, |engine| {
+            if !self.upload(&unit, bytes, cast, |engine| {
                 engine.take_up(layer, projection)
             })? {
                 return Ok(false);
@@ -145,38 +150,33 @@ impl Seat {
         Ok(true)
     }
 
-    /// Takes some rows of the head up; as [`Seat::take_layer`].
+    /// Loads some rows of the head, as [`DeviceWorker::load_layer`] loads a layer.
     ///
     /// # Errors
-    /// When the device fails for another reason than lack of memory.
-    pub(super) fn take_head(
-        &mut self,
-        chunk: &HeadChunk<'_>,
-        config: &ModelConfig,
-        events: &dyn Events,
-    ) -> Result<bool> {
+    /// Fails when the device fails for another reason than lack of memory.
+    pub(super) fn load_head(&mut self, chunk: &HeadChunk<'_>) -> Result<bool> {
         let wanted = Loaded::Head(chunk.rows.start);
         if self.loaded == wanted {
-            return Ok(!self.rests);
+            return Ok(!self.is_paused);
         }
         if self.failed == wanted {
             return Ok(false);
         }
-        self.exchange();
+        self.drop_weights();
         self.failed = wanted;
-        // No layer follows.
+        // No layer follows the head.
         self.ledger.give_back(std::mem::take(&mut self.ahead));
         let bytes = ByteSize::of(
-            (chunk.rows.len() + 1) * config.hidden_size,
+            (chunk.rows.len() + 1) * self.config.hidden_size,
             self.engine.element(),
         );
         let stored = chunk.stored_bytes();
         let cast = cast_bytes(
-            chunk.rows.len() * config.hidden_size,
+            chunk.rows.len() * self.config.hidden_size,
             stored,
             self.engine.element(),
         );
-        let taken = self.upload("lm_head (upload)", bytes, cast, events, |engine| {
+        let taken = self.upload("lm_head (upload)", bytes, cast, |engine| {
             engine.begin_head(chunk)
         })?;
         if taken {
@@ -185,36 +185,38 @@ impl Seat {
         Ok(taken)
     }
 
-    /// A layer's turn has come: the one before goes, and its copy, where there is one, makes room for that of the next.
-    pub(super) fn layer_begins(&mut self) {
-        self.exchange();
+    /// Drops the last layer. The layer that was copied ahead becomes the current one.
+    pub(super) fn begin_layer(&mut self) {
+        self.drop_weights();
         self.engine.adopt();
     }
 
-    /// Drops what is on the device. What had to be cut small stays so: memory that was short once is likely to be so again.
-    fn exchange(&mut self) {
+    /// Drops all weights. Pieces of work stay as small as they are: memory that was short once is likely to be short again.
+    fn drop_weights(&mut self) {
         self.engine.drop_weights();
         self.ledger.give_back(self.loaded_bytes);
         self.loaded_bytes = ByteSize::ZERO;
         self.loaded = Loaded::Nothing;
-        self.falls_in_a_row = 0;
-        self.rests = false;
+        self.fallbacks_in_a_row = 0;
+        self.is_paused = false;
     }
 
-    /// Copies something that stays, `cast` being what it takes on the way; what came before it goes where it does not fit.
+    /// Copies weights that stay on the device. Where they do not fit, all weights of the layer are dropped.
+    ///
+    /// # Arguments
+    /// * `cast`: bytes that exist only while the weights are cast
     fn upload(
         &mut self,
         unit: &str,
         bytes: ByteSize,
         cast: ByteSize,
-        events: &dyn Events,
         mut copy: impl FnMut(&mut dyn Engine) -> Result<()>,
     ) -> Result<bool> {
-        let done = self.attempt(unit, events, false, &|_| bytes + cast, &mut |engine, _| {
+        let done = self.attempt(unit, false, &|_| bytes + cast, &mut |engine, _| {
             copy(engine)
         })?;
         if done.is_some() {
-            // The attempt gave its reservation back, and what it copied stays.
+            // The attempt gave its reservation back, and the weights stay.
             self.ledger.keep(bytes);
             self.loaded_bytes = self.loaded_bytes + bytes;
             return Ok(true);
@@ -225,94 +227,87 @@ impl Seat {
         Ok(false)
     }
 
-    /// Passes one sample through the layer that is there. `None` leaves it to the CPU.
+    /// Passes one sample through the loaded layer; `None` leaves the sample to the CPU.
     ///
     /// # Errors
-    /// When the device fails for another reason than lack of memory.
+    /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn forward(
         &mut self,
-        phase: &str,
+        phase: Phase,
         sample: usize,
         layer: &DecoderLayer,
         state: &Tensor,
-        config: &ModelConfig,
-        events: &dyn Events,
     ) -> Result<Option<Tensor>> {
         let unit = unit_name(layer, phase, sample);
-        let bytes = self.pass_bytes(config);
-        self.attempt(&unit, events, true, &bytes, &mut |engine, cut| {
+        let bytes = self.pass_bytes();
+        self.attempt(&unit, true, &bytes, &mut |engine, cut| {
             engine.forward(layer, state, cut)
         })
     }
 
-    /// Observes one sample in the layer that is there, with an observer of its own. `None` leaves it to the CPU.
+    /// Observes one sample in the loaded layer, with a new observer; `None` leaves the sample to the CPU.
     ///
     /// # Errors
-    /// When the device fails for another reason than lack of memory.
+    /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn capture<O: Observer>(
         &mut self,
         sample: usize,
         layer: &DecoderLayer,
         state: &Tensor,
         new: &(dyn Fn(usize) -> O + Sync),
-        config: &ModelConfig,
-        events: &dyn Events,
     ) -> Result<Option<O>> {
-        let unit = unit_name(layer, "calibrate", sample);
-        let bytes = self.pass_bytes(config);
-        self.attempt(&unit, events, true, &bytes, &mut |engine, cut| {
-            // A new one for each attempt: what a failed one saw does not count.
+        let unit = unit_name(layer, Phase::Calibrate, sample);
+        let bytes = self.pass_bytes();
+        self.attempt(&unit, true, &bytes, &mut |engine, cut| {
+            // Each attempt has a new observer, since a failed attempt does not count.
             let mut observer = new(sample);
             engine.capture(layer, state, cut, &mut observer)?;
             Ok(observer)
         })
     }
 
-    /// Shows one window to the rows of the head that are there. `None` leaves it to the CPU.
+    /// Computes one window's part of the log-sum-exp over the loaded rows of the head; `None` leaves the window to the CPU.
     ///
     /// # Errors
-    /// When the device fails for another reason than lack of memory.
-    pub(super) fn see(
+    /// Fails when the device fails for another reason than lack of memory.
+    pub(super) fn head_window(
         &mut self,
         window: usize,
         chunk: &HeadChunk<'_>,
         state: &Tensor,
         tokens: &[u32],
-        config: &ModelConfig,
-        events: &dyn Events,
-    ) -> Result<Option<Vec<Seen>>> {
+    ) -> Result<Option<Vec<LogSumExpPart>>> {
         let unit = format!("lm_head (window {window})");
         let (seqlen, element) = (self.seqlen, self.engine.element());
-        let config = config.clone();
+        let config = Arc::clone(&self.config);
         let rows = chunk.rows.len();
         let bytes = move |cut: &Cut| cut.head_bytes(&config, seqlen, rows, element);
-        self.attempt(&unit, events, true, &bytes, &mut |engine, cut| {
-            engine.see(chunk, state, tokens, cut)
+        self.attempt(&unit, true, &bytes, &mut |engine, cut| {
+            engine.head_window(chunk, state, tokens, cut)
         })
     }
 
-    fn pass_bytes(&self, config: &ModelConfig) -> impl Fn(&Cut) -> ByteSize + use<> {
+    fn pass_bytes(&self) -> impl Fn(&Cut) -> ByteSize + use<> {
         let (seqlen, element) = (self.seqlen, self.engine.element());
-        let config = config.clone();
+        let config = Arc::clone(&self.config);
         move |cut| cut.pass_bytes(&config, seqlen, element)
     }
 
-    /// The ladder of the file's first lines.
+    /// Does one unit by the ladder of the file's first lines; `None` leaves it to the CPU.
     fn attempt<R>(
         &mut self,
         unit: &str,
-        events: &dyn Events,
         can_be_cut: bool,
         bytes: &dyn Fn(&Cut) -> ByteSize,
         work: &mut dyn FnMut(&mut dyn Engine, &Cut) -> Result<R>,
     ) -> Result<Option<R>> {
-        if self.rests {
+        if self.is_paused {
             return Ok(None);
         }
         self.ledger.begin_unit();
         let mut cut = self.cut;
         let mut refused: Option<Refused> = None;
-        let mut outcome = FallOutcome::Retried;
+        let mut outcome = FallbackOutcome::Retried;
         loop {
             let needed = bytes(&cut);
             let result = match self.ledger.reserve(needed) {
@@ -326,10 +321,10 @@ impl Seat {
             let error = match result {
                 Ok(done) => {
                     if let Some(refused) = refused {
-                        self.report(unit, refused, outcome, events);
+                        self.report(unit, refused, outcome);
                     }
                     self.cut = cut;
-                    self.falls_in_a_row = 0;
+                    self.fallbacks_in_a_row = 0;
                     return Ok(Some(done));
                 }
                 Err(error) => error,
@@ -351,29 +346,29 @@ impl Seat {
             self.engine
                 .release()
                 .with_context(|| format!("on {device}, which was out of memory: {unit}"))?;
-            // What was kept for a layer copied ahead is free for this one.
+            // The memory of a layer copied ahead is free for this one.
             self.ledger.give_back(std::mem::take(&mut self.ahead));
             if is_first {
                 continue;
             }
             match cut.smaller() {
                 Some(smaller) if can_be_cut => {
-                    (cut, outcome) = (smaller, FallOutcome::Smaller);
+                    (cut, outcome) = (smaller, FallbackOutcome::Smaller);
                 }
                 _ => break,
             }
         }
         if let Some(refused) = refused {
-            self.report(unit, refused, FallOutcome::Cpu, events);
+            self.report(unit, refused, FallbackOutcome::Cpu);
         }
-        self.falls_in_a_row += 1;
-        if can_be_cut && self.falls_in_a_row >= FALLS_BEFORE_REPLAN {
-            self.replan(bytes, events);
+        self.fallbacks_in_a_row += 1;
+        if can_be_cut && self.fallbacks_in_a_row >= FALLBACKS_BEFORE_REPLAN {
+            self.replan(bytes);
         }
         Ok(None)
     }
 
-    /// What the device has left, by its own count and by the ledger's.
+    /// Returns the free bytes: the smaller of the device's count and the ledger's.
     fn observed_free(&self) -> ByteSize {
         let free = self.ledger.free();
         self.engine
@@ -381,33 +376,33 @@ impl Seat {
             .map_or(free, |memory| memory.free.min(free))
     }
 
-    /// The largest cut that fits what is free now; without one, the device rests until its weights are exchanged.
-    fn replan(&mut self, bytes: &dyn Fn(&Cut) -> ByteSize, events: &dyn Events) {
+    /// Chooses the largest pieces that fit the free memory. Where none fit, the device pauses until other weights are loaded.
+    fn replan(&mut self, bytes: &dyn Fn(&Cut) -> ByteSize) {
         let free = self.observed_free();
         let usable = ByteSize((free.0 as f64 * REPLANNED_SHARE) as u64);
         let fitting = std::iter::successors(Some(self.cut), Cut::smaller)
             .skip(1)
             .find(|cut| bytes(cut) <= usable);
-        self.falls_in_a_row = 0;
+        self.fallbacks_in_a_row = 0;
         let device = &self.device;
         match fitting {
             Some(cut) => {
-                events.warn(format!(
-                    "{device}: {FALLS_BEFORE_REPLAN} units in a row were out of memory, {free} are free: work is cut smaller from now on"
+                self.events.warn(format!(
+                    "{device}: {FALLBACKS_BEFORE_REPLAN} units in a row were out of memory, {free} are free: the next units are smaller"
                 ));
                 self.cut = cut;
             }
             None => {
-                events.warn(format!(
-                    "{device}: {FALLS_BEFORE_REPLAN} units in a row were out of memory and {free} are free: the CPU computes until other weights are taken up"
+                self.events.warn(format!(
+                    "{device}: {FALLBACKS_BEFORE_REPLAN} units in a row were out of memory and {free} are free: the CPU computes until other weights are loaded"
                 ));
-                self.rests = true;
+                self.is_paused = true;
             }
         }
     }
 
-    fn report(&mut self, unit: &str, by: Refused, outcome: FallOutcome, events: &dyn Events) {
-        let report = FallReport {
+    fn report(&mut self, unit: &str, by: Refused, outcome: FallbackOutcome) {
+        let report = FallbackReport {
             device: self.device.clone(),
             unit: unit.to_string(),
             needed: by.needed,
@@ -415,26 +410,26 @@ impl Seat {
             budget: self.ledger.capacity(),
             outcome,
         };
-        events.emit(Event::Fallback(report.clone()));
-        self.falls.push(report);
+        self.events.emit(Event::Fallback(report.clone()));
+        self.fallbacks.push(report);
     }
 
-    /// Its name.
-    pub(super) fn device(&self) -> &str {
+    /// The name of the device: `cuda:0`.
+    pub(super) fn name(&self) -> &String {
         &self.device
     }
 
-    /// Every unit it had no memory for at first.
-    pub(super) fn take_falls(&mut self) -> Vec<FallReport> {
-        std::mem::take(&mut self.falls)
+    /// Takes the reports of all units that were out of memory at first.
+    pub(super) fn take_fallbacks(&mut self) -> Vec<FallbackReport> {
+        std::mem::take(&mut self.fallbacks)
     }
 
-    /// Its engine.
+    /// The engine of the device.
     pub(super) fn engine(&self) -> &dyn Engine {
         &*self.engine
     }
 
-    /// What it held at most, and how many units it was given.
+    /// Reports the peaks of the device's memory, and its units of work.
     pub(super) fn memory_report(&self) -> DeviceMemoryReport {
         let memory = self.engine.memory();
         DeviceMemoryReport {
@@ -449,7 +444,7 @@ impl Seat {
     }
 }
 
-/// What a copy holds beside its result where it is stored in another dtype than that of the arithmetic.
+/// Returns the bytes of the stored weights that exist during a copy, where they are cast to the dtype of the arithmetic.
 fn cast_bytes(elements: usize, stored: usize, element: usize) -> ByteSize {
     match stored == element {
         true => ByteSize::ZERO,
@@ -457,6 +452,6 @@ fn cast_bytes(elements: usize, stored: usize, element: usize) -> ByteSize {
     }
 }
 
-fn unit_name(layer: &DecoderLayer, phase: &str, sample: usize) -> String {
+fn unit_name(layer: &DecoderLayer, phase: Phase, sample: usize) -> String {
     format!("model.layers.{} ({phase}, sample {sample})", layer.index())
 }

@@ -1,0 +1,74 @@
+//! Memory of one GPU that computes decoder layers: `model/on_device/cut.rs` has what a piece of work takes.
+//!
+//! ```text
+//! calibrate, propagate, evaluate   context + tables + this layer's weights, and the next one's where it is read ahead + one
+//!                                  sample on its way
+//! head                             context + tables + the head's rows + one window's logits
+//! ```
+//!
+//! Weights are scored on the host, where they are stored.
+
+use super::{RunShape, evaluation_phases, part};
+use crate::bytes::ByteSize;
+use crate::model::Rotary;
+use crate::model::on_device::{CONTEXT, Cut};
+use crate::placement::PhaseMemory;
+use crate::run::plan::{MemoryPart, PartKind};
+use crate::run::{MemorySettings, Phase};
+
+/// Memory of every phase but the head's.
+pub(super) fn layers(run: &RunShape<'_>, settings: &MemorySettings) -> Vec<PhaseMemory> {
+    let (config, element) = (run.config, run.gpu_dtype.bytes());
+    let cut = Cut::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
+    let layer = Cut::layer_bytes(config, element);
+    let next = match settings.prefetch {
+        true => layer,
+        false => ByteSize::ZERO,
+    };
+    let cast = Cut::cast_bytes(config, run.dtypes.layers.bytes(), element);
+    let parts = vec![
+        part(PartKind::Layer, layer),
+        part(PartKind::NextLayer, next),
+        part(PartKind::StoredMatrix, cast),
+        part(
+            PartKind::Sample,
+            cut.pass_bytes(config, run.seqlen, element),
+        ),
+    ];
+    let calibration = [Phase::Calibrate, Phase::Propagate];
+    let calibration = calibration.into_iter().filter(|_| run.samples > 0);
+    calibration
+        .chain(evaluation_phases(run))
+        .map(|phase| with_context(run, phase, parts.clone()))
+        .collect()
+}
+
+/// Memory while logits are computed.
+pub(super) fn head(run: &RunShape<'_>, settings: &MemorySettings) -> PhaseMemory {
+    let (config, element) = (run.config, run.gpu_dtype.bytes());
+    let cut = Cut::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
+    let rows = settings
+        .head_rows
+        .unwrap_or(usize::MAX)
+        .min(config.vocab_size);
+    let stored = match run.dtypes.head.bytes() {
+        stored if stored == element => 0,
+        stored => stored,
+    };
+    let head = ByteSize::of((rows + 1) * config.hidden_size, element + stored);
+    let window = cut.head_bytes(config, run.seqlen, rows, element);
+    let parts = vec![part(PartKind::Head, head), part(PartKind::Window, window)];
+    with_context(run, Phase::Head, parts)
+}
+
+fn with_context(run: &RunShape<'_>, phase: Phase, parts: Vec<MemoryPart>) -> PhaseMemory {
+    let tables = ByteSize::of(Rotary::bytes(run.config.head_dim, run.seqlen), 1);
+    let context = vec![
+        part(PartKind::DeviceContext, CONTEXT),
+        part(PartKind::RotaryTables, tables),
+    ];
+    PhaseMemory {
+        phase,
+        parts: [context, parts].concat(),
+    }
+}

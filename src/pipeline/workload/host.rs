@@ -1,0 +1,226 @@
+//! Memory of the process in each phase: `model/footprint.rs` has what a piece of work takes.
+
+use super::{F32, RunShape, evaluation_phases, part};
+use crate::bytes::ByteSize;
+use crate::model::footprint;
+use crate::pipeline::output_error;
+use crate::placement::{ExecutionOption, PhaseMemory, Processors};
+use crate::pruning::ColumnSquares;
+use crate::run::memory_settings::WeightsHeld;
+use crate::run::plan::{MemoryPart, PartKind};
+use crate::run::{HiddenStatesStorage, Phase};
+
+/// The program before it opens a model: thread stacks, lists of tensors. Measured: 4 to 6 MiB.
+const PROGRAM: ByteSize = ByteSize(6 << 20);
+
+/// CUDA's libraries in the process. An estimate, not measured.
+const CUDA_ON_HOST: ByteSize = ByteSize(256 << 20);
+
+/// Files are copied, hashed and compared in pieces, two at a time, that take this together; less for a smaller model.
+const FILE_PIECES: ByteSize = ByteSize(16 << 20);
+
+/// The streams whose hidden states exist. Those of calibration are freed after the last layer, those of windows after the head.
+#[derive(Debug, Clone, Copy)]
+enum Alive {
+    All,
+    Windows,
+    None,
+}
+
+/// The process, executing a run in one way.
+pub(super) struct Host<'r> {
+    run: &'r RunShape<'r>,
+    option: &'r ExecutionOption,
+}
+
+impl<'r> Host<'r> {
+    pub(super) fn new(run: &'r RunShape<'r>, option: &'r ExecutionOption) -> Self {
+        Self { run, option }
+    }
+
+    /// Memory of every phase but the head's.
+    pub(super) fn layers(&self) -> Vec<PhaseMemory> {
+        let (run, settings) = (self.run, &self.option.settings);
+        let (config, dtype) = (run.config, run.dtypes.layers);
+        let kernel = run.products.of_activations();
+        let sample = (config, dtype, run.seqlen, run.threads);
+        let forward = |(config, dtype, seqlen, threads)| {
+            footprint::forward(config, dtype, seqlen, threads, settings, kernel)
+        };
+        let capture = |(config, dtype, seqlen, threads)| {
+            footprint::capture(config, dtype, seqlen, threads, settings, kernel)
+        };
+        let mut phases = vec![self.phase(
+            Phase::Tokenise,
+            vec![part(PartKind::Tokenizer, run.tokenising)],
+        )];
+        if run.passes_samples() {
+            phases.push(self.phase(Phase::Embed, self.samples(Alive::All)));
+        }
+        phases.push(self.in_layer(Phase::Read, Vec::new()));
+        if run.samples > 0 {
+            phases.push(self.passing(Phase::Calibrate, capture(sample), self.statistics()));
+            phases.push(self.passing(Phase::Propagate, forward(sample), Vec::new()));
+        }
+        if run.prunes {
+            let score = footprint::score(config, dtype, run.threads, settings);
+            let mut parts = vec![part(PartKind::Scores, score)];
+            if run.passes_samples() {
+                let workspace = footprint::workspace(config, dtype, run.seqlen, settings);
+                parts.push(part(PartKind::Workspace, workspace));
+            }
+            parts.extend(self.statistics());
+            phases.push(self.in_layer(Phase::Score, parts));
+        }
+        for phase in evaluation_phases(run) {
+            phases.push(self.passing(phase, forward(sample), Vec::new()));
+        }
+        if run.saves {
+            let model = footprint::parameters(config).saturating_mul(dtype.bytes() as u64);
+            let pieces = FILE_PIECES.min(ByteSize(model.saturating_mul(2)));
+            let mut parts = self.samples(Alive::None);
+            parts.push(part(PartKind::FilePieces, pieces));
+            phases.push(self.phase(Phase::SaveAndVerify, parts));
+        }
+        phases
+    }
+
+    /// Memory while logits are computed.
+    pub(super) fn head(&self) -> PhaseMemory {
+        let run = self.run;
+        let head = footprint::head(
+            run.config,
+            run.dtypes,
+            run.seqlen,
+            run.windows,
+            &self.option.settings,
+        );
+        let mut parts = self.samples(Alive::Windows);
+        parts.push(part(PartKind::HeadAndLogits, head));
+        parts.push(self.context(true));
+        parts.extend(self.in_flight());
+        self.phase(Phase::Head, parts)
+    }
+
+    /// A phase with `parts` in addition to the program.
+    fn phase(&self, phase: Phase, mut parts: Vec<MemoryPart>) -> PhaseMemory {
+        parts.insert(0, part(PartKind::Program, PROGRAM));
+        if let Processors::Gpus(_) = self.option.processors {
+            parts.push(part(PartKind::CudaOnHost, CUDA_ON_HOST));
+        }
+        PhaseMemory { phase, parts }
+    }
+
+    /// A phase in which a sample passes a layer, with `workspace` for it.
+    fn passing(
+        &self,
+        phase: Phase,
+        workspace: ByteSize,
+        mut parts: Vec<MemoryPart>,
+    ) -> PhaseMemory {
+        parts.push(part(PartKind::Workspace, workspace));
+        parts.extend(self.in_flight());
+        self.in_layer(phase, parts)
+    }
+
+    /// A phase with a layer in memory.
+    fn in_layer(&self, phase: Phase, parts: Vec<MemoryPart>) -> PhaseMemory {
+        let (run, settings) = (self.run, &self.option.settings);
+        let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
+        let mut all = self.samples(Alive::All);
+        all.push(match settings.weights {
+            WeightsHeld::Layer => part(PartKind::Layer, layer),
+            WeightsHeld::Matrix => part(PartKind::LayerMasks, layer),
+        });
+        if footprint::keeps_packed(run.kernel(), settings) {
+            let packed = footprint::layer_packed(run.config, run.kernel());
+            all.push(part(PartKind::PackedLayer, packed));
+        }
+        if settings.prefetch {
+            all.push(part(PartKind::NextLayer, layer));
+        }
+        all.push(self.context(false));
+        all.extend(parts);
+        self.phase(phase, all)
+    }
+
+    /// Token ids, and hidden states: those in RAM, or one per stream on its way to disk.
+    fn samples(&self, alive: Alive) -> Vec<MemoryPart> {
+        let run = self.run;
+        let tokens = (run.samples + run.windows) * run.seqlen;
+        let (samples, windows) = match alive {
+            Alive::All => (run.samples, run.evaluated_windows()),
+            Alive::Windows => (0, run.evaluated_windows()),
+            Alive::None => (0, 0),
+        };
+        let states = match self.option.storage {
+            HiddenStatesStorage::Ram => {
+                let state = run.state(run.element(self.option.processors));
+                let bytes = state.0.saturating_mul((samples + windows) as u64);
+                part(PartKind::HiddenStates, ByteSize(bytes))
+            }
+            HiddenStatesStorage::Disk => {
+                let sides = if windows > 0 { run.sides.len() } else { 0 };
+                let streams = usize::from(samples > 0) + sides;
+                let state = footprint::hidden_states(run.config, run.seqlen);
+                part(PartKind::SpilledStates, ByteSize(state.0 * streams as u64))
+            }
+        };
+        vec![
+            part(PartKind::TokenIds, ByteSize::of(tokens, size_of::<u32>())),
+            states,
+        ]
+    }
+
+    /// Rotary tables, and the operands of products, packed; those of the head's product with `has_head`.
+    fn context(&self, has_head: bool) -> MemoryPart {
+        let run = self.run;
+        let head = has_head.then(|| run.products.kernel(run.dtypes.head));
+        let packed = footprint::products(
+            run.config,
+            run.kernel(),
+            run.seqlen,
+            run.threads,
+            &self.option.settings,
+            head,
+        );
+        part(
+            PartKind::Context,
+            footprint::context(run.config, run.seqlen) + packed,
+        )
+    }
+
+    /// Statistics of the four observation points, and the calibration rows for output errors.
+    fn statistics(&self) -> Vec<MemoryPart> {
+        let run = self.run;
+        if run.samples == 0 {
+            return Vec::new();
+        }
+        let columns = output_error::widths(run.config)
+            .iter()
+            .map(|&width| ByteSize::of(ColumnSquares::bytes(width), 1))
+            .sum();
+        let rows = output_error::bytes(run.config, run.samples, run.seqlen);
+        vec![
+            part(PartKind::Statistics, columns),
+            part(PartKind::CalibrationRows, rows),
+        ]
+    }
+
+    /// The samples on their way to and from each GPU. The workspace of the CPU exists, too: it computes what no GPU has memory for.
+    fn in_flight(&self) -> Option<MemoryPart> {
+        let Processors::Gpus(gpus) = self.option.processors else {
+            return None;
+        };
+        let (state, wide) = (
+            self.run.state(self.run.element(self.option.processors)),
+            self.run.state(F32),
+        );
+        let each = state
+            .0
+            .saturating_mul(2)
+            .saturating_add(wide.0.saturating_mul(2));
+        let bytes = each.saturating_mul(gpus as u64);
+        Some(part(PartKind::SamplesInFlight, ByteSize(bytes)))
+    }
+}

@@ -1,0 +1,146 @@
+//! Work of a run: floating-point operations of its products, bytes of its files and of its transfers to GPUs.
+
+use super::RunShape;
+use crate::linalg::product::Kernel;
+use crate::model::{Projection, footprint};
+use crate::placement::{ExecutionOption, Processors, Work};
+use crate::run::HiddenStatesStorage;
+use crate::run::memory_settings::{MemorySettings, WeightsHeld};
+
+/// The cost of packing a product's weights, in tokens: a product costs as much as one with so many more tokens.
+const PACKING_TOKENS: f64 = 64.0;
+
+/// The speed of bf16 products relative to f32: a round figure, between AVX-512's twice and AMX's six times.
+const BF16_TIMES_F32: f64 = 4.0;
+/// The speed of f32 products that are sums of bf16 products.
+const SPLIT_TIMES_F32: f64 = 2.0;
+
+/// Work of every phase but the head's.
+pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
+    let settings = &option.settings;
+    let layers = run.config.num_hidden_layers.max(1) as f64;
+    let (samples, windows) = (run.samples as f64, run.evaluated_windows() as f64);
+    // Calibration samples end at the last layer's dense pass.
+    let propagated = samples * (layers - 1.0) / layers;
+    let seqlen = run.seqlen as f64;
+    let per_token = Operations::per_token(run, settings);
+    let flop = samples * (per_token.all - per_token.down) + (propagated + windows) * per_token.all;
+    let weights = layer_bytes(run);
+    let states = state_bytes(run, option.processors);
+    let mut moved = if run.saves { weights } else { 0.0 };
+    let mut once_moved = 0.0;
+    if option.storage == HiddenStatesStorage::Disk {
+        moved += states * (samples + 2.0 * propagated + 2.0 * windows);
+        // The embedded samples.
+        once_moved += states * (samples + windows);
+    }
+    if settings.weights == WeightsHeld::Matrix {
+        moved += weights * (samples + propagated + windows);
+    }
+    if run.saves {
+        // The other tensors are copied, and all files are read back.
+        let ends = if run.config.tie_word_embeddings {
+            1.0
+        } else {
+            2.0
+        } * head_bytes(run);
+        once_moved += layers * weights + 3.0 * ends;
+    }
+    Work {
+        layer_flop: flop * seqlen / speed(run, option.processors),
+        layer_read: weights,
+        layer_moved: moved,
+        // Dense, and again after pruning.
+        layer_uploaded: weights * if run.prunes { 2.0 } else { 1.0 },
+        layer_states: states * (samples + 2.0 * propagated + 2.0 * windows),
+        once_moved,
+        ..Work::default()
+    }
+}
+
+/// Work of the head's phase.
+pub(super) fn head(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
+    let (config, settings) = (run.config, &option.settings);
+    let windows = run.evaluated_windows() as f64;
+    let rows = (settings.logits_bytes.0 as usize / 4 / config.vocab_size.max(1)).max(1);
+    let packing = PACKING_TOKENS / rows.min(run.seqlen).max(1) as f64;
+    let per_token = 2.0 * (config.vocab_size * config.hidden_size) as f64 * (1.0 + packing);
+    let mut once_moved = head_bytes(run);
+    if option.storage == HiddenStatesStorage::Disk {
+        let parts = settings
+            .head_rows
+            .map_or(1, |rows| config.vocab_size.div_ceil(rows.max(1)));
+        once_moved += state_bytes(run, option.processors) * windows * parts as f64;
+    }
+    Work {
+        once_flop: windows * run.seqlen as f64 * per_token / speed(run, option.processors),
+        once_moved,
+        ..Work::default()
+    }
+}
+
+/// Floating-point operations of one token in one layer.
+struct Operations {
+    all: f64,
+    /// Those of the down projection, which calibration does not compute.
+    down: f64,
+}
+
+impl Operations {
+    fn per_token(run: &RunShape<'_>, settings: &MemorySettings) -> Self {
+        let (config, seqlen) = (run.config, run.seqlen);
+        // 1, and the cost of packing a product's weights unless they stay packed.
+        let packed = |tokens: usize| match footprint::keeps_packed(run.kernel(), settings) {
+            true => 1.0,
+            false => 1.0 + PACKING_TOKENS / tokens.min(seqlen).max(1) as f64,
+        };
+        let groups = settings
+            .attention_heads
+            .map_or(1, |heads| config.num_key_value_heads.div_ceil(heads.max(1)));
+        // Each further group of heads packs the activations again.
+        let repacking = 1.0 + 0.02 * (groups - 1) as f64;
+        let product = |projection: Projection| {
+            let operations = 2.0 * weights(run, projection);
+            match projection.is_attention() {
+                true => operations * packed(seqlen) * repacking,
+                false => operations * packed(settings.mlp_tokens),
+            }
+        };
+        // Two products with half the keys on average, for every query head.
+        let scores = 2.0 * seqlen as f64 * (config.num_attention_heads * config.head_dim) as f64;
+        Self {
+            all: Projection::ALL.into_iter().map(product).sum::<f64>() + scores,
+            down: product(Projection::Down),
+        }
+    }
+}
+
+/// The speed of the CPU's products relative to f32; 1 on GPUs, whose rate is that of their dtype.
+fn speed(run: &RunShape<'_>, processors: Processors) -> f64 {
+    match (processors, run.kernel()) {
+        (Processors::Gpus(_), _) | (Processors::Cpu, Kernel::Fused) => 1.0,
+        (Processors::Cpu, Kernel::Split(_)) => SPLIT_TIMES_F32,
+        (Processors::Cpu, Kernel::Amx | Kernel::Avx512) => BF16_TIMES_F32,
+    }
+}
+
+fn weights(run: &RunShape<'_>, projection: Projection) -> f64 {
+    let (rows, columns) = projection.shape(run.config);
+    rows as f64 * columns as f64
+}
+
+/// Bytes of a layer's matrices as stored.
+fn layer_bytes(run: &RunShape<'_>) -> f64 {
+    let weights = Projection::ALL.map(|projection| weights(run, projection));
+    weights.iter().sum::<f64>() * run.dtypes.layers.bytes() as f64
+}
+
+/// Bytes of the head's matrix as stored.
+fn head_bytes(run: &RunShape<'_>) -> f64 {
+    (run.config.vocab_size * run.config.hidden_size) as f64 * run.dtypes.head.bytes() as f64
+}
+
+/// Bytes of one sample's hidden states.
+fn state_bytes(run: &RunShape<'_>, processors: Processors) -> f64 {
+    (run.seqlen * run.config.hidden_size) as f64 * run.element(processors) as f64
+}
