@@ -1,4 +1,4 @@
-//! A model that reads tokens and says what may come next.
+//! A model that reads tokens and computes the logits of the next token.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use crate::placement::{Residency, Sizes};
 use crate::run::{Events, MemorySettings};
 use crate::runtime::LayerStore;
 
-/// Tokens of a prompt that pass through the model together: enough for products to be worth widening weights for, few
-/// enough that activations stay small beside the weights.
+/// Tokens of a prompt that pass through the model together: enough that products repay the widening of weights, and few enough that
+/// activations are small compared with the weights.
 pub const PROMPT_BLOCK: usize = 512;
 
-/// A model, its layers in memory or read at each use.
+/// A model whose layers are in memory, or read at each use.
 pub struct Generator {
     source: Arc<dyn WeightSource>,
     config: Arc<ModelConfig>,
@@ -23,7 +23,7 @@ pub struct Generator {
     head: Head,
 }
 
-/// What a model has read: keys and values of every layer, and what it makes of the last token.
+/// The state after some tokens: keys and values of every layer, and the logits after the last token.
 pub struct Sequence {
     cache: KvCache,
     context: LayerContext,
@@ -56,7 +56,7 @@ impl Generator {
     /// [`Generator::load`] with all layers in memory.
     ///
     /// # Errors
-    /// As [`Generator::load`].
+    /// Fails as [`Generator::load`] does.
     pub fn load_all(
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,
@@ -66,7 +66,7 @@ impl Generator {
         Self::load(source, config, residency, events)
     }
 
-    /// What a sequence of `capacity` tokens takes beside a process that holds `held` bytes.
+    /// The memory of a sequence of `capacity` tokens, in a process that holds `held` bytes already.
     pub fn sizes(
         config: &ModelConfig,
         dtypes: Dtypes,
@@ -84,12 +84,12 @@ impl Generator {
         }
     }
 
-    /// The model's shape.
+    /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Where the layers rest.
+    /// The layers in memory.
     pub fn residency(&self) -> Residency {
         self.layers.residency()
     }
@@ -97,7 +97,7 @@ impl Generator {
     /// An empty sequence with room for `capacity` tokens.
     ///
     /// # Errors
-    /// Fails when the model has fewer positions, and when the memory cannot be had.
+    /// Fails when the model has fewer positions, and when the memory cannot be allocated.
     pub fn begin(&self, capacity: usize) -> Result<Sequence> {
         let positions = self.config.max_position_embeddings;
         ensure!(
@@ -116,8 +116,8 @@ impl Generator {
     /// token after the last of them.
     ///
     /// # Errors
-    /// Fails for no tokens, for more than the sequence has room for, for an id beyond the embedding, and when a streamed layer
-    /// cannot be read. The sequence is of no use then.
+    /// Fails for no tokens, for more tokens than the sequence has room for, for an id beyond the embedding, and when a streamed layer
+    /// cannot be read. The sequence is invalid then.
     pub fn read<'a>(&mut self, sequence: &'a mut Sequence, tokens: &[u32]) -> Result<&'a [f32]> {
         ensure!(!tokens.is_empty(), "there is nothing to read");
         let (read, room) = (sequence.tokens(), sequence.capacity);
@@ -155,12 +155,12 @@ impl Sequence {
         self.cache.tokens()
     }
 
-    /// Logits `[vocab_size]` of the token after the last one read; empty before the first.
+    /// Logits `[vocab_size]` of the token after the last read token; empty before the first.
     pub fn logits(&self) -> &[f32] {
         &self.logits
     }
 
-    /// Forgets what was read, and keeps the memory.
+    /// Removes all tokens, and keeps the memory.
     pub fn clear(&mut self) {
         self.cache.clear();
         self.logits.clear();

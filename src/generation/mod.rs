@@ -1,18 +1,17 @@
-//! Letting a model write: what perplexity means, as a text one can read.
+//! Text generation: a model continues a prompt, so that a reader sees the effect of pruning.
 //!
-//! A [`Generator`] is a model whose layers rest where a plan put them; a [`Sequence`] is what it has read so far. [`write()`] picks
-//! one token after the other with a [`Sampler`] until a [`Finish`]; a [`TextStream`] turns them into text as they come.
+//! A [`Generator`] is a model whose layers are in memory or on disk, as planned; a [`Sequence`] holds the tokens it has read.
+//! [`generate()`] picks one token after the other with a [`Sampler`] until a [`FinishReason`] applies; a
+//! [`TextStream`](crate::data::TextStream) turns the tokens into text.
 
+pub mod generate;
 pub mod generator;
 pub mod sampler;
 pub mod sentence;
 pub mod stop;
-pub mod text_stream;
-pub mod writing;
 
+pub use generate::{FinishReason, Generated, GenerationRequest, generate};
 pub use generator::{Generator, PROMPT_BLOCK, Sequence};
 pub use sampler::{Sampler, Sampling};
 pub use sentence::sentence;
 pub use stop::stop_ids;
-pub use text_stream::TextStream;
-pub use writing::{Finish, Order, Written, write};

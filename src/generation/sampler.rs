@@ -1,9 +1,9 @@
-//! Which token comes next: the likeliest, or one drawn by its probability.
+//! The choice of the next token: the most likely token, or a token drawn by its probability.
 //!
-//! p_i = exp(l_i / T) / Σ_j exp(l_j / T) over the logits l at temperature T; of the tokens in order of p, only the first `top_k`
-//! and the smallest set that reaches `top_p` may be drawn (Holtzman et al. 2020, arXiv:1904.09751 §3.1). Without `top_k` a
-//! seed draws what it draws with candle-transformers' `LogitsProcessor`, the oracle of the tests, which orders the k otherwise. The
-//! crate itself, for this alone, took a tenth of the time of a clean build.
+//! p_i = exp(l_i / T) / Σ_j exp(l_j / T) over the logits l at temperature T. Of the tokens in order of p, only the first `top_k`
+//! and the smallest set that reaches `top_p` may be drawn (Holtzman et al. 2020, arXiv:1904.09751 §3.1). Without `top_k`, a
+//! seed draws the tokens that candle-transformers' `LogitsProcessor` draws, the oracle of the tests; with `top_k` that crate uses
+//! another order. The crate is not a dependency because it would take a tenth of the time of a clean build.
 
 use anyhow::{Context, Result};
 use rand::SeedableRng;
@@ -13,21 +13,21 @@ use serde::Serialize;
 
 use crate::failure::Failure;
 
-/// How a token is picked.
+/// The settings of the choice.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Sampling {
-    /// 0 takes the likeliest token, the lowest id of several; 1 draws by the model's own probabilities.
+    /// 0 takes the most likely token, the lowest id among equals; 1 draws by the model's own probabilities.
     pub temperature: f64,
     /// Draw from the smallest set of tokens whose probabilities reach this.
     pub top_p: Option<f64>,
-    /// Draw from so many of the likeliest tokens.
+    /// Draw from this number of the most likely tokens.
     pub top_k: Option<usize>,
     /// The same seed draws the same tokens.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// The likeliest token each time.
+    /// The most likely token each time.
     pub const GREEDY: Self = Self {
         temperature: 0.0,
         top_p: None,
@@ -35,10 +35,10 @@ impl Sampling {
         seed: 0,
     };
 
-    /// Below this a division of the logits could leave the f32 numbers, and nothing but the likeliest token is drawn anyway.
+    /// Below this temperature, divided logits could overflow f32, and only the most likely token would be drawn anyway.
     const LOWEST_TEMPERATURE: f64 = 1e-7;
 
-    /// Whether nothing but the likeliest token is drawn.
+    /// True if only the most likely token is drawn.
     fn is_greedy(&self) -> bool {
         self.temperature < Self::LOWEST_TEMPERATURE
     }
@@ -62,7 +62,7 @@ impl Sampler {
     /// Picks a token by its logits `[vocab_size]`.
     ///
     /// # Errors
-    /// Fails where a logit is NaN or infinite: the model is broken, and any token would be made up. Fails where there is none.
+    /// Fails when a logit is NaN or infinite, because the model is broken then, and when there are no logits.
     pub fn pick(&mut self, logits: &[f32]) -> Result<u32> {
         if let Some(id) = logits.iter().position(|logit| !logit.is_finite()) {
             return Err(Failure::new("the model's logits are not finite")
@@ -74,15 +74,15 @@ impl Sampler {
             first_of_the_largest(logits)
         } else {
             let mut weights = probabilities(logits, self.sampling.temperature);
-            self.leave_the_likeliest(&mut weights);
+            self.keep_most_likely(&mut weights);
             let choice = WeightedIndex::new(&weights).context("there is no token to draw")?;
             choice.sample(&mut self.random)
         };
         Ok(u32::try_from(token)?)
     }
 
-    /// Sets to 0 what `top_k` and `top_p` do not let be drawn; of equal probabilities the lower id comes first.
-    fn leave_the_likeliest(&self, probabilities: &mut [f32]) {
+    /// Sets the probabilities that `top_k` and `top_p` exclude to 0. Among equal probabilities, the lower id comes first.
+    fn keep_most_likely(&self, probabilities: &mut [f32]) {
         let Sampling { top_p, top_k, .. } = self.sampling;
         let top_p = top_p.filter(|&p| p > 0.0 && p < 1.0);
         if top_p.is_none() && top_k.is_none_or(|k| k >= probabilities.len()) {
@@ -92,7 +92,7 @@ impl Sampler {
         by_probability.sort_by(|&a, &b| probabilities[b].total_cmp(&probabilities[a]));
         let mut sum = 0.0;
         for (rank, &token) in by_probability.iter().enumerate() {
-            // The likeliest stays, though P be 0 as f32.
+            // The most likely token stays, even if P is 0 in f32.
             let is_enough = rank > 0 && top_p.is_some_and(|p| sum >= p as f32);
             if is_enough || top_k.is_some_and(|k| rank >= k.max(1)) {
                 probabilities[token] = 0.0;

@@ -1,17 +1,17 @@
-//! One sentence, greedily: what `prune demo` shows of a model.
+//! One greedy sentence, as `prune demo` shows it for each model.
 
 use anyhow::Result;
 
+use super::generate::{GenerationRequest, generate};
 use super::generator::Generator;
 use super::sampler::{Sampler, Sampling};
-use super::writing::{Order, write};
 use crate::data::Tokenizer;
 
-/// Goes on after `prompt` with the likeliest tokens to the end of the sentence, or of the line: `.`, `!`, `?` or a newline.
-/// Returns what was added.
+/// Continues `prompt` with the most likely tokens to the end of the sentence or of the line: `.`, `!`, `?` or a newline.
+/// Returns the new text.
 ///
 /// # Errors
-/// Fails as [`write()`], and when the tokenizer cannot express the prompt.
+/// Fails as [`generate()`] does, and when the tokenizer cannot express the prompt.
 pub fn sentence(
     generator: &mut Generator,
     tokenizer: &Tokenizer,
@@ -19,15 +19,15 @@ pub fn sentence(
     max_tokens: usize,
 ) -> Result<String> {
     let prompt = tokenizer.encode(prompt)?;
-    let order = Order {
+    let request = GenerationRequest {
         prompt: &prompt,
         max_tokens,
         stop_ids: &[],
     };
     let mut new = Vec::new();
-    write(
+    generate(
         generator,
-        &order,
+        &request,
         &mut Sampler::new(&Sampling::GREEDY),
         |id| {
             new.push(id);

@@ -9,12 +9,11 @@ use serde_json::Value;
 use crate::bytes::read_settings;
 use crate::failure::Failure;
 
-/// The ids that end a text of this model: `eos_token_id` of `generation_config.json`, else of `config.json`, a number or a list;
-/// else
-/// `of_tokenizer`, its `</s>`. Empty where there is none: the model never ends by itself.
+/// The ids that end a text of this model: `eos_token_id` of `generation_config.json`, else of `config.json`, which is a number or a
+/// list, else `of_tokenizer`, the tokenizer's `</s>`. Without any of them the list is empty, and the model never ends a text.
 ///
 /// # Errors
-/// Fails when a file is no JSON, or `eos_token_id` is something else.
+/// Fails when a file is not JSON, or `eos_token_id` is neither a number nor a list.
 pub fn stop_ids(folder: &Path, of_tokenizer: Option<u32>) -> Result<Vec<u32>> {
     for name in ["generation_config.json", "config.json"] {
         let path = folder.join(name);
@@ -38,7 +37,7 @@ pub fn stop_ids(folder: &Path, of_tokenizer: Option<u32>) -> Result<Vec<u32>> {
                 "`eos_token_id` in `{}` is {value}; it must be a token id or a list of them",
                 path.display()
             ))
-            .hint("correct it, or take the key out: the next place to look is the tokenizer")
+            .hint("correct it, or remove the key: the tokenizer's `</s>` is used then")
         })?;
         return Ok(ids);
     }

@@ -11,7 +11,8 @@ use prune::checkpoint::Checkpoint;
 use prune::data::Tokenizer;
 use prune::demo::{RandomCheckpoint, embedded};
 use prune::generation::{
-    Finish, Generator, Order, PROMPT_BLOCK, Sampler, Sampling, Written, write,
+    FinishReason, Generated, GenerationRequest, Generator, PROMPT_BLOCK, Sampler, Sampling,
+    generate,
 };
 use prune::linalg::StoredDtype;
 use prune::model::{Dtypes, ModelConfig};
@@ -37,13 +38,15 @@ fn written(
     prompt: &[u32],
     max_tokens: usize,
     sampling: &Sampling,
-) -> Result<Written> {
-    let order = Order {
+) -> Result<Generated> {
+    let request = GenerationRequest {
         prompt,
         max_tokens,
         stop_ids: &[],
     };
-    write(generator, &order, &mut Sampler::new(sampling), |_| Ok(true))
+    generate(generator, &request, &mut Sampler::new(sampling), |_| {
+        Ok(true)
+    })
 }
 
 /// What candle's Llama goes on with, the likeliest token each time, with its own cache.
@@ -71,7 +74,7 @@ fn compare_with_candle(folder: &Path, prompt: &[u32], tokens: usize) -> Result<(
         let streamed = generator.residency().streamed();
         let ours = written(&mut generator, prompt, tokens, &Sampling::GREEDY)?;
         assert_eq!(ours.ids, theirs, "{streamed} layers streamed");
-        assert_eq!(ours.finish, Finish::MaxTokens);
+        assert_eq!(ours.finish, FinishReason::MaxTokens);
     }
     Ok(())
 }

@@ -10,9 +10,9 @@ use crate::checkpoint::WeightSource;
 use crate::cli::args::{DeviceArgs, ModelArgs};
 use crate::cli::console::Console;
 use crate::cli::session::Session;
-use crate::data::{ChatTemplate, Tokenizer};
+use crate::data::{ChatTemplate, TextStream, Tokenizer};
 use crate::generation::{
-    Generator, Order, Sampler, Sampling, TextStream, Written, stop_ids, write,
+    Generated, GenerationRequest, Generator, Sampler, Sampling, generate, stop_ids,
 };
 use crate::placement::planner::USABLE;
 use crate::placement::{Budget, Residency, inventory};
@@ -65,12 +65,12 @@ impl Writer {
             of_model
         };
         let max_tokens = args.sampling.max_tokens as usize;
-        let order = Order {
+        let request = GenerationRequest {
             prompt: &prompt_ids,
             max_tokens,
             stop_ids: &stop_ids,
         };
-        let capacity = order.capacity(session.config.max_position_embeddings)?;
+        let capacity = request.capacity(session.config.max_position_embeddings)?;
         memory::release_freed();
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
         let sizes = Generator::sizes(
@@ -118,7 +118,7 @@ impl Writer {
         })?;
         console.clear();
         let mut text = String::new();
-        let order = Order {
+        let request = GenerationRequest {
             prompt: &self.prompt_ids,
             max_tokens: self.max_tokens,
             stop_ids: &self.stop_ids,
@@ -127,10 +127,10 @@ impl Writer {
             text += part;
             !streams || console.stream(part)
         };
-        let mut stream = TextStream::after(&self.prompt_ids, |ids| self.tokenizer.decode(ids))?;
+        let mut stream = TextStream::after(&self.tokenizer, &self.prompt_ids)?;
         let written = clock.measure(Phase::Generate, || {
             let mut sampler = Sampler::new(sampling);
-            write(&mut generator, &order, &mut sampler, |id| {
+            generate(&mut generator, &request, &mut sampler, |id| {
                 Ok(show(&stream.push(id)?))
             })
         })?;
@@ -185,7 +185,7 @@ impl Writer {
         }
     }
 
-    fn statistics(&self, written: &Written, peak: Option<ByteSize>) -> String {
+    fn statistics(&self, written: &Generated, peak: Option<ByteSize>) -> String {
         let prompt = self.prompt_ids.len();
         let mut line = format!(
             "prompt {prompt} tokens {} tokens/s, generated {} tokens",

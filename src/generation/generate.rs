@@ -1,4 +1,4 @@
-//! The loop: read the prompt, pick a token, read it, pick the next.
+//! The generation loop: read the prompt, pick a token, read it, pick the next.
 
 use std::time::Instant;
 
@@ -9,33 +9,33 @@ use super::generator::{Generator, Sequence};
 use super::sampler::Sampler;
 use crate::failure::Failure;
 
-/// What is to be written.
+/// A prompt and the limits of its continuation.
 #[derive(Debug, Clone, Copy)]
-pub struct Order<'a> {
-    /// What it goes on from.
+pub struct GenerationRequest<'a> {
+    /// Token ids of the prompt.
     pub prompt: &'a [u32],
-    /// New tokens, at most.
+    /// New tokens at most.
     pub max_tokens: usize,
-    /// Tokens that end it; empty goes on to the limit.
+    /// Tokens that end the text; without them it ends at the limit.
     pub stop_ids: &'a [u32],
 }
 
-/// Why it ended.
+/// The reason for the end of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Finish {
-    /// The model said so.
+pub enum FinishReason {
+    /// The model picked a stop token.
     Eos,
-    /// As many tokens as were asked for.
+    /// The request's number of tokens is reached.
     MaxTokens,
-    /// The model has no positions left.
+    /// The model has no position left.
     Positions,
-    /// Whoever looked on wanted no more.
+    /// The caller stopped.
     Stopped,
 }
 
-impl Finish {
-    /// As in JSON.
+impl FinishReason {
+    /// The name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Eos => "eos",
@@ -46,24 +46,24 @@ impl Finish {
     }
 }
 
-/// What was written.
+/// The generated tokens and the times they took.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Written {
-    /// The new tokens, one that ended it included.
+pub struct Generated {
+    /// The new tokens, with the stop token if there is one.
     pub ids: Vec<u32>,
-    /// Why it ended.
-    pub finish: Finish,
-    /// Reading the prompt, up to the first token.
+    /// The reason for the end.
+    pub finish: FinishReason,
+    /// Seconds from the start to the first token.
     pub prompt_seconds: f64,
-    /// From the first token to the last.
+    /// Seconds from the first token to the last.
     pub seconds: f64,
 }
 
-impl Order<'_> {
-    /// Tokens of prompt and text together, at most: what a [`Sequence`] needs room for.
+impl GenerationRequest<'_> {
+    /// Tokens of prompt and text together, at most: the capacity of the [`Sequence`].
     ///
     /// # Errors
-    /// Fails for an empty prompt, and for one that leaves the model's `positions` no place for a token.
+    /// Fails for an empty prompt, and for a prompt that takes all of the model's `positions`.
     pub fn capacity(&self, positions: usize) -> Result<usize, Failure> {
         let prompt = self.prompt.len();
         if prompt == 0 {
@@ -83,54 +83,54 @@ impl Order<'_> {
     }
 }
 
-/// Writes until one of the reasons of [`Finish`]. `see` is shown every new token and says whether to go on.
+/// Generates tokens until a [`FinishReason`] applies. `on_token` receives every new token, and returns false to stop.
 ///
 /// # Errors
-/// Fails as [`Order::capacity`], [`Generator::read`] and [`Sampler::pick`] do, and when `see` does.
-pub fn write(
+/// Fails as [`GenerationRequest::capacity`], [`Generator::read`] and [`Sampler::pick`] do, and when `on_token` fails.
+pub fn generate(
     generator: &mut Generator,
-    order: &Order<'_>,
+    request: &GenerationRequest<'_>,
     sampler: &mut Sampler,
-    see: impl FnMut(u32) -> Result<bool> + Send,
-) -> Result<Written> {
-    // On a thread of the pool: handing each of a token's hundreds of products over from outside would cost as much as the
-    // products of a small model.
-    rayon::scope(|_| write_here(generator, order, sampler, see))
+    on_token: impl FnMut(u32) -> Result<bool> + Send,
+) -> Result<Generated> {
+    // The loop runs on a thread of the pool. From outside the pool, starting each of a token's hundreds of products would cost as
+    // much as the products of a small model.
+    rayon::scope(|_| generate_here(generator, request, sampler, on_token))
 }
 
-fn write_here(
+fn generate_here(
     generator: &mut Generator,
-    order: &Order<'_>,
+    request: &GenerationRequest<'_>,
     sampler: &mut Sampler,
-    mut see: impl FnMut(u32) -> Result<bool>,
-) -> Result<Written> {
-    let capacity = order.capacity(generator.config().max_position_embeddings)?;
-    let room = capacity - order.prompt.len();
+    mut on_token: impl FnMut(u32) -> Result<bool>,
+) -> Result<Generated> {
+    let capacity = request.capacity(generator.config().max_position_embeddings)?;
+    let room = capacity - request.prompt.len();
     let mut sequence: Sequence = generator.begin(capacity)?;
     let mut ids = Vec::with_capacity(room);
     let began = Instant::now();
-    let mut next = sampler.pick(generator.read(&mut sequence, order.prompt)?)?;
+    let mut next = sampler.pick(generator.read(&mut sequence, request.prompt)?)?;
     let prompt_seconds = began.elapsed().as_secs_f64();
     let began = Instant::now();
     let finish = loop {
         ids.push(next);
-        let wants_more = see(next)?;
-        if order.stop_ids.contains(&next) {
-            break Finish::Eos;
+        let wants_more = on_token(next)?;
+        if request.stop_ids.contains(&next) {
+            break FinishReason::Eos;
         }
         if !wants_more {
-            break Finish::Stopped;
+            break FinishReason::Stopped;
         }
         if ids.len() == room {
-            break if room < order.max_tokens {
-                Finish::Positions
+            break if room < request.max_tokens {
+                FinishReason::Positions
             } else {
-                Finish::MaxTokens
+                FinishReason::MaxTokens
             };
         }
         next = sampler.pick(generator.read(&mut sequence, &[next])?)?;
     };
-    Ok(Written {
+    Ok(Generated {
         ids,
         finish,
         prompt_seconds,
@@ -138,13 +138,13 @@ fn write_here(
     })
 }
 
-impl Written {
+impl Generated {
     /// Tokens of the prompt per second.
     pub fn prompt_rate(&self, prompt_tokens: usize) -> f64 {
         rate(prompt_tokens, self.prompt_seconds)
     }
 
-    /// New tokens per second, the first one aside, which came with the prompt; none where it is the only one.
+    /// New tokens per second without the first, which belongs to the prompt; `None` if there is no other.
     pub fn rate(&self) -> Option<f64> {
         (self.ids.len() > 1).then(|| rate(self.ids.len() - 1, self.seconds))
     }
@@ -158,8 +158,8 @@ fn rate(tokens: usize, seconds: f64) -> f64 {
 mod tests {
     use super::*;
 
-    fn order(prompt: &[u32], max_tokens: usize) -> Order<'_> {
-        Order {
+    fn request(prompt: &[u32], max_tokens: usize) -> GenerationRequest<'_> {
+        GenerationRequest {
             prompt,
             max_tokens,
             stop_ids: &[],
@@ -168,22 +168,22 @@ mod tests {
 
     #[test]
     fn prompt_and_text_share_the_positions() {
-        assert_eq!(order(&[1, 2], 5).capacity(10), Ok(7));
-        assert_eq!(order(&[1, 2], 8).capacity(10), Ok(10));
-        assert_eq!(order(&[1, 2], usize::MAX).capacity(10), Ok(10));
-        let failure = order(&[1, 2, 3], 5).capacity(3).unwrap_err();
+        assert_eq!(request(&[1, 2], 5).capacity(10), Ok(7));
+        assert_eq!(request(&[1, 2], 8).capacity(10), Ok(10));
+        assert_eq!(request(&[1, 2], usize::MAX).capacity(10), Ok(10));
+        let failure = request(&[1, 2, 3], 5).capacity(3).unwrap_err();
         assert_eq!(
             failure.message,
             "the prompt has 3 tokens, and the model 3 positions for prompt and text together"
         );
-        assert!(order(&[], 5).capacity(10).unwrap_err().is_usage);
+        assert!(request(&[], 5).capacity(10).unwrap_err().is_usage);
     }
 
     #[test]
     fn rates_leave_the_first_token_to_the_prompt() {
-        let written = Written {
+        let written = Generated {
             ids: vec![1, 2, 3],
-            finish: Finish::Eos,
+            finish: FinishReason::Eos,
             prompt_seconds: 0.5,
             seconds: 4.0,
         };
