@@ -3,7 +3,10 @@
 //! ```text
 //! CANDLE_NUM_THREADS=1 RAYON_NUM_THREADS=1 cargo run --release --example train_demo -- OUT [STEPS]
 //! cargo run --release -- eval --model OUT --eval-dataset demo
+//! cargo run --release --example train_demo -- --stories src/data/assets
 //! ```
+//!
+//! The last command writes the two texts that the program contains.
 //!
 //! Two threads each take half of every batch; candle's own threads inside an operator would only wait for one another.
 //! The files of `src/demo/assets` were made this way; docs/demo.md says how long it took and what came out. The seed is
@@ -15,23 +18,28 @@
     reason = "an example, which tells how the training goes"
 )]
 
+mod stories;
 mod tokenizer;
 mod twin;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use prune::data::PythonRandom;
-use prune::data::stories::Part;
 use prune::model::{ModelConfig, Projection};
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
+use stories::Part;
 use twin::{Twin, Weights};
 
 const VOCAB_SIZE: usize = 1024;
@@ -62,6 +70,12 @@ fn main() -> Result<()> {
             .next()
             .context("usage: train_demo OUT [STEPS], OUT being the folder to write")?,
     );
+    if out.as_os_str() == "--stories" {
+        let folder = arguments
+            .next()
+            .context("usage: train_demo --stories FOLDER")?;
+        return write_stories(Path::new(&folder));
+    }
     let steps: usize = arguments
         .next()
         .map_or(Ok(STEPS), |steps| steps.parse())
@@ -137,6 +151,17 @@ fn main() -> Result<()> {
         "test perplexity {:.4} (bf16 weights, windows of {SEQLEN} tokens)",
         perplexity(&twin, &rounded, &test)?
     );
+    Ok(())
+}
+
+/// Writes the texts of `--dataset demo` and `--eval-dataset demo`, compressed.
+fn write_stories(folder: &Path) -> Result<()> {
+    for (name, part) in [("calibration", Part::Calibration), ("test", Part::Test)] {
+        let file = File::create(folder.join(format!("{name}.txt.gz")))?;
+        let mut encoder = GzEncoder::new(file, Compression::best());
+        encoder.write_all(part.text().as_bytes())?;
+        encoder.finish()?;
+    }
     Ok(())
 }
 

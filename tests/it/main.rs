@@ -30,4 +30,5 @@ mod plan;
 mod report;
 mod resume;
 mod source_tree;
+mod stories;
 mod support;

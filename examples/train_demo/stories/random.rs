@@ -1,7 +1,6 @@
-//! The generator behind the stories: SplitMix64 (Steele, Lea and Flood 2014), integers only, so that every machine
-//! tells the same stories.
+//! SplitMix64 (Steele, Lea and Flood 2014), the random numbers of the stories.
 
-/// A stream of numbers.
+/// A stream of random numbers.
 pub(super) struct StoryRandom {
     state: u64,
 }
