@@ -58,7 +58,7 @@ pub fn read_whole(path: &Path, most: ByteSize) -> io::Result<Vec<u8>> {
     if !metadata.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
-    read_up_to(path, most)
+    read_up_to(File::open(path)?, most)
 }
 
 /// Reads a file of settings as text; it must be a regular file.
@@ -74,13 +74,16 @@ pub fn read_settings(path: &Path) -> io::Result<String> {
 /// # Errors
 /// Fails when it cannot be read or is larger than [`LARGEST_SETTINGS`], and for bytes that are not UTF-8.
 pub fn read_given_settings(path: &Path) -> io::Result<String> {
-    text(read_up_to(path, LARGEST_SETTINGS)?)
+    text(read_up_to(File::open(path)?, LARGEST_SETTINGS)?)
 }
 
-/// Reads any file to its end, or one byte beyond `most`, which is refused.
-fn read_up_to(path: &Path, most: ByteSize) -> io::Result<Vec<u8>> {
+/// Reads a file, a pipe or standard input to its end.
+///
+/// # Errors
+/// Fails when reading fails, and when there are more than `most` bytes.
+pub fn read_up_to(reader: impl Read, most: ByteSize) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    File::open(path)?
+    reader
         .take(most.0.saturating_add(1))
         .read_to_end(&mut bytes)?;
     if bytes.len() as u64 > most.0 {

@@ -2,8 +2,7 @@
 
 mod writer;
 
-use std::fs;
-use std::io::Read;
+use std::fs::File;
 use std::path::PathBuf;
 
 use anyhow::Result;
@@ -11,6 +10,7 @@ use clap::{Args, ValueEnum};
 
 use super::args::{ComputeDtype, DeviceArg, DeviceArgs, DeviceMapArg, MessageArgs, ModelArgs};
 use super::console::Console;
+use crate::bytes::{LARGEST_SETTINGS, read_up_to};
 use crate::failure::Failure;
 use crate::generation::Sampling;
 use crate::hub::HubRepo;
@@ -227,10 +227,9 @@ impl PromptArgs {
             (None, Some(file)) => {
                 let shown = file.display();
                 let bytes = if file.as_os_str() == "-" {
-                    let mut bytes = Vec::new();
-                    std::io::stdin().read_to_end(&mut bytes).map(|_| bytes)
+                    read_up_to(std::io::stdin(), LARGEST_SETTINGS)
                 } else {
-                    fs::read(file)
+                    File::open(file).and_then(|file| read_up_to(file, LARGEST_SETTINGS))
                 };
                 let bytes = bytes.map_err(|error| {
                     Failure::new(format!("cannot read the prompt from `{shown}`: {error}"))

@@ -1,22 +1,23 @@
-//! A model's chat template: one question, and a word to the system, as the text the model was trained to answer.
+//! A model's chat template: it turns a question and a system message into the text that the model was trained on.
 //!
-//! Templates are Jinja, written for Python: `chat_template.jinja` beside the model, else `chat_template` of
-//! `tokenizer_config.json`, a string or a list of named ones, of which `default` is taken. They are rendered the way
-//! `transformers` does: blocks trimmed, methods of Python's strings and lists at hand, `raise_exception` an error, the special
-//! tokens of `tokenizer_config.json` as variables. Today's date is not given, so the same question makes the same text every
-//! day; templates that ask for it have a date of their own for that case.
+//! Templates are Jinja, written for Python: `chat_template.jinja` in the model's folder, else `chat_template` of
+//! `tokenizer_config.json`, which is a string or a list of named templates with a `default`. They are rendered as in
+//! `transformers`: blocks are trimmed, strings and lists have Python's methods, `raise_exception` is an error, and the special tokens
+//! of `tokenizer_config.json` are variables. The date of the day is not given, so a question makes the same text every day;
+//! templates that use the date contain a default for it.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::thread;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use minijinja::{Environment, Value as Jinja, context};
 use serde_json::{Map, Value};
 
-use crate::bytes::read_settings;
+use crate::bytes::{ByteSize, read_settings};
 use crate::failure::{Failure, blaming};
 
-/// A template, and the special tokens it may name.
+/// A template, and the special tokens that it may use.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     text: String,
@@ -24,17 +25,22 @@ pub struct ChatTemplate {
     tokens: Map<String, Value>,
 }
 
-/// Special tokens that templates know as variables.
+/// The special tokens that are variables of a template.
 const TOKENS: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
 
-/// Steps a template may take: real ones take thousands. One that loops for ever is refused.
-const FUEL: u64 = 10_000_000;
+/// The largest template. Published templates have up to 30 KB.
+const LARGEST: ByteSize = ByteSize(128 << 10);
+/// Steps of a template at most. Published templates take thousands; a template without an end is refused.
+const FUEL: u64 = 1_000_000;
+/// Stack of the thread that renders. The library follows chains and nested values by recursion. The longest chain of a template of
+/// this size (`x()()()…`) needs between 128 and 256 MiB without optimization. Only the part in use takes memory.
+const STACK: usize = 512 << 20;
 
 impl ChatTemplate {
     /// Reads the template of a model folder.
     ///
     /// # Errors
-    /// Fails when there is none, or a file that may hold it cannot be read; names the files.
+    /// Fails when there is no template, or when one of the files cannot be read. The message names the files.
     pub fn load(folder: &Path) -> Result<Self> {
         let config_path = folder.join("tokenizer_config.json");
         let config: Value = match read(&config_path)? {
@@ -67,7 +73,7 @@ impl ChatTemplate {
                     folder.display()
                 ))
                 .detail("looked for `chat_template.jinja`, and for `chat_template` in `tokenizer_config.json`")
-                .hint("leave --chat out: a model without a template was not made for questions")
+                .hint("leave --chat out: a model without a template was not trained for questions")
                 .into());
             }
         };
@@ -78,31 +84,47 @@ impl ChatTemplate {
         })
     }
 
-    /// The text that asks `user` under the word `system`, up to where the model begins.
+    /// Renders a conversation of a system message and a user message, up to the place where the model answers.
     ///
     /// # Errors
-    /// Fails when the template is no Jinja we know, or refuses, as some do a system message; names the file.
+    /// Fails when the template is too large, is not valid Jinja, or refuses the conversation; some refuse system messages. The message
+    /// names the file.
     pub fn render(&self, system: Option<&str>, user: &str) -> Result<String> {
-        let broke_off = Failure::new(format!(
-            "the chat template of `{}` cannot be used: the library that reads it broke off",
-            self.path.display()
-        ))
-        .hint("leave --chat out, and write the prompt as the model was trained to see it");
-        let rendered = blaming(broke_off, || self.try_render(system, user))?;
+        const OWN_PROMPT: &str =
+            "leave --chat out, and write the prompt as the model was trained to see it";
+        let unusable = |why: &str| {
+            let path = self.path.display();
+            Failure::new(format!(
+                "the chat template of `{path}` cannot be used: {why}"
+            ))
+        };
+        if self.text.len() as u64 > LARGEST.0 {
+            let bytes = ByteSize(self.text.len() as u64);
+            let why = format!("it has {bytes}, the limit is {LARGEST}");
+            return Err(unusable(&why).hint(OWN_PROMPT).into());
+        }
+        let panicked = unusable("the template library panicked").hint(OWN_PROMPT);
+        let rendered = thread::scope(|scope| {
+            let thread = thread::Builder::new()
+                .name("chat-template".to_owned())
+                .stack_size(STACK)
+                .spawn_scoped(scope, || {
+                    blaming(panicked, || self.try_render(system, user))
+                })
+                .context("cannot start the thread for the chat template")?;
+            let rendered = thread.join();
+            anyhow::Ok(rendered.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?)
+        })?;
         rendered.map_err(|error| {
-            let mut failure = Failure::new(format!(
-                "the chat template of `{}` cannot be used: {}",
-                self.path.display(),
-                error.detail().unwrap_or("it does not say why")
-            ));
+            let mut failure = unusable(error.detail().unwrap_or("the reason is not stated"));
             if let Some(line) = error.line() {
                 failure =
                     failure.detail(format!("{} in line {line} of the template", error.kind()));
             }
             let hint = if system.is_some() {
-                "some templates know no system message: leave --system out"
+                "some templates have no system message: leave --system out"
             } else {
-                "leave --chat out, and write the prompt as the model was trained to see it"
+                OWN_PROMPT
             };
             failure.hint(hint).into()
         })
@@ -131,7 +153,7 @@ impl ChatTemplate {
     }
 }
 
-/// What a template calls where a conversation does not suit it.
+/// The function `raise_exception` of templates.
 fn refuse(why: String) -> Result<Jinja, minijinja::Error> {
     Err(minijinja::Error::new(
         minijinja::ErrorKind::InvalidOperation,
@@ -139,7 +161,7 @@ fn refuse(why: String) -> Result<Jinja, minijinja::Error> {
     ))
 }
 
-/// The template named `default` of a list of named ones.
+/// The template named `default` in a list.
 fn default_of(named: &[Value], path: &Path) -> Result<String> {
     let found = named
         .iter()
@@ -159,7 +181,7 @@ fn default_of(named: &[Value], path: &Path) -> Result<String> {
     })?)
 }
 
-/// The text of a file, none where there is no such file.
+/// The text of a file; `None` if the file does not exist.
 fn read(path: &Path) -> Result<Option<String>> {
     match read_settings(path) {
         Ok(text) => Ok(Some(text)),
@@ -264,5 +286,42 @@ mod tests {
         );
         assert!(refused.hint.unwrap().contains("leave --system out"));
         assert_eq!(chat.render(None, "x").unwrap(), "");
+    }
+
+    #[test]
+    fn chains_and_nests_of_any_length_are_errors_and_never_overflow_the_stack() {
+        let render = |template: &str| {
+            let folder = folder(None, Some(template));
+            ChatTemplate::load(folder.path()).unwrap().render(None, "x")
+        };
+        let chain = |count: usize| format!("{{{{ 1{} }}}}", "+1".repeat(count));
+        assert_eq!(render(&chain(100)).unwrap(), "101");
+        let refused = failure(render(&chain(300_000)));
+        assert!(
+            refused
+                .message
+                .ends_with("it has 585.94 KiB, the limit is 128.00 KiB"),
+            "{refused}"
+        );
+        // The longest chains of each kind that the limit lets in. Some are too many steps, none may end the program.
+        let most = LARGEST.0 as usize - 100;
+        for (begin, link, end) in [
+            ("{{ 1", "+1", " }}"),
+            ("{{ ", "-", "1 }}"),
+            ("{{ ", "not ", "1 }}"),
+            ("{{ x", ".y", " }}"),
+            ("{{ x", "[0]", " }}"),
+            ("{{ x", "|e", " }}"),
+            ("{{ x", "()", " }}"),
+            ("{{ 1", " if 1 else 1", " }}"),
+            ("{{ ", "[", " }}"),
+            ("{% if 0 %}", "{%elif 0%}", "{% endif %}"),
+            ("", "{%if 1%}", ""),
+        ] {
+            let count = (most - begin.len() - end.len()) / link.len();
+            let _ = render(&format!("{begin}{}{end}", link.repeat(count)));
+        }
+        let nested = "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}{% set ns.x = [ns.x] %}{% endfor %}done";
+        let _ = render(nested);
     }
 }

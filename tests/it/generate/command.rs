@@ -226,6 +226,19 @@ fn mistakes_are_told_with_the_way_out() {
         "error: cannot read the prompt from `absent.txt`: No such file or directory (os error 2)",
         "hint: --prompt-file wants a text file, or - for standard input",
     );
+    // A sparse file of 16 MiB and a byte.
+    let large = fs::File::create(place.path("large.txt")).unwrap();
+    large.set_len((16 << 20) + 1).unwrap();
+    for file in ["large.txt", "/dev/zero"] {
+        refuses(
+            &format!("--prompt-file {file}"),
+            1,
+            &format!(
+                "error: cannot read the prompt from `{file}`: it is larger than 16.00 MiB, the most that is read of such a file"
+            ),
+            "hint: --prompt-file wants a text file, or - for standard input",
+        );
+    }
     refuses(
         "--prompt-file latin1.txt",
         1,
@@ -262,7 +275,7 @@ fn mistakes_are_told_with_the_way_out() {
         "--prompt x --chat",
         1,
         "error: `m` has no chat template",
-        "hint: leave --chat out: a model without a template was not made for questions",
+        "hint: leave --chat out: a model without a template was not trained for questions",
     );
     refuses(
         &format!("--prompt {}", "x".repeat(511)),
