@@ -1,20 +1,16 @@
 //! CPython's `random.Random`, so that `--seed 0` draws the samples that the Python reference draws.
 //!
-//! From Makoto Matsumoto's and Takuji Nishimura's MT19937 (1998) as CPython seeds and reads it (`Modules/_randommodule.c`,
-//! `Lib/random.py`): the seed's 32-bit words go through `init_by_array`, `getrandbits` takes the *top* bits of an output,
-//! and `randint` rejects rather than scales. Two details decide whether the draws stay in step: the number of bits is that of
-//! n, not of n−1 (n = 1024 takes 11 bits), and n = 1 still consumes outputs until a bit is 0.
+//! The generator is Makoto Matsumoto's and Takuji Nishimura's MT19937 (1998), from the `rand_mt` crate. CPython seeds and reads it
+//! in its own way (`Modules/_randommodule.c`, `Lib/random.py`): the 32-bit words of the seed go through `init_by_array`,
+//! `getrandbits` takes the *top* bits of an output, and `randint` rejects rather than scales. Two details keep the draws in
+//! step: the number of bits is that of n, not of n−1 (n = 1024 takes 11 bits), and n = 1 still consumes outputs until a bit is 0.
 
-/// Length of the generator's state, in 32-bit words.
-const STATE: usize = 624;
-/// Distance of the word that is mixed into each new one.
-const SHIFT: usize = 397;
+use rand_mt::Mt;
 
-/// A generator in the state CPython's would be in.
+/// A generator in the state of CPython's.
 #[derive(Clone)]
 pub struct PythonRandom {
-    state: [u32; STATE],
-    next: usize,
+    generator: Mt,
 }
 
 impl PythonRandom {
@@ -22,73 +18,16 @@ impl PythonRandom {
     pub fn new(seed: u64) -> Self {
         let (low, high) = (seed as u32, (seed >> 32) as u32);
         // CPython's key has as many words as the number needs, and one for 0.
-        if high == 0 {
-            Self::from_key(&[low])
-        } else {
-            Self::from_key(&[low, high])
+        let key = [low, high];
+        let words = if high == 0 { 1 } else { 2 };
+        Self {
+            generator: Mt::new_with_key(key.into_iter().take(words)),
         }
-    }
-
-    /// `init_by_array` of the reference implementation of MT19937.
-    fn from_key(key: &[u32]) -> Self {
-        let mut state = [0u32; STATE];
-        state[0] = 19_650_218;
-        for i in 1..STATE {
-            let previous = state[i - 1];
-            state[i] = 1_812_433_253u32
-                .wrapping_mul(previous ^ (previous >> 30))
-                .wrapping_add(i as u32);
-        }
-        let mut i = 1;
-        for (j, &word) in key.iter().cycle().take(STATE.max(key.len())).enumerate() {
-            let previous = state[i - 1];
-            let mixed = state[i] ^ (previous ^ (previous >> 30)).wrapping_mul(1_664_525);
-            state[i] = mixed
-                .wrapping_add(word)
-                .wrapping_add((j % key.len()) as u32);
-            i = Self::after(i, &mut state);
-        }
-        for _ in 1..STATE {
-            let previous = state[i - 1];
-            let mixed = state[i] ^ (previous ^ (previous >> 30)).wrapping_mul(1_566_083_941);
-            state[i] = mixed.wrapping_sub(i as u32);
-            i = Self::after(i, &mut state);
-        }
-        state[0] = 0x8000_0000;
-        Self { state, next: STATE }
-    }
-
-    /// The index after `i` in the seeding loops: past the end they go on at 1, with the last word copied to the front.
-    fn after(i: usize, state: &mut [u32; STATE]) -> usize {
-        if i + 1 < STATE {
-            return i + 1;
-        }
-        state[0] = state[STATE - 1];
-        1
-    }
-
-    /// Renews all words of the state.
-    fn twist(&mut self) {
-        for i in 0..STATE {
-            let joined =
-                (self.state[i] & 0x8000_0000) | (self.state[(i + 1) % STATE] & 0x7fff_ffff);
-            let odd = if joined & 1 == 1 { 0x9908_b0df } else { 0 };
-            self.state[i] = self.state[(i + SHIFT) % STATE] ^ (joined >> 1) ^ odd;
-        }
-        self.next = 0;
     }
 
     /// The next 32-bit output.
     pub fn next_u32(&mut self) -> u32 {
-        if self.next >= STATE {
-            self.twist();
-        }
-        let mut word = self.state[self.next];
-        self.next += 1;
-        word ^= word >> 11;
-        word ^= (word << 7) & 0x9d2c_5680;
-        word ^= (word << 15) & 0xefc6_0000;
-        word ^ (word >> 18)
+        self.generator.next_u32()
     }
 
     /// `random.getrandbits(bits)` for at most 64 bits: the top bits of one output, or a whole output below the top bits of
