@@ -1,7 +1,7 @@
 //! The string column `text` of a parquet file, row by row: how the hub stores WikiText-2 and most document collections.
 //!
-//! Read without Arrow, one batch of one row group at a time, so that memory does not grow with the file. What the file announces is
-//! checked first ([`parquet_shape`]), and a panic of the library that reads it is a damaged file.
+//! The file is read without Arrow, one batch of one row group at a time, so memory does not grow with the file. Sizes that the
+//! `parquet` crate trusts are checked first ([`parquet_shape`]), and a panic of the crate is reported as a damaged file.
 
 use std::fmt::Display;
 use std::fs::File;
@@ -17,23 +17,25 @@ use super::parquet_shape;
 use super::unpacked::Unpacked;
 use crate::failure::{Failure, blaming};
 
-/// The column read, as in every dataset we know.
+/// The name of the column in every known dataset.
 const COLUMN: &str = "text";
-/// Rows decoded at once: enough to hide the cost of a call, little enough to hold in memory.
+/// Rows per call of the decoder: enough to hide the cost of a call, few enough to hold in memory.
 const BATCH: usize = 256;
 
-/// What a row takes beside its text, where rows are unpacked to lines.
+/// Bytes of a row in addition to its text, once it is unpacked to a line.
 const ROW: usize = r#"{"text":""}"#.len() + 1;
-/// Columns that a message names.
+/// Columns that a message names at most.
 const MOST_NAMED: usize = 20;
 
-/// What to do about a file that grows too much.
+/// The remedy for a file that unpacks to too much.
 const WRITE_LINES: &str =
     "if it is meant, write its rows as JSON lines ({\"text\": ...}) and name that file";
 
-/// A parquet file that has the column.
+/// A parquet file with the column `text`.
 pub(super) struct TextColumn<'a> {
     path: &'a Path,
+    /// The same file, for the check of its pages.
+    pages: File,
     reader: SerializedFileReader<File>,
     column: usize,
 }
@@ -43,12 +45,13 @@ impl<'a> TextColumn<'a> {
     ///
     /// # Errors
     ///
-    /// Fails when the file is not parquet, or has no string column `text`; the columns found are named.
+    /// Fails when the file is not parquet, or has no string column `text`. The message names the columns.
     pub(super) fn open(path: &'a Path) -> Result<Self> {
         let file = File::open(path)
             .map_err(|error| Failure::new(format!("cannot open `{}`: {error}", path.display())))?;
-        parquet_shape::check(&file, COLUMN).map_err(|why| damaged(path, &why))?;
-        let reader = blaming(broke_off(path), || SerializedFileReader::new(file))?
+        parquet_shape::check_groups(&file).map_err(|why| damaged(path, &why))?;
+        let pages = file.try_clone().context("cannot reopen an open file")?;
+        let reader = blaming(library_panicked(path), || SerializedFileReader::new(file))?
             .map_err(|error| damaged(path, &error))?;
         let schema = reader.metadata().file_metadata().schema_descr_ptr();
         let is_text = |at: &usize| {
@@ -76,6 +79,7 @@ impl<'a> TextColumn<'a> {
         };
         Ok(Self {
             path,
+            pages,
             reader,
             column,
         })
@@ -85,15 +89,21 @@ impl<'a> TextColumn<'a> {
     ///
     /// # Errors
     ///
-    /// Fails when a row is null or not UTF-8, when the file is damaged or compressed in a way we do not read, and when `take`
-    /// fails.
+    /// Fails when a row is null or not UTF-8, when the file is damaged or its compression is not supported, and when `take` fails.
     pub(super) fn for_each(&self, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
         let file = std::fs::metadata(self.path)
             .with_context(|| format!("cannot read `{}`", self.path.display()))?;
         let mut unpacked = Unpacked::new(self.path, file.len(), WRITE_LINES);
         let mut row = 0u64;
         for group in 0..self.reader.num_row_groups() {
-            let reader = blaming(broke_off(self.path), || {
+            // `byte_range` panics on a negative place.
+            let (begin, length) = blaming(library_panicked(self.path), || {
+                let group = self.reader.metadata().row_group(group);
+                group.column(self.column).byte_range()
+            })?;
+            parquet_shape::check_pages(&self.pages, begin, length)
+                .map_err(|why| damaged(self.path, &why))?;
+            let reader = blaming(library_panicked(self.path), || {
                 self.reader
                     .get_row_group(group)
                     .and_then(|group| group.get_column_reader(self.column))
@@ -111,7 +121,7 @@ impl<'a> TextColumn<'a> {
             loop {
                 levels.clear();
                 values.clear();
-                let (records, present, _) = blaming(broke_off(self.path), || {
+                let (records, present, _) = blaming(library_panicked(self.path), || {
                     column.read_records(BATCH, Some(&mut levels), None, &mut values)
                 })?
                 .map_err(|error| damaged(self.path, &error))?;
@@ -133,7 +143,7 @@ impl<'a> TextColumn<'a> {
         Ok(())
     }
 
-    /// The failure for something wrong within `count` rows from `row` on (counted from 0).
+    /// The failure for an error within `count` rows from `row` on (counted from 0).
     fn bad_row(&self, row: u64, count: usize, what: &str) -> anyhow::Error {
         let place = if count == 1 {
             format!("row {row}")
@@ -150,7 +160,7 @@ impl<'a> TextColumn<'a> {
     }
 }
 
-/// The failure for a file the parquet reader refuses.
+/// The failure for a file that cannot be read as parquet.
 fn damaged(path: &Path, error: &dyn Display) -> Failure {
     Failure::new(format!(
         "cannot read `{}` as parquet: {error}",
@@ -159,9 +169,9 @@ fn damaged(path: &Path, error: &dyn Display) -> Failure {
     .hint("copy the file again; uncompressed, snappy and zstd columns are read")
 }
 
-/// The failure for a file at which the library panics.
-fn broke_off(path: &Path) -> Failure {
-    damaged(path, &"the library that reads it broke off")
+/// The failure for a file on which the `parquet` crate panics.
+fn library_panicked(path: &Path) -> Failure {
+    damaged(path, &"the parquet library panicked")
 }
 
 #[cfg(test)]
