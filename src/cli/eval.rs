@@ -13,7 +13,7 @@ use super::profile;
 use super::run_folder::RunFolder;
 use super::session::Session;
 use crate::checkpoint::WeightSource;
-use crate::data::{Role, TextCache};
+use crate::data::TextCache;
 use crate::pipeline::RunShape;
 use crate::report;
 use crate::run::{Event, Events, Manifest, Moment};
@@ -84,18 +84,18 @@ pub fn execute(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Re
         },
         &args.device,
     )?;
-    let dataset = session.check_evaluation(&args.evaluation, console)?;
+    let text = session.check_evaluation(&args.evaluation, console)?;
     let cache = TextCache::open(args.evaluation.text_cache.clone());
     let expected = RunShape {
         windows: 1,
         sides: &[Side::Dense],
-        tokenising: session.tokenising([(&dataset, Role::Evaluation)], &cache)?,
+        tokenising: session.tokenising([&text], &cache)?,
         ..session.job()
     };
     session.plan(&expected, &args.device)?;
     let windows = {
         let tokenizer = session.tokenizer()?;
-        session.evaluation(&args.evaluation, &dataset, &tokenizer, &cache, console)?
+        session.evaluation(&args.evaluation, &text, &tokenizer, &cache, console)?
     };
     memory::release_freed();
     session.clock.mark(Moment::ModelLoaded, console);

@@ -16,7 +16,7 @@ use super::planned;
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::data::footprint::{self, TokenizerSize};
-use crate::data::{self, DatasetSpec, Evaluation, Role, TextCache, Tokenizer};
+use crate::data::{self, DatasetSpec, Evaluation, Role, Source, TextCache, Tokenizer};
 use crate::eval::Perplexity;
 use crate::failure::Failure;
 use crate::linalg::product::Kernel;
@@ -153,7 +153,7 @@ impl Session {
     pub fn evaluation(
         &self,
         args: &EvaluationArgs,
-        dataset: &DatasetSpec,
+        source: &Source,
         tokenizer: &Tokenizer,
         cache: &TextCache,
         events: &dyn Events,
@@ -162,7 +162,7 @@ impl Session {
             .eval_windows
             .map(|windows| usize::try_from(windows).unwrap_or(usize::MAX));
         let evaluation = self.clock.measure(Phase::Tokenise, || {
-            data::evaluation(dataset, tokenizer, self.seqlen, windows, cache, events)
+            data::evaluation(source, tokenizer, self.seqlen, windows, cache, events)
         })?;
         self.check_ids(&evaluation.tokens, tokenizer, "evaluation")?;
         Ok(evaluation)
@@ -173,11 +173,7 @@ impl Session {
     ///
     /// # Errors
     /// Fails when one is not.
-    pub fn check_evaluation(
-        &self,
-        args: &EvaluationArgs,
-        events: &dyn Events,
-    ) -> Result<DatasetSpec> {
+    pub fn check_evaluation(&self, args: &EvaluationArgs, events: &dyn Events) -> Result<Source> {
         self.check_ends(events)?;
         self.check_text(&args.eval_dataset, Role::Evaluation, events)
     }
@@ -209,10 +205,11 @@ impl Session {
         dataset: &DatasetSpec,
         role: Role,
         events: &dyn Events,
-    ) -> Result<DatasetSpec> {
+    ) -> Result<Source> {
         let dataset = located::dataset(dataset, role, self.cache_dir.as_deref(), events)?;
-        data::check(&dataset, role)?;
-        Ok(dataset)
+        let source = Source::find(&dataset, role)?;
+        source.check()?;
+        Ok(source)
     }
 
     /// Token ids must lie inside the embedding.
@@ -260,12 +257,12 @@ impl Session {
     /// Fails when a text or the tokenizer is missing or cannot be read.
     pub fn tokenising<'t>(
         &self,
-        texts: impl IntoIterator<Item = (&'t DatasetSpec, Role)>,
+        texts: impl IntoIterator<Item = &'t Source>,
         cache: &TextCache,
     ) -> Result<ByteSize> {
         let mut peak = ByteSize::ZERO;
         let mut tokenizer = None;
-        for (text, role) in texts {
+        for text in texts {
             let size = match (tokenizer, || TokenizerSize::of(&self.folder)) {
                 (Some(size), _) => size,
                 (None, of) => match of() {
@@ -275,10 +272,10 @@ impl Session {
                     Err(_) => return Ok(peak),
                 },
             };
-            let outlook = data::outlook(text, role, &self.folder, cache)?;
+            let outlook = text.outlook(&self.folder, cache)?;
             // Documents are tokenised one by one, or some of them joined: they are small beside the tokenizer.
-            let bytes = outlook.text.unwrap_or_default();
-            let needed = footprint::tokenise(size, bytes, self.threads, outlook.is_cached);
+            let bytes = outlook.text.unwrap_or(footprint::DOCUMENTS);
+            let needed = footprint::tokenize(size, bytes, self.threads, outlook.is_cached);
             peak = peak.max(needed);
         }
         Ok(peak)

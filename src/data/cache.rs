@@ -1,19 +1,18 @@
-//! A folder for what is slow to make again: unpacked document files with their line index, and token ids.
+//! A folder for data that is slow to compute: unpacked documents, and token ids.
 //!
-//! Several processes may share the folder: every file is written beside its place and renamed into it, and nothing in it is
-//! ever changed afterwards. The cache is a convenience: a file that does not check out counts as absent, and a write that
-//! fails is a warning. Deleting the folder is always safe.
+//! Several processes may share the folder: every file is written under a temporary name and then renamed, and never changed
+//! afterwards. A file that does not match its hash counts as absent, and a failed write is a warning. Deleting the folder is
+//! always safe.
 
 use std::env;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::UNIX_EPOCH;
 
 use sha2::{Digest, Sha256};
 
 use super::digest;
+use super::staged::{self, Staged};
 use crate::run::Events;
 
 /// First bytes of a file of token ids; the digit is the layout's version.
@@ -23,15 +22,15 @@ const TOKENS_HEADER: usize = 8 + 8 + 32;
 /// Ids read or written at once.
 const CHUNK: usize = 1 << 16;
 
-/// The folder, or none.
+/// The folder of the cache, if it is enabled.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextCache {
     folder: Option<PathBuf>,
 }
 
 impl TextCache {
-    /// The cache in `folder`; without one, in `$PRUNE_CACHE`, else `$XDG_CACHE_HOME/prune`, else `~/.cache/prune`. Where
-    /// none of these is set, the cache is disabled. Folders are created when first written to.
+    /// The cache in `folder`, else in `$PRUNE_CACHE`, `$XDG_CACHE_HOME/prune` or `~/.cache/prune`. If none of these is set, the
+    /// cache is disabled. A folder is created by the first write. Removes the unfinished files of processes that have ended.
     pub fn open(folder: Option<PathBuf>) -> Self {
         let variable = |name: &str| {
             env::var_os(name)
@@ -42,42 +41,30 @@ impl TextCache {
             .or_else(|| variable("PRUNE_CACHE"))
             .or_else(|| variable("XDG_CACHE_HOME").map(|path| path.join("prune")))
             .or_else(|| variable("HOME").map(|path| path.join(".cache").join("prune")));
+        if let Some(folder) = &folder {
+            staged::remove_abandoned(folder);
+        }
         Self { folder }
     }
 
-    /// No cache: token ids are computed every time, compressed documents are unpacked into a temporary file.
+    /// No cache: token ids are computed in every run, and documents are unpacked into a temporary file.
     pub fn disabled() -> Self {
         Self { folder: None }
     }
 
-    /// Where the cache is, if it is enabled.
+    /// The folder, if the cache is enabled.
     pub fn folder(&self) -> Option<&Path> {
         self.folder.as_deref()
     }
 
-    /// The place of a file in the cache.
-    pub(super) fn place(&self, name: &str) -> Option<PathBuf> {
-        self.folder.as_ref().map(|folder| folder.join(name))
+    /// The first file in the cache whose name begins with `prefix`.
+    pub(super) fn find(&self, prefix: &str) -> Option<PathBuf> {
+        let entries = fs::read_dir(self.folder.as_ref()?).ok()?.flatten();
+        let found = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix));
+        found.map(|entry| entry.path()).min()
     }
 
-    /// A key for what is derived from a file: its resolved path, size and time of change, so that reading it is not needed.
-    pub(super) fn key_of_file(path: &Path) -> io::Result<String> {
-        let resolved = path.canonicalize()?;
-        let metadata = resolved.metadata()?;
-        let changed = metadata
-            .modified()?
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
-        let identity = format!(
-            "{}\n{}\n{}",
-            resolved.display(),
-            metadata.len(),
-            changed.as_nanos()
-        );
-        Ok(short(&digest::of_bytes(identity.as_bytes())))
-    }
-
-    /// The ids of a text, from the cache if they are there, else from `tokenize`, whose result is then kept.
+    /// The ids of a text from the cache, else from `tokenize`, whose result is then written to the cache.
     pub(super) fn token_ids(
         &self,
         tokenizer_sha256: &str,
@@ -106,28 +93,28 @@ impl TextCache {
         Ok(ids)
     }
 
-    /// Whether the ids of a text seem to be in the cache: their file is there and of the size it states. Its checksum is not
-    /// looked at, which would read all of it.
+    /// Tells if the cache has a file of the ids, of the size that the file states. Its checksum is not compared, because that
+    /// would read the whole file.
     pub(super) fn has_token_ids(&self, tokenizer_sha256: &str, text_sha256: &str) -> bool {
         self.tokens_place(tokenizer_sha256, text_sha256)
             .is_some_and(|path| open_tokens(&path).is_some())
     }
 
-    /// The place of the ids of a text.
+    /// The file for the ids of a text.
     fn tokens_place(&self, tokenizer_sha256: &str, text_sha256: &str) -> Option<PathBuf> {
         let key = short(&digest::of_bytes(
             format!("{tokenizer_sha256}\n{text_sha256}").as_bytes(),
         ));
-        self.place(&format!("tokens-{key}.bin"))
+        Some(self.folder.as_ref()?.join(format!("tokens-{key}.bin")))
     }
 }
 
-/// Enough of a hash to name a file.
-fn short(hex: &str) -> String {
+/// The part of a hash that names a file.
+pub(super) fn short(hex: &str) -> String {
     hex.chars().take(32).collect()
 }
 
-/// A file of token ids behind its header: the file, the number of ids, the checksum. None where it is absent or cut short.
+/// Opens a file of token ids: the file behind its header, the number of ids, the checksum. `None` if it is absent or truncated.
 fn open_tokens(path: &Path) -> Option<(File, usize, [u8; 32])> {
     let mut file = File::open(path).ok()?;
     let mut header = [0u8; TOKENS_HEADER];
@@ -143,7 +130,7 @@ fn open_tokens(path: &Path) -> Option<(File, usize, [u8; 32])> {
     Some((file, usize::try_from(count).ok()?, *checksum.first_chunk()?))
 }
 
-/// Reads a file of token ids, [`CHUNK`] of them at a time; none where it is absent, cut short, or does not match its checksum.
+/// Reads a file of token ids. `None` if it is absent, truncated, or does not match its checksum.
 fn read_tokens(path: &Path) -> Option<Vec<u32>> {
     let (mut file, count, checksum) = open_tokens(path)?;
     let (mut ids, mut hasher) = (Vec::with_capacity(count), Sha256::new());
@@ -160,7 +147,8 @@ fn read_tokens(path: &Path) -> Option<Vec<u32>> {
 
 /// Writes a file of token ids.
 fn write_tokens(path: &Path, ids: &[u32]) -> io::Result<()> {
-    let mut staged = Staged::beside(path)?;
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let mut staged = Staged::in_folder(folder, "tokens-")?;
     let mut file = staged.file();
     file.write_all(TOKENS_MAGIC)?;
     file.write_all(&(ids.len() as u64).to_le_bytes())?;
@@ -172,97 +160,19 @@ fn write_tokens(path: &Path, ids: &[u32]) -> io::Result<()> {
     for chunk in ids.chunks(CHUNK) {
         file.write_all(&digest::little_endian(chunk))?;
     }
-    staged.commit(path)
-}
-
-/// A file that is being written: it gets its name by [`Staged::commit`], and is gone if that never happens.
-#[derive(Debug)]
-pub(super) struct Staged {
-    file: File,
-    path: PathBuf,
-    is_committed: bool,
-}
-
-impl Staged {
-    /// A new file in the folder of `target`, which is created if needed.
-    pub(super) fn beside(target: &Path) -> io::Result<Self> {
-        let folder = target.parent().unwrap_or(Path::new("."));
-        fs::create_dir_all(folder)?;
-        let name = target
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        Self::create(folder, &name)
-    }
-
-    /// A file without a future name, in the system's folder for temporary files.
-    pub(super) fn temporary() -> io::Result<Self> {
-        let staged = Self::create(&env::temp_dir(), "prune-text")?;
-        // On Unix the open file lives on without its name, so that nothing is left behind even if we are killed; where that
-        // is impossible, dropping removes it.
-        let _ = fs::remove_file(&staged.path);
-        Ok(staged)
-    }
-
-    /// A file with a name nobody else uses, open for reading and writing.
-    fn create(folder: &Path, name: &str) -> io::Result<Self> {
-        static COUNTER: AtomicU64 = AtomicU64::new(0);
-        loop {
-            let count = COUNTER.fetch_add(1, Ordering::Relaxed);
-            let path = folder.join(format!(".{name}.{}-{count}.partial", std::process::id()));
-            match OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create_new(true)
-                .open(&path)
-            {
-                Ok(file) => {
-                    return Ok(Self {
-                        file,
-                        path,
-                        is_committed: false,
-                    });
-                }
-                // Left behind by a process of the same id, on this or another machine: take the next name.
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(error),
-            }
-        }
-    }
-
-    /// The open file.
-    pub(super) fn file(&self) -> &File {
-        &self.file
-    }
-
-    /// Gives the file its name, replacing what was there. Its data is on disk before its name is.
-    pub(super) fn commit(&mut self, target: &Path) -> io::Result<()> {
-        self.file.sync_data()?;
-        fs::rename(&self.path, target)?;
-        self.is_committed = true;
-        Ok(())
-    }
-}
-
-impl Drop for Staged {
-    fn drop(&mut self) {
-        if !self.is_committed {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
+    staged.commit(path).map(drop)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::testing::Recorded;
+    use crate::data::testing::RecordedEvents;
 
     #[test]
     fn token_ids_are_computed_once_and_then_read() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let cache = TextCache::open(Some(folder.path().join("new")));
-        let events = Recorded::default();
+        let events = RecordedEvents::default();
         let first = cache
             .token_ids("tokenizer", "text", &events, || Ok(vec![1, 2, 70_000]))
             .expect("tokenize");
@@ -287,7 +197,7 @@ mod tests {
     fn a_damaged_file_of_token_ids_is_written_anew() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let cache = TextCache::open(Some(folder.path().to_path_buf()));
-        let events = Recorded::default();
+        let events = RecordedEvents::default();
         cache
             .token_ids("a", "b", &events, || Ok(vec![5; 9]))
             .expect("tokenize");
@@ -324,7 +234,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let blocked = folder.path().join("file");
         fs::write(&blocked, "not a folder").expect("write");
-        let events = Recorded::default();
+        let events = RecordedEvents::default();
         let ids = TextCache::open(Some(blocked))
             .token_ids("a", "b", &events, || Ok(vec![1]))
             .expect("tokenize");

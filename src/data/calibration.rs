@@ -1,9 +1,9 @@
-//! Calibration samples: which stretches of text the statistics are computed from.
+//! Calibration samples: the parts of the text that statistics are computed from.
 //!
-//! Semantics of SparseGPT's and Wanda's loaders. From a joined text: per sample, a start uniform in [0, T − seqlen − 1].
-//! From documents: per sample, draw a document until one has more than seqlen tokens, then a start uniform in
-//! [0, len − seqlen − 1]. `random.seed(seed)` once; both draw from the same CPython stream, with replacement. Where we
-//! differ: the reference redraws for ever when no document is long enough, we stop and say which length would do.
+//! The rules are those of SparseGPT's and Wanda's loaders. From a joined text of T tokens, each sample has a start uniform in
+//! [0, T − seqlen − 1]. From documents, each sample draws documents until one has more than seqlen tokens, then a start uniform in
+//! [0, len − seqlen − 1]. All draws are from one CPython stream after `random.seed(seed)`, with replacement. One rule differs: the
+//! reference draws forever if no document is long enough; this program stops and proposes a length.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -11,22 +11,34 @@ use std::time::Instant;
 use anyhow::Result;
 
 use super::cache::TextCache;
-use super::dataset::{DatasetSpec, Source, locate};
 use super::documents::Documents;
-use super::joined::tokenized;
+use super::joined::tokenize_joined;
+use super::protocol::TextProtocol;
 use super::python_random::PythonRandom;
-use super::{Role, TextProtocol, Tokenizer, digest};
+use super::source::{Files, Source};
+use super::{Tokenizer, digest};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::run::{Event, Events};
 
-/// Draws in a row without a fitting document after which we give up. In C4, documents of more than 4096 tokens are of the
-/// order of one in 200, of 8192 one in 1000: a run of this length says that there are none, after seconds to a minute.
+/// Draws in a row without a fitting document after which the draw fails. In C4, about one document in 200 has more than 4096
+/// tokens, and one in 1000 more than 8192. So many failed draws take seconds to a minute, and mean that no document fits.
 const PATIENCE: usize = 20_000;
-/// Ids kept of documents that fitted, for the case of few, long documents that are drawn again and again: 64 MiB.
+/// Ids kept of fitting documents: 64 MiB. They help if there are few, long documents, which are drawn many times.
 const KEPT_IDS: usize = 16 << 20;
 
-/// The samples, and where they are from.
+/// Number and length of the samples, and the seed that selects them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Draw {
+    /// Number of samples.
+    pub nsamples: usize,
+    /// Tokens per sample.
+    pub seqlen: usize,
+    /// The seed of CPython's `random`.
+    pub seed: u64,
+}
+
+/// The samples, and the record of their origin.
 #[derive(Debug, Clone)]
 pub struct Calibration {
     /// Token ids, [nsamples, seqlen] row-major.
@@ -37,27 +49,30 @@ pub struct Calibration {
     pub seqlen: usize,
     /// The first token of each sample within its text or document.
     pub starts: Vec<u64>,
-    /// The document of each sample, counted from 0; none where the samples are of one joined text.
+    /// The document of each sample, counted from 0; `None` if the samples are of one joined text.
     pub documents: Option<Vec<u64>>,
-    /// The record of all this.
+    /// The record of text and ids.
     pub protocol: TextProtocol,
 }
 
-/// Draws `nsamples` samples of `seqlen` tokens.
+/// Draws the calibration samples.
 ///
 /// # Errors
 ///
-/// Fails when the text is missing or damaged (see [`super::check`]), has too few tokens for one sample, cannot be tokenized,
+/// Fails when the text cannot be read (see [`Source::check`]), has too few tokens for one sample, cannot be tokenized,
 /// or when 20,000 documents drawn in a row are too short.
 pub fn calibration(
-    spec: &DatasetSpec,
+    source: &Source,
     tokenizer: &Tokenizer,
-    nsamples: usize,
-    seqlen: usize,
-    seed: u64,
+    draw: Draw,
     cache: &TextCache,
     events: &dyn Events,
 ) -> Result<Calibration> {
+    let Draw {
+        nsamples,
+        seqlen,
+        seed,
+    } = draw;
     if nsamples == 0 || seqlen == 0 {
         return Err(Failure::usage(format!(
             "{nsamples} samples of {seqlen} tokens are no calibration"
@@ -65,8 +80,7 @@ pub fn calibration(
         .hint("use --nsamples 128 --seqlen 2048, or smaller numbers above zero")
         .into());
     }
-    let tokens = room_for(nsamples, seqlen)?;
-    let source = locate(spec, Role::Calibration)?;
+    let tokens = allocate(nsamples, seqlen)?;
     let mut samples = Samples {
         tokens,
         starts: Vec::new(),
@@ -75,17 +89,17 @@ pub fn calibration(
         seqlen,
     };
     let mut random = PythonRandom::new(seed);
-    let protocol = match &source {
-        Source::Documents(path, format) => {
+    let protocol = match &source.files {
+        Files::Documents(path, format) => {
             let mut documents = Documents::open(path, *format, cache, events)?;
             let total_tokens =
-                samples.draw_documents(&mut documents, &source, tokenizer, &mut random, events)?;
+                samples.draw_documents(&mut documents, source, tokenizer, &mut random, events)?;
             TextProtocol {
-                dataset: source.dataset(spec).to_owned(),
+                dataset: source.dataset.to_owned(),
                 path: source.path(),
                 convention: format!(
                     "{}: {} documents, drawn until one is longer than seqlen, tokenized alone, a window at a uniform start",
-                    source.label(spec, Role::Calibration),
+                    source.label,
                     documents.count()
                 ),
                 text_sha256: documents.sha256(),
@@ -94,9 +108,9 @@ pub fn calibration(
                 ..TextProtocol::default()
             }
         }
-        Source::Rows(_) | Source::Sentences(_) | Source::Plain(_) | Source::Stories(_) => {
-            let mut text = tokenized(spec, &source, Role::Calibration, tokenizer, cache, events)?;
-            samples.draw_windows(&text.ids, &source, &mut random)?;
+        Files::Rows(_) | Files::Sentences(_) | Files::Plain(_) | Files::Demo => {
+            let mut text = tokenize_joined(source, tokenizer, cache, events)?;
+            samples.draw_windows(&text.ids, source, &mut random)?;
             text.protocol.convention += ", windows at uniform starts";
             text.protocol
         }
@@ -115,7 +129,7 @@ pub fn calibration(
         seed: Some(seed),
         ..protocol
     };
-    let documents = matches!(source, Source::Documents(..)).then_some(documents);
+    let documents = matches!(source.files, Files::Documents(..)).then_some(documents);
     Ok(Calibration {
         tokens,
         nsamples,
@@ -126,8 +140,8 @@ pub fn calibration(
     })
 }
 
-/// Memory for all samples, asked for before any work is done.
-fn room_for(nsamples: usize, seqlen: usize) -> Result<Vec<u32>> {
+/// Allocates the memory of all samples, before any work is done.
+fn allocate(nsamples: usize, seqlen: usize) -> Result<Vec<u32>> {
     let too_many = || {
         let bytes = ByteSize::of(nsamples.saturating_mul(seqlen), 4);
         Failure::new(format!(
@@ -179,14 +193,14 @@ impl Samples {
 
     /// Draws one start in a text of more than seqlen ids and takes the sample there.
     fn take(&mut self, ids: &[u32], random: &mut PythonRandom) {
-        // The reference's bound is inclusive and one short of the last possible start.
+        // The reference's bound is inclusive, and one less than the last possible start.
         let start = random.randint(0, (ids.len() - self.seqlen - 1) as u64) as usize;
         self.tokens
             .extend_from_slice(&ids[start..start + self.seqlen]);
         self.starts.push(start as u64);
     }
 
-    /// Draws all samples from documents; returns the tokens of the different documents looked at.
+    /// Draws all samples from documents. Returns the number of tokens of the different documents that were tokenized.
     fn draw_documents(
         &mut self,
         documents: &mut Documents,
@@ -202,14 +216,14 @@ impl Samples {
             unit: "samples",
             steps: self.nsamples as u64,
         });
-        // Token counts of documents seen: drawn again, one that is too short costs nothing.
+        // Token counts of tokenized documents, so that a short document is tokenized once.
         let mut counts: HashMap<u64, usize> = HashMap::new();
         let mut kept: HashMap<u64, Vec<u32>> = HashMap::new();
         let mut kept_ids = 0;
         let mut has_fitting = false;
         let mut drawn_in_a_row = 0;
         while self.starts.len() < self.nsamples {
-            // Only where every document is known to be too short, or after a long run of misses.
+            // Fails if all documents are known to be too short, or after a long run of misses.
             let all_seen = counts.len() as u64 == documents.count();
             if drawn_in_a_row >= PATIENCE || (all_seen && !has_fitting) {
                 return Err(self.none_fits(&counts, documents.count(), source).into());
@@ -250,12 +264,12 @@ impl Samples {
         Ok(counts.into_values().map(|count| count as u64).sum())
     }
 
-    /// The failure for documents that are all too short: how many were tried, the longest, and a length that would do.
+    /// The failure for documents that are all too short, with their number, the longest, and a length that fits.
     fn none_fits(&self, counts: &HashMap<u64, usize>, available: u64, source: &Source) -> Failure {
         let mut lengths: Vec<usize> = counts.values().copied().collect();
         lengths.sort_unstable_by(|a, b| b.cmp(a));
         let longest = lengths.first().copied().unwrap_or(0);
-        // One document in a hundred is longer than what we propose, so that drawing will not take long.
+        // One document in a hundred is longer than the proposed length, so drawing is quick.
         let common = lengths.get(lengths.len() / 100).copied().unwrap_or(0);
         Failure::new(format!(
             "found {} of {} documents with more than --seqlen {} tokens",
@@ -276,7 +290,7 @@ impl Samples {
     }
 }
 
-/// The hint for a text of `available` tokens: a power of two that fits with a token to spare, or else something else.
+/// The hint for a text of `available` tokens: the largest power of two below it, or `otherwise` alone.
 pub(super) fn shorter(available: usize, otherwise: &str) -> String {
     match available.saturating_sub(1).checked_ilog2() {
         Some(log) => format!("use --seqlen {}, or {otherwise}", 1usize << log),

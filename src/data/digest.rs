@@ -1,4 +1,8 @@
-//! SHA-256 in hex, of bytes and of token ids: what the run record states about texts, so that two runs can be compared.
+//! SHA-256 in hex of bytes, files and token ids. The run record states the hashes, so that two runs can be compared.
+
+use std::fs::File;
+use std::io::{self, BufReader};
+use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
@@ -7,6 +11,16 @@ use crate::bytes::hex;
 /// SHA-256 of some bytes in lower-case hex, as `sha256sum` prints it.
 pub(super) fn of_bytes(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
+}
+
+/// SHA-256 of a file in hex.
+pub(super) fn of_file(path: &Path) -> io::Result<String> {
+    let mut hasher = Sha256::new();
+    io::copy(
+        &mut BufReader::with_capacity(1 << 20, File::open(path)?),
+        &mut hasher,
+    )?;
+    Ok(hex(&hasher.finalize()))
 }
 
 /// SHA-256 of ids written as int32, little endian: what `torch.tensor(ids).int().numpy().tobytes()` hashes to.
@@ -18,7 +32,7 @@ pub(super) fn of_ids(ids: &[u32]) -> String {
     hex(&hasher.finalize())
 }
 
-/// Ids as the bytes a file holds them in.
+/// Ids as bytes of a file.
 pub(super) fn little_endian(ids: &[u32]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.to_le_bytes()).collect()
 }

@@ -1,35 +1,37 @@
-//! Documents by number, from a file far larger than memory: JSON lines, gzipped JSON lines, or parquet.
+//! Documents by number, from a file larger than memory: JSON lines, gzipped JSON lines, or parquet.
 //!
-//! A file is read once from end to end to learn where each line begins and ends; afterwards a document costs one
-//! positioned read. Compressed and parquet files are unpacked to JSON lines on the way. Index and unpacked text live in the
-//! [`TextCache`], or in temporary files where there is none.
+//! One pass over the file finds its lines and its hash; then a document costs one positioned read. Gzipped files and parquet are
+//! unpacked to JSON lines on the way. The unpacked text is kept in the [`TextCache`], or in a temporary file if there is no cache.
+//! A copy in the cache is used only if the hashes of the source and of the copy are those in its name.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 use flate2::read::MultiGzDecoder;
 use serde::Deserialize;
 
-use super::cache::{Staged, TextCache};
-use super::line_index::{self, Header, LineIndexer};
+use super::cache::{TextCache, short};
+use super::digest;
+use super::line_index::{self, LineIndex, LineIndexer, WriteFailed};
 use super::parquet_text::TextColumn;
+use super::staged::{self, Staged};
+use super::text_file::{LONGEST_LINE, open};
 use super::unpacked::Unpacked;
+use crate::bytes::hex;
 use crate::failure::Failure;
 use crate::run::{Event, Events};
 
-/// A longer line is refused rather than read: no document is that long, but a file without line ends is.
-pub(super) const LONGEST_LINE: u64 = 64 << 20;
-
-/// What to do about a gzipped file that grows too much.
+/// The remedy for a gzipped file that unpacks to too much.
 const GUNZIP: &str =
     "if it is meant, unpack it (gzip -dc FILE.gz > text.jsonl) and name the unpacked file";
 
-/// What a file of documents must look like.
+/// The required form of a file of documents.
 const ONE_OBJECT: &str = "every line must be a JSON object with a string `text`, as in {\"text\": \"...\"}; give plain text as a .txt file";
 
-/// How a file of documents is stored; told by its first bytes, as names often lie about compression.
+/// The stored form of a file of documents. Its first bytes decide, because names are often wrong about compression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
     /// One JSON object per line.
@@ -41,7 +43,7 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// Looks at the first bytes of a file.
+    /// Reads the first bytes of a file.
     pub(super) fn of(path: &Path) -> Result<Self> {
         let mut start = Vec::new();
         open(path)?
@@ -56,7 +58,7 @@ impl Format {
     }
 }
 
-/// One line of a file of documents; other fields are skipped.
+/// One line of a file of documents. Other fields are skipped.
 #[derive(Deserialize)]
 struct Document {
     text: String,
@@ -66,78 +68,81 @@ struct Document {
 #[derive(Debug)]
 pub(super) struct Documents {
     source: PathBuf,
-    /// The unpacked copy that is read, for messages; none where the source itself is read.
+    /// The unpacked copy, for messages; `None` if the source itself is read or the copy has no name.
     copy: Option<PathBuf>,
     text: File,
-    index: File,
-    header: Header,
-    /// Temporary files, kept until we are done.
-    _temporary: Vec<Staged>,
+    index: LineIndex,
 }
 
 impl Documents {
-    /// Opens a file of documents; the first time, this reads all of it.
+    /// Opens a file of documents. Reads all of it once, and unpacks it if it is packed and the cache has no copy.
     ///
     /// # Errors
     ///
-    /// Fails when the file cannot be read or is damaged, has a line of more than 64 MiB or no document at all, and when
-    /// neither the cache nor the folder for temporary files can hold what is derived from it.
+    /// Fails when the file cannot be read or is damaged, has a line of more than 64 MiB or no document, and when neither the cache
+    /// nor the folder for temporary files can hold the unpacked text.
     pub(super) fn open(
         path: &Path,
         format: Format,
         cache: &TextCache,
         events: &dyn Events,
     ) -> Result<Self> {
-        let key = TextCache::key_of_file(path)
-            .with_context(|| format!("cannot read `{}`", path.display()))?;
-        let places = cache
-            .place(&format!("documents-{key}.index"))
-            .zip(cache.place(&format!("documents-{key}.jsonl")));
-        let Some((index_place, text_place)) = places else {
-            return Self::build_temporary(path, format, events);
+        if format == Format::Lines {
+            let text = open(path)?;
+            let indexer = LineIndexer::new(path, events);
+            let index = index(path, indexer, events, |indexer| indexer.feed_all(&text))?;
+            return Ok(Self::new(path, None, text, index));
+        }
+        let Some(folder) = cache.folder() else {
+            return Self::unpack_temporary(path, format, events);
         };
-        if let Some(found) = Self::from_cache(path, format, &index_place, &text_place) {
-            events.note(format!(
-                "documents from the cache: {} in `{}`",
-                found.count(),
-                index_place.display()
-            ));
+        let source =
+            digest::of_file(path).with_context(|| format!("cannot read `{}`", path.display()))?;
+        // The name of a copy holds the hashes of its source and of its text.
+        let prefix = format!("documents-{}-", short(&source));
+        if let Some(found) = Self::from_cache(path, cache, &prefix, events) {
             return Ok(found);
         }
-        match Self::build_in_cache(path, format, &index_place, &text_place, events) {
-            // Only a failing write can be helped by writing elsewhere.
-            Err(error) if error.is::<line_index::WriteFailed>() => {
+        match Self::unpack_into(folder, &prefix, path, format, events) {
+            // Another place may help against a failing write, but not against a damaged source.
+            Err(error) if error.is::<WriteFailed>() => {
                 events.warn(format!(
                     "cannot keep documents in the cache: {error}; using a temporary file instead"
                 ));
-                Self::build_temporary(path, format, events)
+                Self::unpack_temporary(path, format, events)
             }
-            built => built,
+            unpacked => unpacked,
         }
     }
 
-    /// How many documents there are; at least one.
-    pub(super) fn count(&self) -> u64 {
-        self.header.count
+    fn new(source: &Path, copy: Option<PathBuf>, text: File, index: LineIndex) -> Self {
+        Self {
+            source: source.to_path_buf(),
+            copy,
+            text,
+            index,
+        }
     }
 
-    /// SHA-256 of the text as JSON lines: of the file itself where it is that, of its unpacked content otherwise.
+    /// Number of documents, at least one.
+    pub(super) fn count(&self) -> u64 {
+        self.index.count()
+    }
+
+    /// SHA-256 of the JSON-lines text: of the file itself, or of its unpacked text.
     pub(super) fn sha256(&self) -> String {
-        crate::bytes::hex(&self.header.sha256)
+        hex(&self.index.sha256)
     }
 
     /// The text of one document, counted from 0.
     ///
     /// # Errors
     ///
-    /// Fails when its line is not a JSON object with a string `text` (file and line number are named), or cannot be read.
+    /// Fails when its line is not a JSON object with a string `text` (the message names file and line), or cannot be read.
     pub(super) fn text(&mut self, number: u64) -> Result<String> {
-        let (start, end) = self.header.range(&self.index, number)?;
-        let mut line = Vec::new();
-        self.text.seek(SeekFrom::Start(start))?;
-        (&self.text)
-            .take(end - start)
-            .read_to_end(&mut line)
+        let (start, line) = self
+            .index
+            .read(&self.text, number)
             .with_context(|| format!("cannot read `{}`", self.source.display()))?;
         match serde_json::from_slice::<Document>(&line) {
             Ok(document) => Ok(document.text),
@@ -145,7 +150,7 @@ impl Documents {
         }
     }
 
-    /// The failure for a line that holds no document. Lines are counted now: blank ones have no number of their own.
+    /// The failure for a line without a document. Its number is counted only now, because blank lines are not indexed.
     fn bad_line(&self, start: u64, line: &[u8], error: &serde_json::Error) -> anyhow::Error {
         let number = line_index::line_number(&self.text, start);
         let number = number.map_or_else(
@@ -162,152 +167,121 @@ impl Documents {
         .into()
     }
 
-    /// What an earlier run left, if it is whole.
+    /// The copy of an earlier run, if its text still has the hash in its name. A damaged copy is removed.
     fn from_cache(
         path: &Path,
-        format: Format,
-        index_place: &Path,
-        text_place: &Path,
+        cache: &TextCache,
+        prefix: &str,
+        events: &dyn Events,
     ) -> Option<Self> {
-        let copy = (format != Format::Lines).then(|| text_place.to_path_buf());
-        let text = File::open(copy.as_deref().unwrap_or(path)).ok()?;
-        let index = File::open(index_place).ok()?;
-        let header = Header::read(&index, text.metadata().ok()?.len())?;
-        Some(Self {
-            source: path.to_path_buf(),
-            copy,
-            text,
-            index,
-            header,
-            _temporary: Vec::new(),
-        })
+        let copy = cache.find(prefix)?;
+        let text = File::open(&copy).ok()?;
+        let indexer = LineIndexer::new(&copy, events);
+        let index = index(path, indexer, events, |indexer| indexer.feed_all(&text));
+        let is_intact = |index: &LineIndex| copy.ends_with(copy_name(prefix, index));
+        let Some(index) = index.ok().filter(is_intact) else {
+            events.warn(format!(
+                "the unpacked text `{}` is damaged; it is unpacked again",
+                copy.display()
+            ));
+            let _ = fs::remove_file(&copy);
+            return None;
+        };
+        events.note(format!(
+            "documents from the cache: {} in `{}`",
+            index.count(),
+            copy.display()
+        ));
+        Some(Self::new(path, Some(copy), text, index))
     }
 
-    /// Builds index and unpacked text and leaves them in the cache.
-    fn build_in_cache(
+    /// Unpacks a file into the cache.
+    fn unpack_into(
+        folder: &Path,
+        prefix: &str,
         path: &Path,
         format: Format,
-        index_place: &Path,
-        text_place: &Path,
         events: &dyn Events,
     ) -> Result<Self> {
-        let mut index = Staged::beside(index_place).map_err(line_index::WriteFailed)?;
-        let mut text = if format == Format::Lines {
-            None
-        } else {
-            Some(Staged::beside(text_place).map_err(line_index::WriteFailed)?)
-        };
-        let header = build(path, format, &index, text.as_ref(), events)?;
-        // The index goes last: whoever finds it finds the text, too.
-        if let Some(text) = &mut text {
-            text.commit(text_place).map_err(line_index::WriteFailed)?;
-        }
-        index.commit(index_place).map_err(line_index::WriteFailed)?;
-        Self::assemble(
-            path,
-            text.as_ref().map(|_| text_place.to_path_buf()),
-            index,
-            text,
-            header,
-        )
+        let mut staged = Staged::in_folder(folder, prefix).map_err(WriteFailed)?;
+        let index = unpack(path, format, staged.file(), events)?;
+        let copy = folder.join(copy_name(prefix, &index));
+        let text = staged.commit(&copy).map_err(WriteFailed)?;
+        Ok(Self::new(path, Some(copy), text, index))
     }
 
-    /// Builds index and unpacked text in temporary files.
-    fn build_temporary(path: &Path, format: Format, events: &dyn Events) -> Result<Self> {
-        let temporary = || {
-            Staged::temporary().map_err(|error| {
-                Failure::new(format!("cannot write to the folder for temporary files: {error}"))
-                    .hint("set TMPDIR to a folder with free space, or PRUNE_CACHE to keep what is unpacked")
-            })
-        };
-        let index = temporary()?;
-        let text = if format == Format::Lines {
-            None
-        } else {
-            Some(temporary()?)
-        };
-        let header = build(path, format, &index, text.as_ref(), events).map_err(|error| match error.downcast::<line_index::WriteFailed>() {
-            Ok(failed) => Failure::new(format!("cannot unpack `{}` into a temporary file: {failed}", path.display()))
-                .hint("set TMPDIR to a folder with free space, or PRUNE_CACHE to keep what is unpacked")
-                .into(),
-            Err(other) => other,
+    /// Unpacks a file into a temporary file.
+    fn unpack_temporary(path: &Path, format: Format, events: &dyn Events) -> Result<Self> {
+        const PLACE: &str =
+            "set TMPDIR to a folder with free space, or PRUNE_CACHE to keep what is unpacked";
+        let text = staged::temporary().map_err(|error| {
+            Failure::new(format!(
+                "cannot write to the folder for temporary files: {error}"
+            ))
+            .hint(PLACE)
         })?;
-        Self::assemble(path, None, index, text, header)
-    }
-
-    /// Puts the open files together.
-    fn assemble(
-        path: &Path,
-        copy: Option<PathBuf>,
-        index: Staged,
-        text: Option<Staged>,
-        header: Header,
-    ) -> Result<Self> {
-        let clone = |staged: &Staged| {
-            staged
-                .file()
-                .try_clone()
-                .context("cannot reopen a file just written")
-        };
-        let text_file = match &text {
-            Some(text) => clone(text)?,
-            None => open(path)?,
-        };
-        let index_file = clone(&index)?;
-        let temporary = text.into_iter().chain([index]).collect();
-        Ok(Self {
-            source: path.to_path_buf(),
-            copy,
-            text: text_file,
-            index: index_file,
-            header,
-            _temporary: temporary,
-        })
+        let index = unpack(path, format, &text, events).map_err(|error| {
+            match error.downcast::<WriteFailed>() {
+                Ok(failed) => Failure::new(format!(
+                    "cannot unpack `{}` into a temporary file: {failed}",
+                    path.display()
+                ))
+                .hint(PLACE)
+                .into(),
+                Err(other) => other,
+            }
+        })?;
+        Ok(Self::new(path, None, text, index))
     }
 }
 
-/// Reads the whole source once, writing the index and, where there is one, the unpacked text.
-fn build(
+/// The name of the unpacked copy with this index.
+fn copy_name(prefix: &str, index: &LineIndex) -> String {
+    format!("{prefix}{}.jsonl", short(&hex(&index.sha256)))
+}
+
+/// Unpacks a packed file as JSON lines into an empty file.
+fn unpack(path: &Path, format: Format, copy: &File, events: &dyn Events) -> Result<LineIndex> {
+    let mut indexer = LineIndexer::new(path, events).copying_to(copy);
+    let file = open(path)?;
+    if format == Format::Parquet {
+        // The reader of parquet limits the rows itself.
+        let column = TextColumn::open(path)?;
+        return index(path, indexer, events, |indexer| {
+            column.for_each(&mut |row| {
+                indexer.feed(format!("{}\n", serde_json::json!({ "text": row })).as_bytes())
+            })
+        });
+    }
+    let bytes = file.metadata().context("cannot stat an open file")?.len();
+    indexer = indexer.limited_by(Unpacked::new(path, bytes, GUNZIP));
+    index(path, indexer, events, |indexer| {
+        indexer.feed_all(MultiGzDecoder::new(BufReader::new(file)))
+    })
+}
+
+/// Makes the index of a file of documents: one phase of the run.
+fn index<'a>(
     path: &Path,
-    format: Format,
-    index: &Staged,
-    text: Option<&Staged>,
+    mut indexer: LineIndexer<'a>,
     events: &dyn Events,
-) -> Result<Header> {
-    let started = std::time::Instant::now();
-    let phase = format!(
-        "index {}",
-        path.file_name().unwrap_or_default().to_string_lossy()
-    );
+    feed: impl FnOnce(&mut LineIndexer<'a>) -> Result<()>,
+) -> Result<LineIndex> {
+    let started = Instant::now();
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let phase = format!("index {name}");
     events.emit(Event::PhaseStarted {
         phase: phase.clone(),
         unit: "documents",
         steps: 0,
     });
-    let unpacked = if format == Format::GzippedLines {
-        let file = open(path)?.metadata().context("cannot stat an open file")?;
-        Some(Unpacked::new(path, file.len(), GUNZIP))
-    } else {
-        // A plain file is as large as it is; rows of parquet are counted as they are read.
-        None
-    };
-    let text_file = text.map(Staged::file);
-    let mut indexer = LineIndexer::new(path, index.file(), text_file, unpacked, events)?;
-    match format {
-        Format::Lines => indexer.feed_all(open(path)?)?,
-        Format::GzippedLines => {
-            indexer.feed_all(MultiGzDecoder::new(BufReader::new(open(path)?)))?
-        }
-        Format::Parquet => TextColumn::open(path)?.for_each(&mut |row| {
-            indexer.feed(format!("{}\n", serde_json::json!({ "text": row })).as_bytes())
-        })?,
-    }
-    let header = indexer.finish()?;
+    feed(&mut indexer)?;
+    let index = indexer.finish()?;
     events.emit(Event::PhaseDone {
         phase,
         elapsed: started.elapsed(),
     });
-    if header.count == 0 {
+    if index.count() == 0 {
         return Err(
             Failure::new(format!("no documents in `{}`", path.display()))
                 .detail("the file has only blank lines, or none")
@@ -315,10 +289,10 @@ fn build(
                 .into(),
         );
     }
-    Ok(header)
+    Ok(index)
 }
 
-/// Looks at the beginning of a file only: is this a file of documents?
+/// Checks the beginning of a file of documents.
 ///
 /// # Errors
 ///
@@ -355,7 +329,7 @@ pub(super) fn check(path: &Path, format: Format) -> Result<()> {
         .map_err(|error| not_a_document(path, &format!("line {number}"), &line, &error))?)
 }
 
-/// The failure for a line without a document: what is wrong, what was found, what is expected.
+/// The failure for a line without a document, with the fields or the text that were found.
 fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Error) -> Failure {
     let found = match serde_json::from_slice::<serde_json::Value>(line) {
         Ok(serde_json::Value::Object(fields)) => {
@@ -380,10 +354,4 @@ fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Err
     ))
     .detail(found)
     .hint(ONE_OBJECT)
-}
-
-/// Opens a file for reading.
-fn open(path: &Path) -> Result<File> {
-    Ok(File::open(path)
-        .map_err(|error| Failure::new(format!("cannot open `{}`: {error}", path.display())))?)
 }

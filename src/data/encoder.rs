@@ -1,8 +1,8 @@
-//! A text turned into ids as it comes in, piece by piece, in memory that does not grow with the text.
+//! A text turned into ids piece by piece, in memory that does not grow with the text.
 //!
-//! Text is pushed in any portions. What is pending is cut by the tokenizer's [`CutRule`](super::cut::CutRule) into pieces,
-//! which worker threads encode; their ids are put together in order. The result is that of one call over the whole text, on
-//! any number of threads; where there is no rule, or no place to cut, it *is* one call over the whole text.
+//! The caller pushes the text in portions of any size. The tokenizer's [`CutRule`](super::text_cut::CutRule) cuts it into pieces,
+//! worker threads encode the pieces, and their ids are joined in order. The ids equal those of one call over the whole text, on any
+//! number of threads. Without a rule, or without a place to cut, it *is* one call over the whole text.
 
 use anyhow::{Context, Result};
 use rayon::ThreadPool;
@@ -12,25 +12,25 @@ use super::Tokenizer;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
-/// A piece ends at the first safe place behind this many bytes: 1.5 MiB for each worker, see [`footprint`](super::footprint).
+/// A piece ends at the first safe place after this many bytes. A worker takes 1.5 MiB for it, see [`footprint`](super::footprint).
 pub(super) const PIECE_BYTES: usize = 16 << 10;
-/// Pieces handed to each worker at once; their text waits in memory, only one of them is being encoded.
+/// Pieces per worker in a batch. One of them is encoded while the text of the others waits in memory.
 pub(super) const PIECES_PER_WORKER: usize = 4;
-/// Each worker has tables of its own (see [`footprint`](super::footprint)), and eight are enough for any text of minutes.
+/// Workers at most. Each worker has its own tables (see [`footprint`](super::footprint)), and eight encode any usual text in seconds.
 pub(super) const MOST_WORKERS: usize = 8;
 
-/// The longest text that is encoded in one call, which takes some hundred bytes per byte: 3.8 GiB. Nothing that is written in words
-/// comes near it, with a tokenizer whose texts can be cut.
+/// The longest text that is encoded in one call. A call takes about 120 bytes per byte of text: 3.8 GiB. If texts can be cut, a text
+/// of words never has a piece of this length.
 pub(super) const LONGEST_PIECE: usize = 32 << 20;
 
-/// Takes a text, gives ids.
+/// An encoder of one text.
 pub(super) struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     progress: &'a mut dyn FnMut(u64),
     piece_bytes: usize,
-    /// Text that is not encoded yet.
+    /// The text that is not encoded yet.
     pending: String,
-    /// No cut is to be found in `pending` before this byte.
+    /// The first byte of `pending` that was not searched for a cut.
     searched: usize,
     /// Bytes of text before `pending`.
     done: u64,
@@ -39,7 +39,7 @@ pub(super) struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// An encoder that has seen nothing; `progress` is told how many bytes of the text are through.
+    /// An encoder before the first byte. `progress` receives the number of bytes encoded so far.
     pub(super) fn new(tokenizer: &'a Tokenizer, progress: &'a mut dyn FnMut(u64)) -> Self {
         Self::with_pieces(tokenizer, PIECE_BYTES, progress)
     }
@@ -62,11 +62,11 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// Takes the next portion of the text, and encodes what is enough for all workers.
+    /// Takes the next portion of the text, and encodes it if there is enough text for all workers.
     ///
     /// # Errors
     ///
-    /// Fails when the tokenizer's model cannot express the text, and when [`LONGEST_PIECE`] is exceeded without a place to cut.
+    /// Fails when the tokenizer's model cannot express the text, and when more than [`LONGEST_PIECE`] bytes have no place to cut.
     pub(super) fn push(&mut self, mut text: &str) -> Result<()> {
         if self.tokenizer.cuts().is_none() {
             self.pending.push_str(text);
@@ -89,7 +89,7 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    /// What is pending must fit one call.
+    /// Checks that the pending text fits one call.
     fn check_pending(&self) -> Result<()> {
         if self.pending.len() <= LONGEST_PIECE {
             return Ok(());
@@ -113,11 +113,11 @@ impl<'a> Encoder<'a> {
         Err(failure.detail(why).into())
     }
 
-    /// The ids of the whole text, special tokens included.
+    /// The ids of the whole text, with special tokens.
     ///
     /// # Errors
     ///
-    /// As [`Encoder::push`].
+    /// Fails when the tokenizer's model cannot express the text.
     pub(super) fn finish(mut self) -> Result<Vec<u32>> {
         self.encode_pieces()?;
         let tokenizer = self.tokenizer;
@@ -126,7 +126,7 @@ impl<'a> Encoder<'a> {
             (self.progress)(self.pending.len() as u64);
             return Ok(ids);
         };
-        // Behind a cut there is always a letter: the last piece is never empty.
+        // A letter follows each cut, so the last piece is not empty.
         let last = tokenizer.encode_bare(&self.pending)?;
         self.ids.extend(last);
         self.ids.extend(&cuts.after);
@@ -134,7 +134,7 @@ impl<'a> Encoder<'a> {
         Ok(self.ids)
     }
 
-    /// Encodes what is pending up to the last cut in it.
+    /// Encodes the pending text up to its last cut.
     fn encode_pieces(&mut self) -> Result<()> {
         let tokenizer = self.tokenizer;
         let Some(cuts) = tokenizer.cuts() else {
@@ -149,7 +149,7 @@ impl<'a> Encoder<'a> {
             pieces.push((&self.pending[begin..cut.end], cut.next));
             begin = cut.next;
         }
-        // A place at the very end is decided by the character to come.
+        // The next character decides about a place at the very end.
         self.searched = (self.pending.len().saturating_sub(1)).saturating_sub(begin);
         let encoded: Vec<Result<Vec<u32>>> = match &pieces[..] {
             [] => return Ok(()),
@@ -180,21 +180,21 @@ impl<'a> Encoder<'a> {
     }
 }
 
-/// How many pieces are encoded at once.
+/// Number of pieces that are encoded at once.
 pub(super) fn worker_count() -> usize {
     rayon::current_num_threads().min(MOST_WORKERS)
 }
 
-/// Threads for one text. The library keeps tables per thread and never gives them back, so these threads end with the text.
+/// Threads for one text. The library keeps tables per thread and frees them only with the thread, so these threads end with the text.
 fn new_workers() -> Result<ThreadPool> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(worker_count())
-        .thread_name(|index| format!("tokenise-{index}"))
+        .thread_name(|index| format!("tokenize-{index}"))
         .build()
-        .context("cannot start the threads that tokenise")
+        .context("cannot start the tokenizer threads")
 }
 
-/// The first place at byte `at` or behind it where a character begins, or the end.
+/// The first character boundary at byte `at` or after it.
 fn ceil_char_boundary(text: &str, at: usize) -> usize {
     (at..text.len())
         .find(|&at| text.is_char_boundary(at))

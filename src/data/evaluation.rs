@@ -1,19 +1,20 @@
 //! Evaluation windows: the text that perplexity is measured on.
 //!
-//! The reference's rule: T tokens give floor(T / seqlen) windows that do not overlap, the tail is dropped, and no
-//! beginning-of-text token is put in again. This is not the word-level perplexity of lm-eval-harness.
+//! The rule is the reference's: T tokens give floor(T / seqlen) windows that do not overlap, and the rest is dropped. Only the first
+//! window may begin with a beginning-of-text token. This is not the word-level perplexity of lm-eval-harness.
 
 use anyhow::Result;
 
 use super::cache::TextCache;
 use super::calibration::shorter;
-use super::dataset::{DatasetSpec, locate};
-use super::joined::{DOCUMENT_WINDOWS, tokenized};
-use super::{Role, TextProtocol, Tokenizer, digest};
+use super::joined::{DOCUMENT_WINDOWS, tokenize_joined};
+use super::protocol::TextProtocol;
+use super::source::Source;
+use super::{Tokenizer, digest};
 use crate::failure::Failure;
 use crate::run::Events;
 
-/// The windows, and where they are from.
+/// The windows, and the record of their origin.
 #[derive(Debug, Clone)]
 pub struct Evaluation {
     /// Token ids, [windows, seqlen] row-major.
@@ -22,18 +23,17 @@ pub struct Evaluation {
     pub windows: usize,
     /// Tokens per window.
     pub seqlen: usize,
-    /// The record of all this.
+    /// The record of text and ids.
     pub protocol: TextProtocol,
 }
 
-/// Cuts the evaluation text into windows of `seqlen` tokens, of which the first `max_windows` are kept where that is given.
+/// Cuts the evaluation text into windows of `seqlen` tokens, at most `max_windows`.
 ///
 /// # Errors
 ///
-/// Fails when the text is missing or damaged (see [`super::check`]), has too few tokens for one window, or cannot be
-/// tokenized.
+/// Fails when the text cannot be read (see [`Source::check`]), has too few tokens for one window, or cannot be tokenized.
 pub fn evaluation(
-    spec: &DatasetSpec,
+    source: &Source,
     tokenizer: &Tokenizer,
     seqlen: usize,
     max_windows: Option<usize>,
@@ -47,8 +47,7 @@ pub fn evaluation(
                 .into(),
         );
     }
-    let source = locate(spec, Role::Evaluation)?;
-    let text = tokenized(spec, &source, Role::Evaluation, tokenizer, cache, events)?;
+    let text = tokenize_joined(source, tokenizer, cache, events)?;
     let mut tokens = text.ids;
     let available = tokens.len() / seqlen;
     if available == 0 {

@@ -1,24 +1,30 @@
-//! What tokenising takes in memory, from a tokenizer's file and the size of a text: the numbers a plan is made of.
+//! The memory of tokenizing, for the memory plan: from the size of a tokenizer and the size of a text.
 //!
 //! J = bytes of `tokenizer.json`, E = its entries (tokens and merges), T = bytes of the text, w = workers (threads, at most 8):
 //!
 //! ```text
-//! load     = J + 250 · E                               215 · E where a merge is written as one string
+//! load     = J + 250 · E                               215 · E if a merge is written as one string
 //! kept     = 210 · E
 //! ids      = 1.2 · T
-//! working  = w · (16 KiB · 95 + 4 MiB) + w · 64 KiB    0 where the ids come from the cache
-//! tokenise = max(load, kept + ids + working)
+//! working  = w · (16 KiB · 95 + 4 MiB) + w · 64 KiB    0 if the ids come from the cache
+//! tokenize = max(load, kept + ids + working)
 //! whole    = max(load, kept + ids + 120 · T)           for a tokenizer whose texts cannot be cut
 //! ```
 //!
 //! The constants are resident anonymous memory, measured on Linux with glibc and the tokenizers of Llama 2 (93,249 entries) and
-//! Llama 3 (408,147), each written with indentation, without it, and with merges as strings. At its peak, loading took J and 237
-//! to 246 bytes per entry (191 to 213), and left 180 to 205, of which 70 to 76 are in use; the rest waits in the allocator and
-//! serves what follows, so what is planned here is above what is taken. In one call, a byte of text takes 94 and 77 bytes
-//! (normalized text with its alignments, pre-tokens, symbols, a string per token); of 9.8 MiB, 76 and 113 were resident. A worker
-//! keeps the symbols of up to 10,000 words, 3.6 MiB with the tokenizer of Llama 3. An id is four bytes; English text has 3.8 to 4.5 bytes
-//! per id, and ids grow by doubling, whose unused half is not resident. Text that the vocabulary does not know may have four
-//! times as many ids as planned. Models that are not byte pairs take more to load, which is not planned.
+//! Llama 3 (408,147), each written with indentation, without it, and with merges as strings:
+//!
+//! | bytes | pairs | strings |
+//! | --- | --- | --- |
+//! | per entry at the peak of loading, in addition to J | 237 to 246 | 191 to 213 |
+//! | per entry after loading | 180 to 205 | 180 to 205 |
+//!
+//! Of the memory after loading, 70 to 76 bytes per entry are in use; the allocator keeps the rest for later, so the plan is above the
+//! use. In one call, a byte of text takes 94 (Llama 2) and 77 bytes (Llama 3): normalized text with its alignments, pre-tokens,
+//! symbols, a string per token. For a text of 9.8 MiB, 76 and 113 bytes per byte were resident. A worker keeps the symbols of up to
+//! 10,000 words, 3.6 MiB with the tokenizer of Llama 3. An id has four bytes. English text has 3.8 to 4.5 bytes per id, and the unused
+//! half of the list of ids is not resident. Text outside the vocabulary may have four times as many ids as planned. Models that
+//! are not byte pairs take more memory to load; the plan does not count it.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -32,39 +38,40 @@ use super::encoder::{MOST_WORKERS, PIECE_BYTES, PIECES_PER_WORKER};
 use super::tokenizer::{LARGEST, no_tokenizer, unreadable};
 use crate::bytes::{ByteSize, read_whole};
 
-/// Bytes per entry at the peak of loading, merges being pairs.
+/// Bytes per entry at the peak of loading, with merges as pairs.
 const LOAD_OF_PAIRS: usize = 250;
-/// The same with merges as strings, which the library reads without the way round.
+/// Bytes per entry at the peak of loading, with merges as strings, which the library reads directly.
 const LOAD_OF_STRINGS: usize = 215;
-/// Bytes per entry that stay.
+/// Bytes per entry after loading.
 const KEPT: usize = 210;
-/// Tenths of T that the ids take.
+/// Bytes of ids per byte of text, in tenths.
 const IDS: u64 = 12;
-/// Tenths of a byte per byte of text that one worker encodes.
+/// Bytes of a worker per byte of its piece, in tenths.
 const PIECE: u64 = 950;
-/// Tenths of a byte per byte of text encoded in one call.
+/// Bytes per byte of a text that is encoded in one call, in tenths.
 const WHOLE: u64 = 1200;
-/// The words a worker remembers.
+/// The text size that stands for a file of documents. It covers the index of its lines (8 MiB) and one document at a time.
+pub const DOCUMENTS: ByteSize = ByteSize(16 << 20);
+/// The words that a worker keeps.
 const WORDS: ByteSize = ByteSize(4 << 20);
 
-/// How large a tokenizer is, as its file says.
+/// The size of a tokenizer, read from its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenizerSize {
     /// The size of `tokenizer.json`.
     pub json: ByteSize,
-    /// Tokens of the model's vocabulary, and merges.
+    /// Number of tokens and merges.
     pub entries: usize,
-    /// A merge is written as a pair of strings, not as one string with a space.
+    /// True if a merge is written as a pair of strings, false if as one string with a space.
     pub has_pairs: bool,
 }
 
 impl TokenizerSize {
-    /// Counts what is in the `tokenizer.json` of a model folder, without loading the tokenizer. While it counts, the file is in
-    /// memory, and nothing else.
+    /// Counts the entries in the `tokenizer.json` of a model folder, without loading the tokenizer. Takes the memory of the file.
     ///
     /// # Errors
     ///
-    /// Fails when the file cannot be read or is no JSON with a `model`.
+    /// Fails when the file cannot be read or is not JSON with a `model`.
     pub fn of(model_folder: &Path) -> Result<Self> {
         let path = model_folder.join("tokenizer.json");
         let bytes = read_whole(&path, LARGEST).map_err(|error| match error.kind() {
@@ -82,13 +89,13 @@ impl TokenizerSize {
     }
 }
 
-/// Of `tokenizer.json`, what is counted.
+/// The part of `tokenizer.json` that is counted.
 #[derive(Deserialize)]
 struct CountedFile {
     model: CountedModel,
 }
 
-/// The model in it.
+/// The model in `tokenizer.json`.
 #[derive(Deserialize)]
 struct CountedModel {
     #[serde(default)]
@@ -110,7 +117,7 @@ impl<'de> Deserialize<'de> for Counted {
     }
 }
 
-/// Counts without keeping anything. A string is an entry that is no pair.
+/// A visitor that counts entries and keeps none. A list inside a list is a pair.
 struct Counting;
 
 impl<'de> Visitor<'de> for Counting {
@@ -168,22 +175,22 @@ pub fn load_tokenizer(tokenizer: TokenizerSize) -> ByteSize {
     tokenizer.json + ByteSize::of(tokenizer.entries, each)
 }
 
-/// The peak of loading a tokenizer and tokenising one text in pieces. Of several texts one after the other, the largest counts.
+/// The peak of loading a tokenizer and tokenizing one text in pieces. For several texts, the largest peak counts.
 ///
 /// # Arguments
 ///
 /// * `tokenizer` - from [`TokenizerSize::of`]
-/// * `text` - size of the text
+/// * `text` - size of the text; [`DOCUMENTS`] for a file of documents
 /// * `threads` - worker threads of the run
-/// * `is_cached` - the ids are in the cache, so the text is only read for its hash
-pub fn tokenise(
+/// * `is_cached` - the ids are in the cache, and the text is read for its hash only
+pub fn tokenize(
     tokenizer: TokenizerSize,
     text: ByteSize,
     threads: usize,
     is_cached: bool,
 ) -> ByteSize {
     let workers = threads.clamp(1, MOST_WORKERS);
-    // A text that fits one piece is encoded by nobody else.
+    // A short text is one piece.
     let piece = text.min(ByteSize(PIECE_BYTES as u64));
     let worker = tenths(PIECE, piece) + WORDS.min(tenths(PIECE, text));
     let waiting = text.min(ByteSize::of(workers * PIECES_PER_WORKER, PIECE_BYTES));
@@ -195,17 +202,18 @@ pub fn tokenise(
     load_tokenizer(tokenizer).max(kept(tokenizer) + tenths(IDS, text) + working)
 }
 
-/// The same for a tokenizer whose texts cannot be cut: see [`Tokenizer::is_bounded`](super::Tokenizer::is_bounded).
-pub fn tokenise_whole(tokenizer: TokenizerSize, text: ByteSize) -> ByteSize {
+/// The peak of loading a tokenizer and tokenizing one text in one call. Applies if texts cannot be cut, see
+/// [`Tokenizer::is_bounded`](super::Tokenizer::is_bounded).
+pub fn tokenize_whole(tokenizer: TokenizerSize, text: ByteSize) -> ByteSize {
     load_tokenizer(tokenizer).max(kept(tokenizer) + tenths(IDS, text) + tenths(WHOLE, text))
 }
 
-/// What is resident once a tokenizer is loaded.
+/// The memory of a loaded tokenizer.
 fn kept(tokenizer: TokenizerSize) -> ByteSize {
     ByteSize::of(tokenizer.entries, KEPT)
 }
 
-/// Tenths of a size; the largest size there is where that is too much to count.
+/// `count` tenths of a size; saturates.
 fn tenths(count: u64, size: ByteSize) -> ByteSize {
     let tenths = u128::from(count) * u128::from(size.0) / 10;
     ByteSize(u64::try_from(tenths).unwrap_or(u64::MAX))
@@ -256,10 +264,10 @@ mod tests {
 
     #[test]
     fn a_long_text_adds_its_ids_and_nothing_else() {
-        let of = |text: u64| tokenise(LARGE, ByteSize(text), 2, false).0;
+        let of = |text: u64| tokenize(LARGE, ByteSize(text), 2, false).0;
         // 1.2 bytes of ids per byte of text.
         assert_eq!(of(1000 * MIB) - of(500 * MIB), 600 * MIB);
-        let whole = |text: u64| tokenise_whole(LARGE, ByteSize(text)).0;
+        let whole = |text: u64| tokenize_whole(LARGE, ByteSize(text)).0;
         assert!(whole(500 * MIB) > 10 * of(500 * MIB));
     }
 
@@ -281,8 +289,8 @@ mod tests {
             (load_tokenizer(llama_2), 25.3),
             (load_tokenizer(LARGE), 108.6),
             (load_tokenizer(legacy), 83.1),
-            (tokenise(llama_2, text, 2, false), 32.8),
-            (tokenise(LARGE, text, 2, false), 108.6),
+            (tokenize(llama_2, text, 2, false), 32.8),
+            (tokenize(LARGE, text, 2, false), 108.6),
         ] {
             let error = planned.mib() - measured;
             assert!((0.0..20.0).contains(&error), "{planned}, {measured} MiB");
@@ -291,7 +299,7 @@ mod tests {
 
     #[test]
     fn more_threads_than_workers_take_no_more() {
-        let of = |threads| tokenise(LARGE, ByteSize(100 * MIB), threads, false);
+        let of = |threads| tokenize(LARGE, ByteSize(100 * MIB), threads, false);
         assert!(of(1) < of(2) && of(2) < of(8));
         assert_eq!(of(8), of(64));
         assert_eq!(of(0), of(1));
@@ -300,9 +308,9 @@ mod tests {
     #[test]
     fn cached_ids_are_the_cheapest_and_loading_is_the_least() {
         let text = ByteSize(100 * MIB);
-        assert!(tokenise(LARGE, text, 2, true) < tokenise(LARGE, text, 2, false));
+        assert!(tokenize(LARGE, text, 2, true) < tokenize(LARGE, text, 2, false));
         assert_eq!(
-            tokenise(LARGE, ByteSize::ZERO, 1, true),
+            tokenize(LARGE, ByteSize::ZERO, 1, true),
             load_tokenizer(LARGE)
         );
     }
@@ -315,7 +323,7 @@ mod tests {
             entries: usize::MAX,
             has_pairs: true,
         };
-        assert_eq!(tokenise(tokenizer, most, usize::MAX, false), most);
-        assert_eq!(tokenise_whole(tokenizer, most), most);
+        assert_eq!(tokenize(tokenizer, most, usize::MAX, false), most);
+        assert_eq!(tokenize_whole(tokenizer, most), most);
     }
 }

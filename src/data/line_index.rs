@@ -1,32 +1,27 @@
-//! Where each line of a large file begins and ends, in a file beside it.
+//! The places of the lines of a large text, found in one pass over it. Blank lines do not count, as for the hub's JSON reader.
 //!
-//! Layout of an index, all numbers u64 little endian: magic (8 bytes), number of lines, size of the text in bytes, SHA-256
-//! of the text (32 bytes), then the first and the past-the-end byte of every line. Blank lines are left out, as the hub's
-//! JSON reader does. An index made for another text is told by the size it states.
+//! An index has at most [`MOST_MARKS`] marks. Up to a million lines have one mark each; in a longer text every second, fourth, …
+//! line has one, and the reader walks from there.
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use sha2::{Digest, Sha256};
 
-use super::documents::LONGEST_LINE;
+use super::text_file::{LONGEST_LINE, line_too_long};
 use super::unpacked::Unpacked;
-use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::run::{Event, Events};
 
-/// First bytes of an index; the digit is the layout's version.
-const MAGIC: &[u8; 8] = b"PRNDOC1\n";
-const HEADER: usize = 8 + 8 + 8 + 32;
-/// Bytes per line in an index.
-const ENTRY: u64 = 16;
+/// Marks of an index at most: 8 MiB.
+const MOST_MARKS: usize = 1 << 20;
 /// Bytes of text handled at once.
 const CHUNK: usize = 1 << 20;
 
-/// Writing failed, not reading: another place may do. Shows the system's message.
+/// A failure to write, which another place may not have. Shows the system's message.
 #[derive(Debug)]
 pub(super) struct WriteFailed(pub(super) io::Error);
 
@@ -38,115 +33,122 @@ impl fmt::Display for WriteFailed {
 
 impl std::error::Error for WriteFailed {}
 
-/// What an index says about its text.
+/// The lines of one text.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Header {
-    /// Lines that are not blank.
-    pub(super) count: u64,
-    /// Bytes of the text.
-    pub(super) text_bytes: u64,
+pub(super) struct LineIndex {
+    /// First byte of every `stride`-th line.
+    marks: Vec<u64>,
+    stride: u64,
+    most_marks: usize,
+    count: u64,
     /// SHA-256 of the text.
     pub(super) sha256: [u8; 32],
 }
 
-impl Header {
-    /// Reads the header of an index for a text of `text_bytes`; none where it is cut short or made for another text.
-    pub(super) fn read(mut index: &File, text_bytes: u64) -> Option<Self> {
-        let mut bytes = [0u8; HEADER];
-        index.seek(SeekFrom::Start(0)).ok()?;
-        index.read_exact(&mut bytes).ok()?;
-        let (magic, rest) = bytes.split_first_chunk::<8>()?;
-        let (count, rest) = rest.split_first_chunk::<8>()?;
-        let (size, rest) = rest.split_first_chunk::<8>()?;
-        let header = Self {
-            count: u64::from_le_bytes(*count),
-            text_bytes: u64::from_le_bytes(*size),
-            sha256: *rest.first_chunk::<32>()?,
-        };
-        let expected = header
-            .count
-            .checked_mul(ENTRY)?
-            .checked_add(HEADER as u64)?;
-        let is_whole =
-            magic == MAGIC && header.count > 0 && index.metadata().ok()?.len() == expected;
-        (is_whole && header.text_bytes == text_bytes).then_some(header)
-    }
-
-    /// First and past-the-end byte of a line, counted from 0 among those that are not blank.
-    pub(super) fn range(&self, mut index: &File, number: u64) -> Result<(u64, u64)> {
-        let mut entry = [0u8; ENTRY as usize];
-        index
-            .seek(SeekFrom::Start(HEADER as u64 + number * ENTRY))
-            .and_then(|_| index.read_exact(&mut entry))
-            .context("cannot read a line index")?;
-        let (start, end) = entry.split_at(8);
-        let read = |bytes: &[u8]| bytes.try_into().map(u64::from_le_bytes).unwrap_or(u64::MAX);
-        let (start, end) = (read(start), read(end));
-        if start > end || end > self.text_bytes || end - start > LONGEST_LINE {
-            return Err(Failure::new("a line index in the cache is damaged")
-                .detail(format!("line {number} is said to span bytes {start} to {end} of {}", self.text_bytes))
-                .hint("delete the documents-* files in the cache folder ($PRUNE_CACHE, or ~/.cache/prune)")
-                .into());
+impl LineIndex {
+    fn new(most_marks: usize) -> Self {
+        Self {
+            marks: Vec::new(),
+            stride: 1,
+            most_marks,
+            count: 0,
+            sha256: [0; 32],
         }
-        Ok((start, end))
     }
 
-    fn to_bytes(&self) -> Vec<u8> {
-        [
-            &MAGIC[..],
-            &self.count.to_le_bytes(),
-            &self.text_bytes.to_le_bytes(),
-            &self.sha256,
-        ]
-        .concat()
+    /// Lines that are not blank.
+    pub(super) fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// Adds the line that begins at byte `start`.
+    fn add(&mut self, start: u64) {
+        if self.marks.len() == self.most_marks {
+            let mut is_kept = [false, true].into_iter().cycle();
+            self.marks.retain(|_| is_kept.next() == Some(false));
+            self.stride *= 2;
+        }
+        if self.count.is_multiple_of(self.stride) {
+            self.marks.push(start);
+        }
+        self.count += 1;
+    }
+
+    /// Reads a line of `text`, counted from 0. Returns its first byte and its bytes.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the text cannot be read, or has become shorter.
+    pub(super) fn read(&self, mut text: &File, number: u64) -> io::Result<(u64, Vec<u8>)> {
+        let mark = usize::try_from(number / self.stride).unwrap_or(usize::MAX);
+        let gone = || io::Error::from(io::ErrorKind::UnexpectedEof);
+        let mut start = *self.marks.get(mark).ok_or_else(gone)?;
+        let mut left = number % self.stride;
+        text.seek(SeekFrom::Start(start))?;
+        let mut reader = BufReader::new(text);
+        let mut line = Vec::new();
+        loop {
+            let read = (&mut reader)
+                .take(LONGEST_LINE)
+                .read_until(b'\n', &mut line)?;
+            if read == 0 {
+                return Err(gone());
+            }
+            if !line.trim_ascii().is_empty() {
+                if left == 0 {
+                    return Ok((start, line));
+                }
+                left -= 1;
+            }
+            start += read as u64;
+            line.clear();
+        }
     }
 }
 
-/// Writes the index of a text that passes through it, and a copy of the text where one is wanted.
+/// Makes the index of a text that passes through it, and writes a copy of the text if asked to.
 pub(super) struct LineIndexer<'a> {
     source: &'a Path,
-    index: BufWriter<&'a File>,
     copy: Option<BufWriter<&'a File>>,
-    /// What may come out of a packed source.
+    /// The limit of a packed source.
     unpacked: Option<Unpacked<'a>>,
     events: &'a dyn Events,
+    index: LineIndex,
     hasher: Sha256,
     position: u64,
     line_start: u64,
     is_blank: bool,
-    count: u64,
 }
 
 impl<'a> LineIndexer<'a> {
-    /// Begins an index in an empty file; `source` names the text in messages, `unpacked` counts it where the source is packed and
-    /// nobody else counts.
-    pub(super) fn new(
-        source: &'a Path,
-        index: &'a File,
-        copy: Option<&'a File>,
-        unpacked: Option<Unpacked<'a>>,
-        events: &'a dyn Events,
-    ) -> Result<Self> {
-        let mut index = BufWriter::new(index);
-        // Room for the header, whose numbers are known at the end.
-        index.write_all(&[0; HEADER]).map_err(WriteFailed)?;
-        let copy = copy.map(|file| BufWriter::with_capacity(CHUNK, file));
-        let hasher = Sha256::new();
-        Ok(Self {
+    /// An indexer before the first byte. `source` names the text in messages.
+    pub(super) fn new(source: &'a Path, events: &'a dyn Events) -> Self {
+        Self {
             source,
-            index,
-            copy,
-            unpacked,
+            copy: None,
+            unpacked: None,
             events,
-            hasher,
+            index: LineIndex::new(MOST_MARKS),
+            hasher: Sha256::new(),
             position: 0,
             line_start: 0,
             is_blank: true,
-            count: 0,
-        })
+        }
     }
 
-    /// Takes everything a reader gives.
+    /// Writes a copy of the text to an empty file.
+    pub(super) fn copying_to(mut self, file: &'a File) -> Self {
+        self.copy = Some(BufWriter::with_capacity(CHUNK, file));
+        self
+    }
+
+    /// Refuses more text than a packed source may have.
+    pub(super) fn limited_by(mut self, unpacked: Unpacked<'a>) -> Self {
+        self.unpacked = Some(unpacked);
+        self
+    }
+
+    /// Takes everything that a reader gives.
     ///
     /// # Errors
     ///
@@ -158,7 +160,9 @@ impl<'a> LineIndexer<'a> {
                 Ok(0) => return Ok(()),
                 Ok(read) => self.feed(&chunk[..read])?,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(unreadable(self.source, &error, self.count).into()),
+                Err(error) => {
+                    return Err(unreadable(self.source, &error, self.index.count).into());
+                }
             }
         }
     }
@@ -167,8 +171,8 @@ impl<'a> LineIndexer<'a> {
     ///
     /// # Errors
     ///
-    /// Fails with [`WriteFailed`] when a file cannot be written, and with a [`Failure`] when a line is too long, or the whole is too
-    /// much for a packed source.
+    /// Fails with [`WriteFailed`] when the copy cannot be written, and with a [`Failure`] when a line is too long, or the text is
+    /// too long for its packed source.
     pub(super) fn feed(&mut self, bytes: &[u8]) -> Result<()> {
         if let Some(unpacked) = &mut self.unpacked {
             unpacked.add(bytes.len() as u64)?;
@@ -181,73 +185,52 @@ impl<'a> LineIndexer<'a> {
             self.is_blank = self.is_blank && piece.trim_ascii().is_empty();
             self.position += piece.len() as u64;
             if self.position - self.line_start > LONGEST_LINE {
-                return Err(self.line_too_long().into());
+                let place = format!(
+                    "it begins at byte {} and follows {} documents",
+                    self.line_start, self.index.count
+                );
+                return Err(line_too_long(self.source)
+                    .detail(place)
+                    .hint("write one JSON object per line, or give plain text as a .txt file")
+                    .into());
             }
             if piece.ends_with(b"\n") {
-                self.end_line()?;
+                self.end_line();
             }
         }
         Ok(())
     }
 
-    /// Notes the line that ends here, unless it is blank.
-    fn end_line(&mut self) -> Result<()> {
+    /// Adds the line that ends here, unless it is blank.
+    fn end_line(&mut self) {
         if !self.is_blank {
-            self.index
-                .write_all(&self.line_start.to_le_bytes())
-                .map_err(WriteFailed)?;
-            self.index
-                .write_all(&self.position.to_le_bytes())
-                .map_err(WriteFailed)?;
-            self.count += 1;
-            if self.count.is_multiple_of(4096) {
-                self.events.emit(Event::Progress { done: self.count });
+            self.index.add(self.line_start);
+            if self.index.count.is_multiple_of(4096) {
+                let done = self.index.count;
+                self.events.emit(Event::Progress { done });
             }
         }
         self.line_start = self.position;
         self.is_blank = true;
-        Ok(())
     }
 
-    /// Writes what is left and the header.
+    /// Ends the text.
     ///
     /// # Errors
     ///
-    /// Fails with [`WriteFailed`] when a file cannot be written.
-    pub(super) fn finish(mut self) -> Result<Header> {
-        // The last line may lack its newline.
-        self.end_line()?;
-        let header = Header {
-            count: self.count,
-            text_bytes: self.position,
-            sha256: self.hasher.finalize().into(),
-        };
-        self.index
-            .seek(SeekFrom::Start(0))
-            .and_then(|_| self.index.write_all(&header.to_bytes()))
-            .map_err(WriteFailed)?;
-        self.index.flush().map_err(WriteFailed)?;
+    /// Fails with [`WriteFailed`] when the copy cannot be written.
+    pub(super) fn finish(mut self) -> Result<LineIndex> {
+        // The last line may have no newline.
+        self.end_line();
         if let Some(mut copy) = self.copy {
             copy.flush().map_err(WriteFailed)?;
         }
-        Ok(header)
-    }
-
-    fn line_too_long(&self) -> Failure {
-        Failure::new(format!(
-            "a line of `{}` is longer than {}",
-            self.source.display(),
-            ByteSize(LONGEST_LINE)
-        ))
-        .detail(format!(
-            "it begins at byte {} and follows {} documents",
-            self.line_start, self.count
-        ))
-        .hint("write one JSON object per line, or give plain text as a .txt file")
+        self.index.sha256 = self.hasher.finalize().into();
+        Ok(self.index)
     }
 }
 
-/// The failure for a source that breaks off while it is read.
+/// The failure for a source that cannot be read to its end.
 pub(super) fn unreadable(path: &Path, error: &io::Error, documents: u64) -> Failure {
     Failure::new(format!("cannot read `{}`: {error}", path.display()))
         .detail(format!("{documents} documents were read before"))
@@ -264,6 +247,37 @@ pub(super) fn line_number(mut text: &File, start: u64) -> io::Result<u64> {
         match reader.read(&mut chunk)? {
             0 => return Ok(number),
             read => number += chunk[..read].iter().filter(|byte| **byte == b'\n').count() as u64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::Silent;
+
+    #[test]
+    fn every_line_is_found_whether_it_has_a_mark_or_not() {
+        let lines: Vec<String> = (0..100).map(|n| format!("line {n}\n")).collect();
+        // Blank lines between them, which do not count.
+        let text = lines.join(" \n\n");
+        let mut file = tempfile::tempfile().expect("a temporary file");
+        file.write_all(text.as_bytes()).expect("write");
+        for most_marks in [2, 4, 64, 128] {
+            let mut indexer = LineIndexer::new(Path::new("x"), &Silent);
+            indexer.index = LineIndex::new(most_marks);
+            for piece in text.as_bytes().chunks(7) {
+                indexer.feed(piece).expect("feed");
+            }
+            let index = indexer.finish().expect("finish");
+            assert_eq!(index.count(), 100);
+            assert!(index.marks.len() <= most_marks);
+            for (number, line) in lines.iter().enumerate() {
+                let (start, read) = index.read(&file, number as u64).expect("read");
+                assert_eq!(read, line.as_bytes());
+                assert_eq!(text.find(line.as_str()), Some(start as usize));
+            }
+            assert!(index.read(&file, 100).is_err());
         }
     }
 }

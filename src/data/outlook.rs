@@ -1,57 +1,53 @@
-//! What can be known about a text before any work is done on it: how large it is, and whether its ids are in the cache.
+//! The size of a text, and the presence of its ids in the cache: the facts that its memory is planned with.
 
 use std::path::Path;
 
 use anyhow::Result;
 
+use super::Tokenizer;
 use super::cache::TextCache;
-use super::dataset::{DatasetSpec, Source, locate};
 use super::joined::JoinedText;
-use super::{Role, Tokenizer};
+use super::source::{Files, Source};
 use crate::bytes::ByteSize;
 use crate::run::Silent;
 
-/// What tokenising a text will cost depends on this.
+/// The facts that decide the memory of tokenizing a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextOutlook {
-    /// The size of the text as it is tokenised. None for a file of documents, which would have to be unpacked first: to
-    /// calibrate they are tokenised one by one, to evaluate 1100 of them are joined.
+    /// The size of the text as it is tokenized. `None` for a file of documents, which would have to be unpacked first: calibration
+    /// tokenizes documents one by one, and evaluation joins 1100 of them.
     pub text: Option<ByteSize>,
-    /// The ids are in the cache, so that the text is only read for its hash. False for documents.
+    /// The ids are in the cache, and the text is read for its hash only. False for documents.
     pub is_cached: bool,
 }
 
-/// Reads a text once, for its size and its hash, without tokenising it: no more than a few portions of it are in memory.
-///
-/// Where `tokenizer_config.json` was changed since the ids were kept, they may be said to be there and are not.
-///
-/// # Arguments
-///
-/// * `model_folder` - the folder with `tokenizer.json`, which is hashed but not loaded
-///
-/// # Errors
-///
-/// Fails when the text is missing or cannot be read (see [`super::check`]), and when `tokenizer.json` cannot be.
-pub fn outlook(
-    spec: &DatasetSpec,
-    role: Role,
-    model_folder: &Path,
-    cache: &TextCache,
-) -> Result<TextOutlook> {
-    let source = locate(spec, role)?;
-    if matches!(source, Source::Documents(..)) {
-        return Ok(TextOutlook {
-            text: None,
-            is_cached: false,
-        });
+impl Source {
+    /// Reads a text once, portion by portion, for its size and its hash. Does not tokenize it.
+    ///
+    /// After a change of `tokenizer_config.json`, `is_cached` may be true although the cached ids are those of the old settings.
+    ///
+    /// # Arguments
+    ///
+    /// * `model_folder` - the folder with `tokenizer.json`, which is hashed but not loaded
+    ///
+    /// # Errors
+    ///
+    /// Fails when the text or `tokenizer.json` is missing or cannot be read.
+    pub fn outlook(&self, model_folder: &Path, cache: &TextCache) -> Result<TextOutlook> {
+        if matches!(self.files, Files::Documents(..)) {
+            return Ok(TextOutlook {
+                text: None,
+                is_cached: false,
+            });
+        }
+        let joined = JoinedText::open(self, cache, &Silent)?.digest()?;
+        let is_cached = cache.folder().is_some()
+            && Tokenizer::possible_hashes(model_folder)?
+                .iter()
+                .any(|tokenizer| cache.has_token_ids(tokenizer, &joined.sha256));
+        Ok(TextOutlook {
+            text: Some(ByteSize(joined.bytes)),
+            is_cached,
+        })
     }
-    let seen = JoinedText::open(&source, role, cache, &Silent)?.look()?;
-    let is_cached = cache.folder().is_some()
-        && Tokenizer::possible_hashes(model_folder)?
-            .iter()
-            .any(|tokenizer| cache.has_token_ids(tokenizer, &seen.sha256));
-    Ok(TextOutlook {
-        text: Some(ByteSize(seen.bytes)),
-        is_cached,
-    })
 }

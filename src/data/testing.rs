@@ -1,4 +1,4 @@
-//! What the tests of this room share: the reference's files where they are at hand, recorded events, parquet fixtures.
+//! Shared parts of this room's tests: the reference's files if they exist, recorded events, parquet fixtures.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -12,8 +12,8 @@ use parquet::schema::parser::parse_message_type;
 
 use crate::run::{Event, Events};
 
-/// A file or folder of the shared reference data: below `$PRUNE_SHARED`, else below `shared` beside the repository. Where it
-/// is absent, says so and returns none.
+/// A file or folder of the shared reference data: below `$PRUNE_SHARED`, else below `shared` next to the repository. If it is
+/// absent, prints a line and returns `None`.
 #[expect(clippy::print_stderr, reason = "a skipped test must say so")]
 pub(super) fn shared(name: &str) -> Option<PathBuf> {
     let beside = || {
@@ -36,9 +36,9 @@ pub(super) fn shared(name: &str) -> Option<PathBuf> {
 
 /// Keeps every event.
 #[derive(Default)]
-pub(super) struct Recorded(Mutex<Vec<Event>>);
+pub(super) struct RecordedEvents(Mutex<Vec<Event>>);
 
-impl Events for Recorded {
+impl Events for RecordedEvents {
     fn emit(&self, event: Event) {
         self.0
             .lock()
@@ -47,16 +47,16 @@ impl Events for Recorded {
     }
 }
 
-impl Recorded {
-    /// How many notes and warnings contain a text.
+impl RecordedEvents {
+    /// Number of notes and warnings that contain a text.
     pub(super) fn count(&self, text: &str) -> usize {
         let events = self.0.lock().expect("no test panics while it emits");
         events.iter().filter(|event| matches!(event, Event::Note { text: line } | Event::Warning { text: line } if line.contains(text))).count()
     }
 }
 
-impl Recorded {
-    /// The steps of a phase that counts `unit`, and what was told to be done of it.
+impl RecordedEvents {
+    /// The announced steps of a phase, and its reports of progress.
     pub(super) fn progress(&self, name: &str, counted: &str) -> (u64, Vec<u64>) {
         let events = self.0.lock().expect("no test panics while it emits");
         let mut of_phase = events.iter().skip_while(
@@ -73,7 +73,7 @@ impl Recorded {
     }
 }
 
-/// Writes a parquet file of one string column as the hub's are: nullable, compressed by snappy; one row group per slice.
+/// Writes a parquet file of one string column in the hub's form: nullable, compressed by snappy; one row group per slice.
 pub(super) fn write_parquet(path: &Path, column: &str, groups: &[&[String]]) {
     let groups: Vec<Vec<Option<&str>>> = groups
         .iter()
@@ -82,7 +82,7 @@ pub(super) fn write_parquet(path: &Path, column: &str, groups: &[&[String]]) {
     write_nullable_parquet(path, column, &groups);
 }
 
-/// The same with rows that may be null.
+/// Writes such a file with rows that may be null.
 pub(super) fn write_nullable_parquet(path: &Path, column: &str, groups: &[Vec<Option<&str>>]) {
     let schema = format!("message rows {{ optional int64 id; optional binary {column} (UTF8); }}");
     let schema = Arc::new(parse_message_type(&schema).expect("a schema"));

@@ -1,8 +1,8 @@
 //! Text to token ids and back, with the special tokens that `transformers` would add.
 //!
-//! Wraps the `tokenizers` crate, which is also what the Python "fast" tokenizers run, so ids agree with theirs. One rule
-//! lives outside `tokenizer.json`: for the Llama classes, `transformers` rebuilds the post-processor from
-//! `add_bos_token` / `add_eos_token` of `tokenizer_config.json`, whatever `tokenizer.json` says.
+//! This wraps the `tokenizers` crate, which the Python "fast" tokenizers run too, so ids agree with theirs. One rule is not in
+//! `tokenizer.json`: for the Llama classes, `transformers` builds the post-processor from `add_bos_token` and `add_eos_token` of
+//! `tokenizer_config.json`, and ignores that of `tokenizer.json`.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -13,58 +13,68 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
-    DecoderWrapper, Encoding, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Token,
-    TokenizerImpl,
+    DecoderWrapper, Encoding, ModelWrapper, NormalizerWrapper, PostProcessorWrapper,
+    PreTokenizerWrapper, Token, TokenizerImpl,
 };
 
-use super::cut::CutRule;
 use super::digest;
 use super::encoder::Encoder;
+use super::text_cut::CutRule;
 use crate::bytes::{ByteSize, hex, read_settings, read_whole};
 use crate::failure::{Failure, blaming};
+
+/// The library's stream, for a tokenizer of any kind.
+pub(super) type DecodeStream<'t> = tokenizers::DecodeStream<
+    't,
+    ModelWrapper,
+    NormalizerWrapper,
+    PreTokenizerWrapper,
+    PostProcessorWrapper,
+    DecoderWrapper,
+>;
 
 /// A model's tokenizer.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     sha256: String,
     largest_id: u32,
-    /// Set only where `tokenizer_config.json` asks for other special tokens than `tokenizer.json` adds.
-    special: Option<SpecialTokens>,
+    /// Set only if `tokenizer_config.json` asks for other special tokens than `tokenizer.json` adds.
+    pub(super) special: Option<SpecialTokens>,
     cuts: Option<Cuts>,
-    /// What a panic of the library means.
+    /// The failure for a panic of the library.
     damaged: Failure,
 }
 
-/// The largest `tokenizer.json` that is read; published ones have up to 35 MB.
+/// The largest `tokenizer.json` that is read. Published files have up to 35 MB.
 pub(super) const LARGEST: ByteSize = ByteSize(256 << 20);
-/// Why a file is refused that made the library panic.
-const BROKE_OFF: &str = "the library that reads it broke off";
+/// The reason in the failure for a panic of the library.
+const PANICKED: &str = "the tokenizer library panicked";
 
-/// How a long text is encoded in pieces.
+/// The rule for encoding a long text in pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Cuts {
-    /// Where pieces end.
+    /// The ends of pieces.
     pub(super) rule: CutRule,
-    /// Special ids before the whole text.
+    /// Special ids before the text.
     pub(super) before: Vec<u32>,
-    /// Special ids behind it.
+    /// Special ids after the text.
     pub(super) after: Vec<u32>,
 }
 
-/// Ids put around a text in place of the post-processor's.
+/// Ids before and after a text, in place of the post-processor's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct SpecialTokens {
+pub(super) struct SpecialTokens {
     bos: Option<u32>,
     eos: Option<u32>,
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a model folder, and `tokenizer_config.json` where there is one.
+    /// Reads `tokenizer.json` of a model folder, and `tokenizer_config.json` if it exists.
     ///
     /// # Errors
     ///
-    /// Fails when the folder has no `tokenizer.json` (with the way to convert a `tokenizer.model`), when one of the two files
-    /// is damaged, or when the configuration asks for a beginning-of-text token that the vocabulary lacks.
+    /// Fails when the folder has no `tokenizer.json` (the hint tells how to convert a `tokenizer.model`), when one of the two files
+    /// is damaged, or when the configuration asks for a special token that the vocabulary lacks.
     pub fn load(model_folder: &Path) -> Result<Self> {
         let path = model_folder.join("tokenizer.json");
         let bytes = match read_whole(&path, LARGEST) {
@@ -78,12 +88,12 @@ impl Tokenizer {
             Failure::new(format!("`{}` is not a tokenizer we can read: {why}", path.display()))
                 .hint("copy it from the model's page again, or write it anew with a current `transformers` (save_pretrained)")
         };
-        // The library panics on some parts of the wrong type.
-        let parsed = blaming(damaged(BROKE_OFF.into()), || parse(&bytes))?;
+        // The library panics on some values of the wrong type.
+        let parsed = blaming(damaged(PANICKED.into()), || parse(&bytes))?;
         let mut inner = parsed.map_err(|error| damaged(error.to_string()))?;
         let sha256 = digest::of_bytes(&bytes);
         drop(bytes);
-        // A file may have been saved with truncation or padding switched on; transformers switches both off for a plain call.
+        // Some files are saved with truncation or padding. A plain call of transformers uses neither.
         inner
             .with_truncation(None)
             .map_err(|error| damaged(error.to_string()))?;
@@ -100,7 +110,7 @@ impl Tokenizer {
             largest_id,
             special: None,
             cuts: None,
-            damaged: damaged(BROKE_OFF.into()),
+            damaged: damaged(PANICKED.into()),
         };
         if let Some(special) = tokenizer.configured_special_tokens(model_folder)? {
             tokenizer.apply(special)?;
@@ -110,41 +120,41 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// SHA-256 of `tokenizer.json` in hex, as `sha256sum` prints it. Where `tokenizer_config.json` changes the special
-    /// tokens, what it decided is appended ("…+bos", "…+bos+eos", "…+plain"): the same file then gives other ids.
+    /// SHA-256 of `tokenizer.json` in hex, as `sha256sum` prints it. A mark follows if `tokenizer_config.json` changes the special
+    /// tokens ("…+bos", "…+bos+eos", "…+plain"), because the same file then gives other ids.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
 
-    /// The largest id the tokenizer can produce, added tokens included; a model's embedding needs more rows than this.
+    /// The largest id of the tokenizer, added tokens included. The model's embedding needs more rows than this.
     pub fn largest_id(&self) -> u32 {
         self.largest_id
     }
 
-    /// The ids of a text, special tokens included: those of one call over the whole text. Where it is proven safe for this
-    /// tokenizer, a long text is encoded in pieces by several threads, in memory that does not grow with it.
+    /// The ids of a text with special tokens, equal to those of one call over the whole text. If cuts are proven safe for this
+    /// tokenizer, several threads encode a long text in pieces, and memory does not grow with the text.
     ///
     /// # Errors
     ///
     /// Fails when the tokenizer's model cannot express the text (no unknown token and no byte fallback).
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let mut nobody = |_| ();
-        let mut encoder = Encoder::new(self, &mut nobody);
+        let mut no_progress = |_| ();
+        let mut encoder = Encoder::new(self, &mut no_progress);
         encoder.push(text)?;
         encoder.finish()
     }
 
-    /// Whether long texts are encoded in pieces. Where they are not, one call takes memory in proportion to the text.
+    /// True if long texts are encoded in pieces. If false, one call takes memory in proportion to the text.
     pub fn is_bounded(&self) -> bool {
         self.cuts.is_some()
     }
 
-    /// How a long text is cut; none where no cut is proven safe.
+    /// The cuts of a long text; `None` if no cut is proven safe.
     pub(super) fn cuts(&self) -> Option<&Cuts> {
         self.cuts.as_ref()
     }
 
-    /// The ids of a text in one call, special tokens included.
+    /// The ids of a text in one call, with special tokens.
     pub(super) fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.encoded(text, self.special.is_none())?;
         let SpecialTokens { bos, eos } = self.special.unwrap_or(SpecialTokens {
@@ -158,11 +168,11 @@ impl Tokenizer {
             .collect())
     }
 
-    /// The ids of a text as it stands: special tokens that it spells become theirs, none is added.
+    /// The ids of a text that contains its special tokens, as a rendered chat template does. No special token is added.
     ///
     /// # Errors
     ///
-    /// As [`Tokenizer::encode`].
+    /// Fails when the tokenizer's model cannot express the text.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_bare(text)
     }
@@ -177,7 +187,7 @@ impl Tokenizer {
         Ok(self.encoded(text, false)?.get_ids().to_vec())
     }
 
-    /// One call. `encode_fast` skips the offsets, which nobody here reads. The encoding also holds a string per token.
+    /// One call of the library. `encode_fast` skips the offsets, which are not needed. The encoding holds a string per token, too.
     fn encoded(&self, text: &str, has_special_tokens: bool) -> Result<Encoding> {
         let encoding = blaming(self.damaged.clone(), || {
             self.inner.encode_fast(text, has_special_tokens)
@@ -190,10 +200,10 @@ impl Tokenizer {
         })?)
     }
 
-    /// The rule for this tokenizer's cuts, and what stands around a whole text; none where either is not known for sure.
+    /// The safe cuts and the special ids of this tokenizer; `None` if one of them cannot be proven.
     fn find_cuts(&self) -> Option<Cuts> {
         let rule = CutRule::of(&self.inner)?;
-        // Pieces are encoded without special tokens, which must then be none.
+        // A piece is encoded without special tokens, so the post-processor must add none then.
         let (before, after) = self.around(false)?;
         if !before.is_empty() || !after.is_empty() {
             return None;
@@ -211,7 +221,7 @@ impl Tokenizer {
         })
     }
 
-    /// What the post-processor puts before and behind a text, told by one that consists of an id nobody has.
+    /// The ids that the post-processor puts before and after a text. The text here is one id that no token has.
     fn around(&self, has_special_tokens: bool) -> Option<(Vec<u32>, Vec<u32>)> {
         const TEXT: u32 = u32::MAX;
         let text = Encoding::from_tokens(vec![Token::new(TEXT, String::new(), (0, 0))], 0);
@@ -226,11 +236,11 @@ impl Tokenizer {
         (!after.contains(&TEXT)).then(|| (before.to_vec(), after.to_vec()))
     }
 
-    /// The text of some ids, without special tokens.
+    /// The text of ids, without special tokens.
     ///
     /// # Errors
     ///
-    /// Fails when the tokenizer's decoder refuses them.
+    /// Fails when the tokenizer's decoder refuses the ids.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         let text = blaming(self.damaged.clone(), || self.inner.decode(ids, true))?;
         Ok(text.map_err(|error| {
@@ -241,8 +251,32 @@ impl Tokenizer {
         })?)
     }
 
-    /// What `tokenizer_config.json` says about special tokens; none where the file is absent, names another class or is
-    /// silent about `add_bos_token`.
+    /// The text of tokens as they come, without special tokens; for [`Tokenizer::step`].
+    pub(super) fn decode_stream(&self) -> DecodeStream<'_> {
+        self.inner.decode_stream(true)
+    }
+
+    /// Takes a token into a stream. The inner result is the text that the token completes, or the library's refusal.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the library panics.
+    pub(super) fn step(
+        &self,
+        stream: &mut DecodeStream<'_>,
+        id: u32,
+    ) -> Result<tokenizers::Result<Option<String>>> {
+        Ok(blaming(self.damaged.clone(), || stream.step(id))?)
+    }
+
+    /// Tells tokens that may add to a text from special tokens and from ids without a token.
+    pub(super) fn has_text(&self, id: u32) -> bool {
+        let token = self.inner.id_to_token(id);
+        token.is_some_and(|token| !self.inner.get_added_vocabulary().is_special_token(&token))
+    }
+
+    /// The special tokens of `tokenizer_config.json`; `None` if the file is absent, names another class or has no
+    /// `add_bos_token`.
     fn configured_special_tokens(&self, model_folder: &Path) -> Result<Option<SpecialTokens>> {
         let path = model_folder.join("tokenizer_config.json");
         let text = match read_settings(&path) {
@@ -262,7 +296,7 @@ impl Tokenizer {
             return Ok(None);
         };
         let add_eos = config["add_eos_token"].as_bool().unwrap_or(false);
-        // The class's own defaults where the configuration does not name the tokens.
+        // The defaults of the class, if the configuration does not name the tokens.
         let bos = if add_bos {
             Some(self.named_token(&config, "bos_token", "<s>", &path)?)
         } else {
@@ -276,7 +310,7 @@ impl Tokenizer {
         Ok(Some(SpecialTokens { bos, eos }))
     }
 
-    /// The id of a token that the configuration names as a string, or as an object with `content`.
+    /// The id of a token that the configuration names by a string, or by an object with `content`.
     fn named_token(&self, config: &Value, key: &str, default: &str, path: &Path) -> Result<u32> {
         let named = match config.get(key) {
             None => Some(default),
@@ -296,9 +330,9 @@ impl Tokenizer {
         })?)
     }
 
-    /// Takes over the configured special tokens if `tokenizer.json` would not add the same.
+    /// Uses the configured special tokens, unless `tokenizer.json` adds the same tokens.
     fn apply(&mut self, special: SpecialTokens) -> Result<()> {
-        // Templates do not depend on the text, so one probe tells.
+        // Post-processors do not depend on the text, so one probe is enough.
         const PROBE: &str = "a";
         let as_file_says = self.encode_whole(PROBE)?;
         self.special = Some(special);
@@ -310,8 +344,8 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The values that [`Tokenizer::sha256`] may have for a model folder, found without loading the tokenizer: the hash of
-    /// `tokenizer.json`, and that with each mark that `tokenizer_config.json` can add.
+    /// The possible values of [`Tokenizer::sha256`] for a model folder: the hash of `tokenizer.json`, alone and with each mark that
+    /// `tokenizer_config.json` may add. Does not load the tokenizer.
     ///
     /// # Errors
     ///
@@ -333,7 +367,7 @@ impl Tokenizer {
     }
 }
 
-/// What is appended to the hash where the configuration overrules `tokenizer.json`.
+/// The mark behind the hash if the configuration overrules `tokenizer.json`.
 fn suffix(has_bos: bool, has_eos: bool) -> &'static str {
     match (has_bos, has_eos) {
         (true, true) => "+bos+eos",
@@ -343,23 +377,23 @@ fn suffix(has_bos: bool, has_eos: bool) -> &'static str {
     }
 }
 
-/// The failure for a file that is there and cannot be read.
+/// The failure for a file that exists but cannot be read.
 pub(super) fn unreadable(path: &Path, error: &io::Error) -> Failure {
     Failure::new(format!("cannot read `{}`: {error}", path.display()))
         .hint("copy it from the model's page again")
 }
 
-/// Reads a `tokenizer.json`. The library reads the model of one into generic values twice before it looks at its type; told
-/// the type, it does without. Nearly all are byte-pair models, and for the others it decides again.
+/// Parses a `tokenizer.json`. For a model of unknown type, the library parses generic values twice. Nearly all models are byte
+/// pairs, so this type is tried first.
 fn parse(bytes: &[u8]) -> tokenizers::Result<tokenizers::Tokenizer> {
-    type OfBytePairs = TokenizerImpl<
+    type BytePairTokenizer = TokenizerImpl<
         BPE,
         NormalizerWrapper,
         PreTokenizerWrapper,
         PostProcessorWrapper,
         DecoderWrapper,
     >;
-    match serde_json::from_slice::<OfBytePairs>(bytes) {
+    match serde_json::from_slice::<BytePairTokenizer>(bytes) {
         Ok(tokenizer) => Ok(tokenizer.into()),
         Err(_) => tokenizers::Tokenizer::from_bytes(bytes),
     }
@@ -377,153 +411,4 @@ pub(super) fn no_tokenizer(folder: &Path) -> Failure {
     Failure::new(format!("no tokenizer in `{shown}`"))
         .detail("looked for `tokenizer.json`")
         .hint("copy `tokenizer.json` and `tokenizer_config.json` from the model's page into the folder")
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs;
-
-    use super::*;
-    use crate::data::testing::shared;
-
-    /// A copy of the small real tokenizer with another configuration beside it.
-    fn stories_with(config: &str) -> Option<(tempfile::TempDir, Result<Tokenizer>)> {
-        let source = shared("models/stories260k/tokenizer.json")?;
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        fs::copy(source, folder.path().join("tokenizer.json")).expect("copy");
-        fs::write(folder.path().join("tokenizer_config.json"), config).expect("write");
-        let loaded = Tokenizer::load(folder.path());
-        Some((folder, loaded))
-    }
-
-    #[test]
-    fn a_folder_without_tokenizer_json_is_told_how_to_get_one() {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let empty = Tokenizer::load(folder.path())
-            .err()
-            .expect("must fail")
-            .to_string();
-        assert!(empty.contains("no tokenizer"), "{empty}");
-        fs::write(folder.path().join("tokenizer.model"), "x").expect("write");
-        let only_model = Tokenizer::load(folder.path())
-            .err()
-            .expect("must fail")
-            .to_string();
-        assert!(only_model.contains("save_pretrained"), "{only_model}");
-        fs::write(folder.path().join("tokenizer.json"), "{}").expect("write");
-        assert!(
-            Tokenizer::load(folder.path())
-                .err()
-                .expect("must fail")
-                .to_string()
-                .contains("not a tokenizer")
-        );
-    }
-
-    #[test]
-    fn explicit_add_bos_token_of_the_llama_class_overrules_tokenizer_json() {
-        let Some((_folder, loaded)) =
-            stories_with(r#"{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}"#)
-        else {
-            return;
-        };
-        let with_bos = loaded.expect("load");
-        assert_eq!(
-            with_bos.special, None,
-            "tokenizer.json adds the same token itself"
-        );
-        let ids = with_bos.encode("Once upon a time").expect("encode");
-        assert_eq!(ids[0], 1, "<s> has id 1");
-        assert_eq!(with_bos.decode(&ids).expect("decode"), "Once upon a time");
-        assert_eq!(with_bos.largest_id(), 511, "config.json: vocab_size 512");
-
-        let Some((_folder, loaded)) =
-            stories_with(r#"{"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": false}"#)
-        else {
-            return;
-        };
-        let without = loaded.expect("load");
-        assert_eq!(
-            without.encode("Once upon a time").expect("encode"),
-            ids[1..]
-        );
-        assert_eq!(without.sha256(), format!("{}+plain", with_bos.sha256()));
-
-        let config = r#"{"tokenizer_class": "LlamaTokenizer", "add_bos_token": false, "add_eos_token": true, "eos_token": {"content": "</s>"}}"#;
-        let Some((_folder, loaded)) = stories_with(config) else {
-            return;
-        };
-        assert_eq!(
-            loaded
-                .expect("load")
-                .encode("Once upon a time")
-                .expect("encode"),
-            [&ids[1..], &[2]].concat()
-        );
-    }
-
-    #[test]
-    fn other_classes_and_silent_configurations_leave_tokenizer_json_alone() {
-        for config in [
-            r#"{"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": false}"#,
-            r#"{"tokenizer_class": "LlamaTokenizer"}"#,
-        ] {
-            let Some((_folder, loaded)) = stories_with(config) else {
-                return;
-            };
-            assert_eq!(loaded.expect("load").encode("a").expect("encode")[0], 1);
-        }
-    }
-
-    #[test]
-    fn a_configured_token_that_does_not_exist_is_refused() {
-        let config = r#"{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true, "bos_token": "<no such>"}"#;
-        let Some((_folder, loaded)) = stories_with(config) else {
-            return;
-        };
-        assert!(
-            loaded
-                .err()
-                .expect("must fail")
-                .to_string()
-                .contains("add_bos_token")
-        );
-    }
-
-    #[test]
-    fn the_real_llama_tokenizers_give_the_ids_of_transformers() {
-        for name in ["llama2", "llama3"] {
-            let Some(folder) = shared(&format!("data/tokenizers/{name}")) else {
-                return;
-            };
-            let tokenizer = Tokenizer::load(&folder).expect("load");
-            let golden: Value =
-                serde_json::from_slice(&fs::read(folder.join("golden_ids.json")).expect("read"))
-                    .expect("JSON");
-            for entry in golden["strings"].as_array().expect("a list") {
-                let expected: Vec<u32> =
-                    serde_json::from_value(entry["fast"].clone()).expect("ids");
-                assert_eq!(
-                    tokenizer
-                        .encode(entry["text"].as_str().expect("text"))
-                        .expect("encode"),
-                    expected,
-                    "{name}: {}",
-                    entry["text"]
-                );
-            }
-            let Some(text) = shared("data/wikitext2/wiki.test.head1000.raw") else {
-                return;
-            };
-            let ids = tokenizer
-                .encode(&fs::read_to_string(text).expect("read"))
-                .expect("encode");
-            let expected = &golden["files"]["wiki.test.head1000.raw"]["fast"];
-            assert_eq!(ids.len() as u64, expected["n"].as_u64().expect("a count"));
-            assert_eq!(
-                digest::of_ids(&ids),
-                expected["sha256_int32le"].as_str().expect("a hash")
-            );
-        }
-    }
 }

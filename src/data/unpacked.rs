@@ -1,20 +1,20 @@
-//! How large the text of a packed file may become.
+//! The limit for the text of a packed file.
 //!
-//! Gzip packs a byte repeated into a thousandth, parquet into less: a file of megabytes can unpack to more than any disk holds. Text
-//! packs to a third (C4's shards), repetitive JSON to a tenth. So a text that has grown a hundredfold is refused while it is being
-//! unpacked, and whoever means it can unpack the file, which then is as large as it is.
+//! Gzip packs a repeated byte to a thousandth of its size, and parquet to less: a file of megabytes can unpack to more than any disk
+//! holds. Text packs to a third (C4's shards), and repetitive JSON to a tenth. So a text of more than a hundred times its file's size
+//! is refused while it is unpacked. A user with such a text can unpack it and name the unpacked file.
 
 use std::path::Path;
 
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
-/// How many times its file's size a text may have.
+/// The largest ratio of a text's size to its file's size.
 const MOST_TIMES: u64 = 100;
-/// What any file may unpack to.
+/// A size that every file may unpack to.
 const LEAST: u64 = 64 << 20;
 
-/// Counts what comes out of one file.
+/// The unpacked bytes of one file.
 #[derive(Debug)]
 pub(super) struct Unpacked<'a> {
     path: &'a Path,
@@ -24,7 +24,7 @@ pub(super) struct Unpacked<'a> {
 }
 
 impl<'a> Unpacked<'a> {
-    /// Nothing yet of `path`, a file of `file` bytes; `remedy` is how to unpack it oneself.
+    /// The counter for `path`, a file of `file` bytes. `remedy` is the hint for a user who wants the text nevertheless.
     pub(super) fn new(path: &'a Path, file: u64, remedy: &'static str) -> Self {
         Self {
             path,
@@ -38,7 +38,7 @@ impl<'a> Unpacked<'a> {
     ///
     /// # Errors
     ///
-    /// Fails when they are more than a text of that file can have.
+    /// Fails when the text exceeds the limit.
     pub(super) fn add(&mut self, bytes: u64) -> Result<(), Failure> {
         self.bytes = self.bytes.saturating_add(bytes);
         let most = self.file.saturating_mul(MOST_TIMES).max(LEAST);
@@ -51,7 +51,7 @@ impl<'a> Unpacked<'a> {
             ByteSize(most)
         ))
         .detail(format!(
-            "the file has {}; text packs to a third, and more than {MOST_TIMES} times its file's size is no text",
+            "the file has {}; text packs to about a third, and the limit is {MOST_TIMES} times the file's size",
             ByteSize(self.file)
         ))
         .hint(self.remedy))

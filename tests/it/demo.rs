@@ -10,9 +10,11 @@ use std::sync::Arc;
 use anyhow::Result;
 use candle_core::{DType, Device, safetensors};
 use prune::checkpoint::Checkpoint;
-use prune::data::{self, DatasetSpec, TextCache, Tokenizer};
+use prune::data::{self, DatasetSpec, Role, Source, TextCache, Tokenizer};
 use prune::demo::{RandomCheckpoint, embedded};
-use prune::generation::{Finish, Generator, Order, Sampler, Sampling, sentence, write};
+use prune::generation::{
+    FinishReason, GenerationRequest, Generator, Sampler, Sampling, generate, sentence,
+};
 use prune::model::ModelConfig;
 use prune::run::Silent;
 use twin::{Twin, Weights};
@@ -35,9 +37,9 @@ fn open(folder: &Path) -> Result<(Generator, ModelConfig, Tokenizer)> {
 
 /// The first windows of the test stories.
 fn windows(tokenizer: &Tokenizer, seqlen: usize, count: usize) -> Result<Vec<u32>> {
-    let spec: DatasetSpec = "demo".parse()?;
+    let source = Source::find(&"demo".parse()?, Role::Evaluation)?;
     let cache = TextCache::disabled();
-    Ok(data::evaluation(&spec, tokenizer, seqlen, Some(count), &cache, &Silent)?.tokens)
+    Ok(data::evaluation(&source, tokenizer, seqlen, Some(count), &cache, &Silent)?.tokens)
 }
 
 #[test]
@@ -168,20 +170,23 @@ fn greedy_writing_is_the_same_every_time() -> Result<()> {
     assert!(first.ends_with(['.', '!', '?', '"']), "{first}");
     let prompt = tokenizer.encode(embedded::PROMPT)?;
     let mut greedy = |max_tokens| {
-        let order = Order {
+        let request = GenerationRequest {
             prompt: &prompt,
             max_tokens,
             stop_ids: &[],
         };
         let mut sampler = Sampler::new(&Sampling::GREEDY);
-        write(&mut model, &order, &mut sampler, |_| Ok(true))
+        generate(&mut model, &request, &mut sampler, |_| Ok(true))
     };
     let three = greedy(3)?;
-    assert_eq!((three.ids.len(), three.finish), (3, Finish::MaxTokens));
+    assert_eq!(
+        (three.ids.len(), three.finish),
+        (3, FinishReason::MaxTokens)
+    );
     let all = greedy(usize::MAX / 2)?;
     assert_eq!(
         (all.ids.len() + prompt.len(), all.finish),
-        (config.max_position_embeddings, Finish::Positions),
+        (config.max_position_embeddings, FinishReason::Positions),
         "it stops where positions end"
     );
     assert_eq!(all.ids[..3], three.ids);

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prune::bytes::ByteSize;
 use prune::data::footprint::{self, TokenizerSize};
-use prune::data::{self, DatasetSpec, Role, TextCache, Tokenizer};
+use prune::data::{self, Role, Source, TextCache, Tokenizer};
 use prune::demo::RandomCheckpoint;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
@@ -114,12 +114,12 @@ fn tokenising_child() {
         "cached" => TextCache::open(Some("cache".into())),
         _ => TextCache::disabled(),
     };
-    let dataset: DatasetSpec = "text.txt".parse().unwrap();
+    let text = Source::find(&"text.txt".parse().unwrap(), Role::Evaluation).unwrap();
     let before = ALIVE.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
     let tokenizer = Tokenizer::load(".".as_ref()).unwrap();
     let loading = PEAK.load(Ordering::Relaxed) - before;
-    data::evaluation(&dataset, &tokenizer, 128, None, &cache, &Silent).unwrap();
+    data::evaluation(&text, &tokenizer, 128, None, &cache, &Silent).unwrap();
     let peak = PEAK.load(Ordering::Relaxed) - before;
     fs::write(TAKEN, format!("{peak} {loading}")).unwrap();
 }
@@ -358,20 +358,13 @@ fn tokenising_takes_what_was_planned_however_long_the_text_is() {
         fs::write(place.path("text.txt"), &text).unwrap();
         let (peak, loading) = measured(&place, "tokenising_child", arguments);
         let text = ByteSize(text.len() as u64);
-        let is_cached = data::outlook(
-            &place
-                .path("text.txt")
-                .display()
-                .to_string()
-                .parse()
-                .unwrap(),
-            Role::Evaluation,
-            &place.path("."),
-            &TextCache::open(Some(place.path("cache"))),
-        )
-        .unwrap()
-        .is_cached;
-        let planned = footprint::tokenise(size, text, THREADS, is_cached);
+        let spec = place.path("text.txt").display().to_string();
+        let cache = TextCache::open(Some(place.path("cache")));
+        let is_cached = Source::find(&spec.parse().unwrap(), Role::Evaluation)
+            .and_then(|source| source.outlook(&place.path("."), &cache))
+            .unwrap()
+            .is_cached;
+        let planned = footprint::tokenize(size, text, THREADS, is_cached);
         eprintln!(
             "{text} of text, {} entries, cached: {is_cached}: planned {planned}, counted {} of which {} to load",
             size.entries,
@@ -394,7 +387,7 @@ fn tokenising_takes_what_was_planned_however_long_the_text_is() {
         peak <= planned && peak >= planned / 2,
         "{peak} of {planned} planned"
     );
-    assert!(footprint::tokenise_whole(size, ByteSize(text)).0 > 10 * peak);
+    assert!(footprint::tokenize_whole(size, ByteSize(text)).0 > 10 * peak);
     let _ = of(2_000_000, "cached");
     let (peak, _, planned, _) = of(2_000_000, "cached");
     assert!(

@@ -4,10 +4,10 @@ use anyhow::Result;
 
 use super::PruneArgs;
 use crate::bytes::ByteSize;
-use crate::cli::args::{CalibrationArgs, EvalSides};
+use crate::cli::args::EvalSides;
 use crate::cli::console::Console;
 use crate::cli::session::Session;
-use crate::data::{self, Calibration, DatasetSpec, Evaluation, Role, TextCache};
+use crate::data::{self, Calibration, Draw, Evaluation, Role, Source, TextCache};
 use crate::model::Embedding;
 use crate::run::Phase;
 use crate::runtime::Side;
@@ -22,8 +22,8 @@ pub(super) struct Texts {
 
 /// Where the texts of a run are.
 pub(super) struct Located {
-    calibration: Option<DatasetSpec>,
-    evaluation: Option<DatasetSpec>,
+    calibration: Option<Source>,
+    evaluation: Option<Source>,
     cache: TextCache,
 }
 
@@ -54,12 +54,7 @@ impl Located {
 
     /// What tokenising them takes at its peak.
     pub(super) fn tokenising(&self, session: &Session) -> Result<ByteSize> {
-        let calibration = self.calibration.as_ref();
-        let evaluation = self.evaluation.as_ref();
-        let texts = calibration
-            .map(|text| (text, Role::Calibration))
-            .into_iter()
-            .chain(evaluation.map(|text| (text, Role::Evaluation)));
+        let texts = self.calibration.iter().chain(&self.evaluation);
         session.tokenising(texts, &self.cache)
     }
 }
@@ -86,25 +81,21 @@ impl Texts {
             return Ok(texts);
         }
         let tokenizer = session.tokenizer()?;
-        if let Some(dataset) = calibration {
-            let CalibrationArgs { nsamples, seed, .. } = &args.calibration;
+        if let Some(source) = calibration {
+            let draw = Draw {
+                nsamples: args.calibration.nsamples as usize,
+                seqlen: session.seqlen,
+                seed: args.calibration.seed,
+            };
             let samples = session.clock.measure(Phase::Tokenise, || {
-                data::calibration(
-                    dataset,
-                    &tokenizer,
-                    *nsamples as usize,
-                    session.seqlen,
-                    *seed,
-                    cache,
-                    console,
-                )
+                data::calibration(source, &tokenizer, draw, cache, console)
             })?;
             session.check_ids(&samples.tokens, &tokenizer, "calibration")?;
             texts.calibration = Some(samples);
         }
-        if let Some(dataset) = evaluation {
+        if let Some(source) = evaluation {
             texts.windows =
-                Some(session.evaluation(&args.evaluation, dataset, &tokenizer, cache, console)?);
+                Some(session.evaluation(&args.evaluation, source, &tokenizer, cache, console)?);
         }
         Ok(texts)
     }

@@ -1,4 +1,4 @@
-//! How datasets are named and found, and what is said where they are not.
+//! Names of datasets, the search for their files, and the messages for missing files.
 
 use std::fs;
 
@@ -81,7 +81,7 @@ fn folders_of_wikitext2_and_c4_are_searched_for_the_split() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let root = folder.path();
     let wikitext2 = spec(&format!("wikitext2:{}", root.display()));
-    let found = |role| dataset::locate(&wikitext2, role).map(|source| source.path());
+    let found = |role| Source::find(&wikitext2, role).map(|source| source.path());
     let hub = root.join("wikitext-2-raw-v1");
     fs::create_dir(&hub).expect("create");
     for part in 0..2 {

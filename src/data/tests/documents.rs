@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use super::*;
-use crate::data::testing::{Recorded, write_parquet};
+use crate::data::testing::{RecordedEvents, write_parquet};
 
 /// Documents of growing length, document n being n + 1 letters.
 fn texts(count: usize) -> Vec<String> {
@@ -49,8 +49,14 @@ fn documents_are_drawn_by_the_rule_of_c4_whatever_their_stored_form() {
     let expected: [(u64, u64); 6] = [(6, 0), (8, 1), (6, 0), (7, 1), (9, 1), (8, 0)];
     let cache = TextCache::open(Some(folder.path().join("cache")));
     for path in stored_forms(folder.path(), &texts) {
-        for (cache, notes) in [(&cache, 0), (&cache, 1), (&TextCache::disabled(), 0)] {
-            let events = Recorded::default();
+        // JSON lines need no copy.
+        let is_packed = usize::from(!path.ends_with("a.jsonl"));
+        for (cache, notes) in [
+            (&cache, 0),
+            (&cache, is_packed),
+            (&TextCache::disabled(), 0),
+        ] {
+            let events = RecordedEvents::default();
             let dataset = spec(&path.display().to_string());
             check(&dataset, Role::Calibration).expect("check");
             let drawn =
@@ -255,27 +261,49 @@ fn a_line_without_end_is_refused_before_it_fills_the_memory() {
 }
 
 #[test]
-fn an_index_of_another_file_or_a_damaged_one_is_made_again() {
+fn a_changed_source_and_a_damaged_copy_are_unpacked_again_whatever_their_size_and_time() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let tokenizer = letters(folder.path());
-    let cache = TextCache::open(Some(folder.path().join("cache")));
+    let cache_folder = folder.path().join("cache");
+    let cache = TextCache::open(Some(cache_folder.clone()));
     let path = folder.path().join("a.json.gz");
-    gzip(&path, &[&json_lines(&texts(9))]);
+    let write = |letter: &str| {
+        let texts: Vec<String> = (5..9).map(|count| letter.repeat(count)).collect();
+        // Stored, not compressed: the files of both letters have the same size.
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::none());
+        encoder
+            .write_all(json_lines(&texts).as_bytes())
+            .expect("write");
+        fs::write(&path, encoder.finish().expect("finish")).expect("write");
+        let time = std::time::SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1);
+        File::options()
+            .append(true)
+            .open(&path)
+            .and_then(|file| file.set_modified(time))
+            .expect("set the time");
+    };
     let dataset = spec(&path.display().to_string());
     let run = || {
         calibration(&dataset, &tokenizer, 3, 4, 0, &cache, &Silent)
             .expect("calibration")
-            .protocol
-            .tokens_sha256
+            .tokens
     };
-    let first = run();
-    for entry in fs::read_dir(folder.path().join("cache")).expect("list") {
-        let cached = entry.expect("entry").path();
-        let good = fs::read(&cached).expect("read");
-        fs::write(&cached, &good[..good.len() - 1]).expect("cut");
-        assert_eq!(run(), first);
-        assert_eq!(fs::read(&cached).expect("read"), good);
+    write("a");
+    assert_eq!(run(), [0; 12]);
+    let copy = fs::read_dir(&cache_folder).expect("list").next();
+    let copy = copy.expect("a copy").expect("entry").path();
+    let good = fs::read_to_string(&copy).expect("read");
+    for damaged in [
+        good.replace("aa", "bb"),
+        good[1..].to_owned(),
+        String::new(),
+    ] {
+        fs::write(&copy, damaged).expect("write");
+        assert_eq!(run(), [0; 12]);
+        assert_eq!(fs::read_to_string(&copy).expect("read"), good);
     }
+    write("b");
+    assert_eq!(run(), [1; 12]);
 }
 
 #[test]
@@ -304,8 +332,5 @@ fn processes_may_share_a_cache() {
     let files = fs::read_dir(folder.path().join("cache"))
         .expect("list")
         .count();
-    assert_eq!(
-        files, 3,
-        "token ids, index and unpacked text; nothing partial"
-    );
+    assert_eq!(files, 2, "token ids and unpacked text; nothing partial");
 }

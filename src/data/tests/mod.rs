@@ -3,11 +3,14 @@
 mod datasets;
 mod documents;
 mod pieces;
+mod special_tokens;
+mod streams;
 
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
 
+use anyhow::Result;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::{Value, json};
@@ -15,7 +18,7 @@ use serde_json::{Value, json};
 use super::testing::shared;
 use super::*;
 use crate::bytes::ByteSize;
-use crate::run::Silent;
+use crate::run::{Events, Silent};
 
 /// A tokenizer of one id per letter of a small alphabet, "a" = 0: counts can be done by hand.
 fn letters(folder: &Path) -> Tokenizer {
@@ -32,6 +35,42 @@ fn letters(folder: &Path) -> Tokenizer {
 
 fn spec(text: &str) -> DatasetSpec {
     text.parse().expect("a dataset")
+}
+
+// The room's functions with files found first.
+
+fn check(spec: &DatasetSpec, role: Role) -> Result<()> {
+    Source::find(spec, role)?.check()
+}
+
+fn calibration(
+    spec: &DatasetSpec,
+    tokenizer: &Tokenizer,
+    nsamples: usize,
+    seqlen: usize,
+    seed: u64,
+    cache: &TextCache,
+    events: &dyn Events,
+) -> Result<Calibration> {
+    let source = Source::find(spec, Role::Calibration)?;
+    let draw = Draw {
+        nsamples,
+        seqlen,
+        seed,
+    };
+    super::calibration(&source, tokenizer, draw, cache, events)
+}
+
+fn evaluation(
+    spec: &DatasetSpec,
+    tokenizer: &Tokenizer,
+    seqlen: usize,
+    max_windows: Option<usize>,
+    cache: &TextCache,
+    events: &dyn Events,
+) -> Result<Evaluation> {
+    let source = Source::find(spec, Role::Evaluation)?;
+    super::evaluation(&source, tokenizer, seqlen, max_windows, cache, events)
 }
 
 fn message<T>(result: Result<T>) -> String {
@@ -187,4 +226,40 @@ fn wikitext2_test_has_166_windows_with_the_llama2_tokenizer() {
     );
     assert_eq!(result.tokens[0], 1, "one <s> at the very start");
     assert_eq!(result.tokens.iter().filter(|id| **id == 1).count(), 1);
+}
+
+#[test]
+fn the_outlook_tells_size_and_cache_without_tokenizing() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let tokenizer = letters(folder.path());
+    let cache = TextCache::open(Some(folder.path().join("cache")));
+    let path = folder.path().join("a.txt");
+    fs::write(&path, "abc def").expect("write");
+    let dataset = spec(&path.display().to_string());
+    let outlook = |dataset: &DatasetSpec, cache: &TextCache| {
+        Source::find(dataset, Role::Evaluation)
+            .and_then(|source| source.outlook(folder.path(), cache))
+            .expect("outlook")
+    };
+    let look = |cache: &TextCache| outlook(&dataset, cache);
+    let expected = |is_cached| TextOutlook {
+        text: Some(ByteSize(7)),
+        is_cached,
+    };
+    assert_eq!(look(&cache), expected(false));
+    evaluation(&dataset, &tokenizer, 2, None, &cache, &Silent).expect("evaluation");
+    assert_eq!(look(&cache), expected(true));
+    assert_eq!(look(&TextCache::disabled()), expected(false));
+    fs::write(&path, "abc deg").expect("write");
+    assert_eq!(look(&cache), expected(false));
+    let documents = folder.path().join("a.jsonl");
+    fs::write(&documents, "{\"text\": \"a\"}\n").expect("write");
+    let seen = outlook(&spec(&documents.display().to_string()), &cache);
+    assert_eq!(
+        seen,
+        TextOutlook {
+            text: None,
+            is_cached: false
+        }
+    );
 }

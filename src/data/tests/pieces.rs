@@ -5,9 +5,9 @@ use std::sync::OnceLock;
 use proptest::prelude::*;
 
 use super::*;
-use crate::data::cut::CutRule;
 use crate::data::encoder::Encoder;
-use crate::data::testing::Recorded;
+use crate::data::testing::RecordedEvents;
+use crate::data::text_cut::CutRule;
 
 /// A byte-pair model: its base tokens, then what its merges make.
 fn byte_pairs(base: impl Iterator<Item = String>, merges: &[(&str, &str)]) -> Value {
@@ -23,7 +23,7 @@ fn byte_pairs(base: impl Iterator<Item = String>, merges: &[(&str, &str)]) -> Va
 }
 
 /// A whole `tokenizer.json` that puts `<s>` first.
-fn file(model: Value, normalizer: Value, pre_tokenizer: Value) -> Value {
+pub(super) fn file(model: Value, normalizer: Value, pre_tokenizer: Value) -> Value {
     let added: Vec<Value> = ["<unk>", "<s>", "</s>", "<|eot_id|>"]
         .iter()
         .enumerate()
@@ -43,7 +43,7 @@ fn file(model: Value, normalizer: Value, pre_tokenizer: Value) -> Value {
 const SPECIALS: [&str; 4] = ["<unk>", "<s>", "</s>", "<|eot_id|>"];
 
 /// In the manner of Llama 2, with merges on both sides of a space; capitals and all else fall back to bytes.
-fn sentence_piece() -> Value {
+pub(super) fn sentence_piece() -> Value {
     let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
     let letters = "▁abcde<>s/|".chars().map(String::from);
     let base = SPECIALS.map(String::from).into_iter();
@@ -70,7 +70,7 @@ fn sentence_piece() -> Value {
     model
 }
 
-fn prepend_and_replace() -> Value {
+pub(super) fn prepend_and_replace() -> Value {
     json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace()]})
 }
 
@@ -83,7 +83,7 @@ fn metaspace(scheme: &str, split: bool) -> Value {
 }
 
 /// Bytes, and merges of letters, spaces and newlines.
-fn bytes() -> Value {
+pub(super) fn bytes() -> Value {
     // GPT-2's stand-ins for bytes: the visible characters of Latin-1 are themselves, the others follow from U+0100.
     let mut others = 0x100..;
     let alphabet = (0..=255u8).map(move |byte| match byte {
@@ -113,7 +113,7 @@ fn bytes() -> Value {
     )
 }
 
-fn byte_level(use_regex: bool, add_prefix_space: bool) -> Value {
+pub(super) fn byte_level(use_regex: bool, add_prefix_space: bool) -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": true, "use_regex": use_regex})
 }
 
@@ -125,7 +125,7 @@ fn split_at(pattern: &str) -> Value {
 const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const GPT_2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
-fn loaded(file: &Value) -> Tokenizer {
+pub(super) fn loaded(file: &Value) -> Tokenizer {
     let folder = tempfile::tempdir().expect("a temporary folder");
     fs::write(folder.path().join("tokenizer.json"), file.to_string()).expect("write");
     Tokenizer::load(folder.path()).expect("load")
@@ -483,7 +483,7 @@ fn progress_counts_kib_of_text() {
     let path = folder.path().join("a.txt");
     // 300,000 bytes are 292.97 KiB.
     fs::write(&path, "ab c\n".repeat(60_000)).expect("write");
-    let events = Recorded::default();
+    let events = RecordedEvents::default();
     let dataset = spec(&path.display().to_string());
     let none = TextCache::disabled();
     evaluation(&dataset, &tokenizer, 8, None, &none, &events).expect("evaluation");
@@ -491,38 +491,4 @@ fn progress_counts_kib_of_text() {
     assert_eq!(steps, 293);
     assert!(done.len() > 10 && done.is_sorted(), "{done:?}");
     assert_eq!(done.last(), Some(&293));
-}
-
-#[test]
-fn the_outlook_tells_size_and_cache_without_tokenising() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let tokenizer = letters(folder.path());
-    let cache = TextCache::open(Some(folder.path().join("cache")));
-    let path = folder.path().join("a.txt");
-    fs::write(&path, "abc def").expect("write");
-    let dataset = spec(&path.display().to_string());
-    let look = |cache: &TextCache| {
-        outlook(&dataset, Role::Evaluation, folder.path(), cache).expect("outlook")
-    };
-    let expected = |is_cached| TextOutlook {
-        text: Some(ByteSize(7)),
-        is_cached,
-    };
-    assert_eq!(look(&cache), expected(false));
-    evaluation(&dataset, &tokenizer, 2, None, &cache, &Silent).expect("evaluation");
-    assert_eq!(look(&cache), expected(true));
-    assert_eq!(look(&TextCache::disabled()), expected(false));
-    fs::write(&path, "abc deg").expect("write");
-    assert_eq!(look(&cache), expected(false));
-    let documents = folder.path().join("a.jsonl");
-    fs::write(&documents, "{\"text\": \"a\"}\n").expect("write");
-    let dataset = spec(&documents.display().to_string());
-    let seen = outlook(&dataset, Role::Evaluation, folder.path(), &cache).expect("outlook");
-    assert_eq!(
-        seen,
-        TextOutlook {
-            text: None,
-            is_cached: false
-        }
-    );
 }

@@ -11,7 +11,7 @@ use flate2::write::GzEncoder;
 use proptest::prelude::*;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
-use prune::data::{self, Role, TextCache, Tokenizer};
+use prune::data::{self, Draw, Role, Source, TextCache, Tokenizer};
 use prune::demo::RandomCheckpoint;
 use prune::model::{DecoderLayer, Head, ModelConfig};
 use prune::pipeline::LayerRatios;
@@ -134,11 +134,19 @@ fn file(name: &str, good: &[u8], seed: u64) -> (TempDir, PathBuf) {
 fn read_text(spec: &str) {
     let spec = spec.parse().expect("a path");
     let (tokenizer, cache) = (&GOOD.tokenizer, TextCache::disabled());
-    for role in [Role::Calibration, Role::Evaluation] {
-        let _ = data::check(&spec, role);
+    let draw = Draw {
+        nsamples: 2,
+        seqlen: 16,
+        seed: 0,
+    };
+    if let Ok(source) = Source::find(&spec, Role::Calibration) {
+        let _ = source.check();
+        let _ = data::calibration(&source, tokenizer, draw, &cache, &Silent);
     }
-    let _ = data::calibration(&spec, tokenizer, 2, 16, 0, &cache, &Silent);
-    let _ = data::evaluation(&spec, tokenizer, 16, None, &cache, &Silent);
+    if let Ok(source) = Source::find(&spec, Role::Evaluation) {
+        let _ = source.check();
+        let _ = data::evaluation(&source, tokenizer, 16, None, &cache, &Silent);
+    }
 }
 
 fn gzipped(text: &[u8]) -> Vec<u8> {

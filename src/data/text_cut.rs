@@ -1,28 +1,30 @@
-//! Where a text may be cut so that the ids of the pieces, one after the other, are exactly those of the whole.
+//! Places where a text may be cut, so that the ids of the pieces in sequence are exactly those of the whole text.
 //!
-//! Tokenizing a text in one call takes many times its size in memory, so long texts are encoded in pieces. A cut is safe only
-//! where nothing the tokenizer does reaches across it, which depends on the tokenizer; [`CutRule::of`] knows these kinds and
-//! proves each from `tokenizer.json`. A tokenizer of any other kind has no rule, and its texts are encoded whole.
+//! Tokenizing a text in one call takes many times its size in memory, so long texts are encoded in pieces. A cut is safe only if
+//! no step of the tokenizer reaches across it. [`CutRule::of`] knows three kinds of tokenizers and proves the rule from
+//! `tokenizer.json`. Any other tokenizer has no rule, and its texts are encoded whole.
 //!
-//! *Added tokens* (`<s>`, `<|eot_id|>`) are searched for in the raw text first, in all kinds. Every added token must, apart from
-//! spaces around it, be free of white space and "▁" and neither begin nor end with a letter. None can then overlap or touch a
-//! cut "letter, space, letter" or "newline, letter", nor reach it with the white space it strips, so the same ones are found.
+//! *Added tokens* (`<s>`, `<|eot_id|>`) are searched first, in the raw text, for all kinds. Apart from spaces around it, no added token
+//! may contain white space or "▁", or begin or end with a letter. Then none can overlap or touch a cut "letter, space, letter" or
+//! "newline, letter", nor reach it by the white space that it strips, so the same added tokens are found in the pieces.
 //!
-//! *Spaces become "▁"* (Llama 2: `Prepend` and `Replace`; or `Replace` alone; or `Metaspace`, whatever its `prepend_scheme`).
-//! The cut is before a space between two letters. `Prepend` puts "▁" before every stretch of text between added tokens, so the
-//! piece after the cut begins behind the space and has it put back; in the other two the piece keeps its space, and since it
-//! then begins with "▁", no scheme adds another. `Metaspace` that splits never lets a token reach over such a place. Where
-//! the whole text is one word of byte-pair merges, a merge over the cut would make a token with "▁" directly behind another
-//! character; all results of merges are in the vocabulary, so none does if the vocabulary has no such token. Merges within a
-//! side go by rank, then position, and do not see the other side. Needed besides: "▁" is in the vocabulary itself (a run of
-//! unknown characters ends there), no drop-out, no affixes for words' first and last parts, no `ignore_merges`.
+//! *Spaces become "▁"* (Llama 2: `Prepend` and `Replace`; or `Replace` alone; or `Metaspace` with any `prepend_scheme`).
+//! The cut is before a space between two letters. `Prepend` puts "▁" before each stretch of text between added tokens, so
+//! the piece after the cut begins after the space, and `Prepend` restores the space. In the other two kinds the piece keeps its
+//! space; it then begins with "▁", and no scheme adds another one. `Metaspace` with `split` never lets a token reach over such a
+//! place. If the whole text is one word of byte-pair merges, a merge over the cut would make a token with "▁" directly after another
+//! character. All results of merges are in the vocabulary, so there is no such merge if the vocabulary has no such token. Merges
+//! within a side are ordered by rank, then position, and do not depend on the other side. Four more conditions: "▁" is in the
+//! vocabulary (a run of unknown characters ends there), no drop-out, no affixes for the first and last parts of words, and no
+//! `ignore_merges`.
 //!
-//! *Byte level with a known pattern* (GPT-2's, also as `use_regex`; Llama 3's). Every pre-token is encoded alone, so a cut is safe
-//! where the pattern begins a match whatever surrounds it, and sees nothing beyond. Before a space behind a letter it does:
-//! the alternatives that take letters end with their last letter. Behind a newline before a letter: in Llama 3's pattern every
-//! match that takes the last newline of white space ends with it; in GPT-2's that holds for a newline that is the only white
-//! space there. Both patterns look ahead by `\s+(?!\S)` alone, within white space that does not touch the former cut, and gives
-//! the same match at the latter. `add_prefix_space` changes a piece that begins with a letter, so it rules out newlines.
+//! *Byte level with a known pattern* (GPT-2's, also as `use_regex`; Llama 3's). Each pre-token is encoded alone, so a cut is safe
+//! if the pattern begins a match there in any context, and looks at nothing beyond. It does before a space that follows a letter:
+//! the alternatives that match letters end with the last letter. It does after a newline that precedes a letter: in Llama 3's pattern
+//! each match of the last newline of white space ends with it; in GPT-2's pattern this holds for a newline that is the only white
+//! space there. Both patterns look ahead only by `\s+(?!\S)`, within white space. That white space does not touch a cut before a space,
+//! and gives the same match at a cut after a newline. `add_prefix_space` changes a piece that begins with a letter, so it
+//! excludes newlines.
 
 use std::collections::HashMap;
 
@@ -30,42 +32,42 @@ use serde_json::{Value, json};
 use tokenizers::models::ModelWrapper;
 use tokenizers::models::bpe::BPE;
 
-/// The pre-tokenizing pattern of GPT-2, which `ByteLevel` applies by itself if `use_regex` is set.
+/// The pre-tokenizing pattern of GPT-2. `ByteLevel` with `use_regex` applies it, too.
 const GPT_2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 /// The pre-tokenizing pattern of Llama 3.
 const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// What stands for a space in SentencePiece's vocabularies.
+/// The sign for a space in SentencePiece's vocabularies.
 const SPACE: char = '▁';
 
-/// Where texts may be cut for one tokenizer.
+/// The safe cuts for one tokenizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CutRule {
-    /// The normalizer puts a space before every piece: the one at the cut is left out.
+    /// The normalizer puts a space before every piece, so the piece omits the space at the cut.
     is_space_put_back: bool,
     newlines: Newlines,
 }
 
-/// Behind which newlines a text may be cut.
+/// The newlines after which a text may be cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Newlines {
     None,
-    /// Those with no white space before them.
+    /// Newlines without white space before them.
     Lone,
-    /// All, if a letter follows.
+    /// All newlines before a letter.
     All,
 }
 
-/// A place to cut, as bytes of the text.
+/// A safe cut, in bytes of the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Cut {
-    /// The end of the piece before.
+pub(super) struct TextCut {
+    /// The end of the piece before it.
     pub(super) end: usize,
-    /// The beginning of the piece behind.
+    /// The beginning of the piece after it.
     pub(super) next: usize,
 }
 
 impl CutRule {
-    /// The rule for a tokenizer; none where no cut is proven safe.
+    /// The rule for a tokenizer; `None` if no cut is proven safe.
     pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         let added = tokenizer.get_added_tokens_decoder();
         if !added.values().all(|token| keeps_off_cuts(&token.content)) {
@@ -77,15 +79,15 @@ impl CutRule {
             .or_else(|| spaces_replaced(&normalizer, &pre_tokenizer, tokenizer.get_model()))
     }
 
-    /// The first safe cut at byte `from` or later, `from` being at least 1. Sees one character on either side of a place, so
-    /// that a text which goes on later can be searched again from its last byte.
-    pub(super) fn find(self, text: &str, from: usize) -> Option<Cut> {
+    /// The first safe cut at byte `from` or after it; `from` is at least 1. A cut depends on one character on each side, so a text
+    /// that grows is searched again from its last byte.
+    pub(super) fn find(self, text: &str, from: usize) -> Option<TextCut> {
         let bytes = text.as_bytes();
         (from.max(1)..bytes.len().saturating_sub(1)).find_map(|at| {
             let is_before_letter = || text[at + 1..].chars().next().is_some_and(is_letter);
             let before = || text[..at].chars().next_back();
             match bytes[at] {
-                b' ' if before().is_some_and(is_letter) && is_before_letter() => Some(Cut {
+                b' ' if before().is_some_and(is_letter) && is_before_letter() => Some(TextCut {
                     end: at,
                     next: at + usize::from(self.is_space_put_back),
                 }),
@@ -95,7 +97,7 @@ impl CutRule {
                         Newlines::Lone => before().is_some_and(|c| !c.is_whitespace()),
                         Newlines::All => true,
                     };
-                    is_safe.then_some(Cut {
+                    is_safe.then_some(TextCut {
                         end: at + 1,
                         next: at + 1,
                     })
@@ -130,7 +132,7 @@ fn byte_level(normalizer: &Value, pre_tokenizer: &Value) -> Option<CutRule> {
     if last["type"] != "ByteLevel" {
         return None;
     }
-    // Behind a split, the prefix would be put before every pre-token: no tokenizer has that, and nothing here covers it.
+    // After a split, the prefix would be added to every pre-token. No known tokenizer has this, and the proof does not cover it.
     let adds_space = last["add_prefix_space"].as_bool()?;
     if adds_space && split.is_some() {
         return None;
@@ -141,7 +143,7 @@ fn byte_level(normalizer: &Value, pre_tokenizer: &Value) -> Option<CutRule> {
     })
 }
 
-/// The rule for tokenizers that turn spaces into "▁".
+/// The rule for tokenizers that replace spaces by "▁".
 fn spaces_replaced(
     normalizer: &Value,
     pre_tokenizer: &Value,
@@ -177,14 +179,14 @@ fn spaces_replaced(
     (splits || no_merge_reaches_over_a_space(model)).then_some(rule)
 }
 
-/// Whether byte-pair merges over a whole text keep to the sides of every place between a character and "▁".
+/// True if no byte-pair merge over a whole text reaches over a place between a character and "▁".
 fn no_merge_reaches_over_a_space(model: &BPE) -> bool {
     let is_set = |affix: &Option<String>| affix.as_deref().is_some_and(|affix| !affix.is_empty());
     let is_plain = model.dropout.is_none_or(|share| share == 0.0)
         && !is_set(&model.continuing_subword_prefix)
         && !is_set(&model.end_of_word_suffix)
         && !model.ignore_merges;
-    // The stand-in for an unknown character would make "▁▁" out of an unknown character and a space.
+    // An unknown character followed by a space would become "▁▁".
     let is_unknown_a_space = model
         .unk_token
         .as_deref()
@@ -196,12 +198,12 @@ fn no_merge_reaches_over_a_space(model: &BPE) -> bool {
     vocabulary.contains_key("▁") && vocabulary.keys().all(|token| !has_space_inside(token))
 }
 
-/// Whether "▁" follows another character somewhere in a token.
+/// True if "▁" follows another character in a token.
 fn has_space_inside(token: &str) -> bool {
     token.trim_start_matches(SPACE).contains(SPACE)
 }
 
-/// Whether an added token can neither touch nor overlap a cut, in the raw text or with its spaces replaced.
+/// True if an added token can neither touch nor overlap a cut, with spaces or with "▁" in their place.
 fn keeps_off_cuts(token: &str) -> bool {
     let core = token.trim_matches([' ', SPACE]);
     let is_letter_at = |c: Option<char>| c.is_none_or(is_letter);
@@ -210,8 +212,7 @@ fn keeps_off_cuts(token: &str) -> bool {
         && !is_letter_at(core.chars().next_back())
 }
 
-/// Whether a character is surely a letter (`\p{L}`): the common ones of scripts that put spaces between words or newlines
-/// between lines, in ranges without gaps in any version of Unicode since 3.0.
+/// True for common letters (`\p{L}`) of many scripts. The ranges have no gaps in any version of Unicode since 3.0.
 fn is_letter(c: char) -> bool {
     matches!(
         c,

@@ -1,0 +1,233 @@
+//! The files of a dataset in one role, found once and handed on.
+//!
+//! [`Source::find`] turns the value of `--dataset` into paths. [`Source::check`] reads the beginning of each file, before any work
+//! starts. [`calibration()`](super::calibration()) and [`evaluation()`](super::evaluation()) read the whole text.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+
+use super::dataset::{DatasetSpec, Name};
+use super::documents::{self, Format};
+use super::protocol::Role;
+use super::{splits, text_file};
+use crate::failure::Failure;
+
+/// The files of a dataset in one role.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Source {
+    pub(super) role: Role,
+    pub(super) files: Files,
+    /// The name of the dataset in run records: "wikitext2", "text", "documents".
+    pub(super) dataset: &'static str,
+    /// The dataset and its split, for phases and conventions: "wikitext2 train", "c4 validation", "text".
+    pub(super) label: String,
+}
+
+/// The five kinds of text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Files {
+    /// WikiText-2: raw files or parquet parts, in order. Their rows are joined into one text.
+    Rows(Vec<PathBuf>),
+    /// Penn Treebank: a file with one sentence per line. The sentences are joined into one text.
+    Sentences(PathBuf),
+    /// A file of documents (C4, JSON lines, parquet), which are drawn one by one.
+    Documents(PathBuf, Format),
+    /// A file that is one text.
+    Plain(PathBuf),
+    /// The stories of `--dataset demo`, which are part of the program.
+    Demo,
+}
+
+impl Source {
+    /// Finds the files of a dataset: the train split for calibration, the test (C4: validation) split for evaluation.
+    ///
+    /// # Errors
+    ///
+    /// Fails when the dataset has no path, when no file or several files match, and for a kind of file that is not supported.
+    pub fn find(spec: &DatasetSpec, role: Role) -> Result<Self> {
+        let files = find_files(spec, role)?;
+        let dataset = match (&files, spec.name) {
+            (_, Some(name)) => name.as_str(),
+            (Files::Plain(_), None) => "text",
+            (_, None) => "documents",
+        };
+        let label = match spec.name {
+            Some(name) => format!("{dataset} {}", name.split(role)),
+            None => dataset.to_owned(),
+        };
+        Ok(Self {
+            role,
+            files,
+            dataset,
+            label,
+        })
+    }
+
+    /// The purpose of the text.
+    pub fn role(&self) -> Role {
+        self.role
+    }
+
+    /// Checks that the files can be read and are of the expected kind. Reads their names and beginnings only.
+    ///
+    /// # Errors
+    ///
+    /// Fails when a file is empty, or when its beginning is not UTF-8 text, a JSON line with `text`, or parquet with a column
+    /// `text`, whichever is expected.
+    pub fn check(&self) -> Result<()> {
+        match &self.files {
+            Files::Documents(path, format) => documents::check(path, *format),
+            Files::Plain(path) | Files::Sentences(path) => text_file::check_beginning(path),
+            Files::Demo => Ok(()),
+            Files::Rows(parts) => parts.iter().try_for_each(|part| match Format::of(part)? {
+                Format::Parquet => documents::check(part, Format::Parquet),
+                _ => text_file::check_beginning(part),
+            }),
+        }
+    }
+
+    /// The paths of the files, for messages and run records.
+    pub(super) fn path(&self) -> String {
+        match &self.files {
+            Files::Rows(parts) => parts
+                .iter()
+                .map(|part| part.display().to_string())
+                .collect::<Vec<_>>()
+                .join(", "),
+            Files::Documents(path, _) | Files::Sentences(path) | Files::Plain(path) => {
+                path.display().to_string()
+            }
+            Files::Demo => "built in".to_owned(),
+        }
+    }
+}
+
+/// The files of a dataset in a role.
+fn find_files(spec: &DatasetSpec, role: Role) -> Result<Files> {
+    if spec.name == Some(Name::Demo) {
+        return Ok(Files::Demo);
+    }
+    let Some(path) = spec.path.as_ref().or(spec.downloaded.as_ref()) else {
+        return Err(no_local_text(spec, role).into());
+    };
+    let path = expand_home(path);
+    let Ok(metadata) = fs::metadata(&path) else {
+        return Err(not_found(spec, &path, role).into());
+    };
+    // A text is read more than once, so it cannot be a pipe. A device may have no end.
+    if !metadata.is_dir() && !metadata.is_file() {
+        return Err(
+            Failure::new(format!("`{}` is not a regular file", path.display()))
+                .hint(format!(
+                    "write the text to a file first, and name that with {}",
+                    role.flag()
+                ))
+                .into(),
+        );
+    }
+    if metadata.is_dir() {
+        return find_in_folder(spec.name, &path, role);
+    }
+    file(spec.name, path, role)
+}
+
+/// The files of a split in a folder.
+fn find_in_folder(name: Option<Name>, folder: &Path, role: Role) -> Result<Files> {
+    match name {
+        Some(Name::Wikitext2) => splits::wikitext2(folder, role).map(Files::Rows),
+        Some(name @ Name::Ptb) => file(Some(name), splits::ptb(folder, role)?, role),
+        Some(name @ Name::C4) => file(Some(name), splits::c4(folder, role)?, role),
+        Some(Name::Demo) | None => Err(Failure::new(format!(
+            "`{}` is a folder, not a text",
+            folder.display()
+        ))
+        .hint(format!(
+            "use {0} wikitext2:{1} or {0} c4:{1} if it holds one of these, or name a file",
+            role.flag(),
+            folder.display()
+        ))
+        .into()),
+    }
+}
+
+/// The kind of one file, by the dataset's name, the file's extension and its first bytes.
+fn file(name: Option<Name>, path: PathBuf, role: Role) -> Result<Files> {
+    let extension = path
+        .extension()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .to_ascii_lowercase();
+    refuse_unsupported(&path, &extension)?;
+    match (name, extension.as_str()) {
+        (Some(Name::Wikitext2), "json" | "jsonl" | "gz") => Err(Failure::new(format!(
+            "`{}` does not look like WikiText-2",
+            path.display()
+        ))
+        .detail("expected raw text (wiki.*.raw, wiki.*.tokens) or parquet with a column `text`")
+        .hint(format!(
+            "for a file of documents use {} {}",
+            role.flag(),
+            path.display()
+        ))
+        .into()),
+        (Some(Name::Wikitext2), _) => Ok(Files::Rows(vec![path])),
+        (Some(Name::Ptb), _) => Ok(Files::Sentences(path)),
+        (Some(Name::C4), _) | (_, "jsonl" | "json" | "gz" | "parquet") => {
+            let format = Format::of(&path)?;
+            Ok(Files::Documents(path, format))
+        }
+        _ => Ok(Files::Plain(path)),
+    }
+}
+
+/// Refuses archives, which would otherwise be read as text.
+fn refuse_unsupported(path: &Path, extension: &str) -> Result<()> {
+    if matches!(
+        extension,
+        "zst" | "bz2" | "xz" | "zip" | "tar" | "tgz" | "7z" | "arrow"
+    ) {
+        return Err(Failure::new(format!(
+            "cannot read a `.{extension}` file: `{}`",
+            path.display()
+        ))
+        .hint("unpack it first; text, .jsonl, .json, .gz of these and .parquet are read")
+        .into());
+    }
+    Ok(())
+}
+
+/// Resolves a leading `~/`. The shell does not resolve it behind `wikitext2:`.
+fn expand_home(path: &Path) -> PathBuf {
+    match (path.strip_prefix("~"), std::env::var_os("HOME")) {
+        (Ok(rest), Some(home)) => Path::new(&home).join(rest),
+        _ => path.to_path_buf(),
+    }
+}
+
+/// The failure for a dataset named without a path.
+fn no_local_text(spec: &DatasetSpec, role: Role) -> Failure {
+    let split = spec.name.unwrap_or(Name::Wikitext2).split(role);
+    Failure::new(format!("no local text for `{} {spec}`", role.flag())).hint(format!(
+        "use {} {spec}:PATH (a file, or a folder with its {split} split){}",
+        role.flag(),
+        role.or_not_at_all()
+    ))
+}
+
+/// The failure for a path that does not exist.
+fn not_found(spec: &DatasetSpec, path: &Path, role: Role) -> Failure {
+    let failure = Failure::new(format!(
+        "no such file or folder for {}: `{}`",
+        role.flag(),
+        path.display()
+    ));
+    let hint = match spec.name {
+        Some(_) => "check the path after the colon",
+        None => {
+            "use wikitext2:PATH, c4:PATH, or the path of a file (text, .jsonl, .jsonl.gz, .parquet)"
+        }
+    };
+    failure.hint(format!("{hint}{}", role.or_not_at_all()))
+}
