@@ -11,6 +11,7 @@ pub mod eval;
 pub mod failure;
 pub mod generation;
 pub mod hub;
+pub mod job;
 pub mod linalg;
 pub mod model;
 pub mod pipeline;
@@ -19,6 +20,9 @@ pub mod pruning;
 pub mod report;
 pub mod run;
 pub mod runtime;
+#[cfg(feature = "selftest")]
+pub mod selftest;
+pub mod settings;
 
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are little-endian and are read without conversion");

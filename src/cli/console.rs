@@ -1,22 +1,23 @@
 //! Tells a person or a script what goes on. Results to standard output, everything else to standard error.
 
 use std::io::{IsTerminal, Write};
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
 use serde_json::json;
 
 use super::args::{MessageArgs, ProgressArg};
-use super::ending::{Ending, Unfinished};
-use super::folder_lock::FolderLock;
-use super::memory_log::MemoryLog;
+use super::ending::Ending;
+use super::interrupt;
 use super::progress::{Bars, JSON_INTERVAL, PLAIN_INTERVAL, Progress};
+use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::placement::inventory::total_memory;
 use crate::report;
-use crate::run::manifest::MatrixReport;
-use crate::run::{Event, Events, Manifest};
+use crate::run::events::LockLost;
+use crate::run::manifest::{MatrixReport, MemorySample};
+use crate::run::{Event, Events, Manifest, Unfinished};
 
 /// How much is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -39,7 +40,7 @@ enum Form {
     Json,
 }
 
-/// The console; keeps the warnings it showed, for the manifest.
+/// The console.
 pub struct Console {
     level: Level,
     form: Form,
@@ -53,12 +54,17 @@ pub struct Console {
 
 #[derive(Default)]
 struct State {
-    warnings: Vec<String>,
     progress: Progress,
     bars: Option<Bars>,
-    memory_log: Option<MemoryLog>,
+    memory_log: Option<MemoryTable>,
     /// Standard output stands within a line of streamed text.
     is_within_line: bool,
+}
+
+/// The memory samples of `--log-memory`.
+struct MemoryTable {
+    total: Option<ByteSize>,
+    samples: Vec<MemorySample>,
 }
 
 impl Default for Console {
@@ -103,11 +109,6 @@ impl Console {
         }
     }
 
-    /// Every warning so far.
-    pub fn warnings(&self) -> Vec<String> {
-        self.state().warnings.clone()
-    }
-
     /// Takes the bars away; called before results are printed.
     pub fn clear(&self) {
         if let Some(mut bars) = self.state().bars.take() {
@@ -115,11 +116,9 @@ impl Console {
         }
     }
 
-    /// A line of the plan or of what was found.
-    pub fn line(&self, text: &str) {
-        if self.level >= Level::Normal {
-            self.state().print(self.form, "note", text);
-        }
+    /// Prints lines on standard error, as they are.
+    pub(super) fn lines(&self, text: String) {
+        self.emit(Event::Note { text });
     }
 
     /// A result, on standard output.
@@ -199,33 +198,22 @@ impl Console {
         }
     }
 
-    /// Memory checkpoints are kept from now on, and told.
-    pub(super) fn log_memory(&self, log: MemoryLog) {
-        self.state().memory_log = Some(log);
+    /// Prints memory samples from now on, and keeps them for the table at the end.
+    pub(super) fn log_memory(&self) {
+        self.state().memory_log = Some(MemoryTable {
+            total: total_memory(),
+            samples: Vec::new(),
+        });
     }
 
-    /// Memory checkpoints go to this file, those so far first.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written.
-    pub(super) fn write_memory_log(&self, file: &Path) -> Result<()> {
-        match &mut self.state().memory_log {
-            Some(log) => log.write_to(file),
-            None => Ok(()),
-        }
-    }
-
-    /// The memory log's summary, where one is kept.
+    /// The table of memory samples, where they are kept.
     pub(super) fn memory_summary(&self) -> Option<String> {
-        self.state().memory_log.as_ref().map(MemoryLog::summary)
+        let state = self.state();
+        let log = state.memory_log.as_ref()?;
+        Some(report::memory_log::summary(&log.samples, log.total))
     }
 
-    /// What to say when the run ends before its time from now on.
-    pub(super) fn set_unfinished(&self, unfinished: Option<Unfinished>) {
-        self.ending().unfinished = unfinished;
-    }
-
-    /// What a run that ends now leaves behind.
+    /// The files that a run leaves when it ends now.
     pub(super) fn unfinished(&self) -> Option<Unfinished> {
         self.ending().unfinished.clone()
     }
@@ -247,16 +235,6 @@ impl Console {
         let signal = self.ending().signal.unwrap_or("stopped");
         self.interrupted(signal);
         self.let_go();
-    }
-
-    /// A folder to let go when the process ends before its time.
-    pub(super) fn add_lock(&self, lock: &Arc<FolderLock>) {
-        self.ending().locks.push(Arc::downgrade(lock));
-    }
-
-    /// A folder to remove when the run is interrupted from now on.
-    pub(super) fn set_temporary(&self, folder: Option<PathBuf>) {
-        self.ending().temporary = folder;
     }
 
     /// Where the time went, where `--profile` asked for it: behind the table, on standard error, so that `--json` stays one object.
@@ -455,20 +433,23 @@ impl Events for Console {
             Form::Bars | Form::Plain => state.tell(self.level, self.form, &event),
         }
         match event {
-            Event::Warning { text } => state.warnings.push(text),
-            Event::Fallback(fall) => state.warnings.push(fall.to_string()),
             Event::Memory(sample) => {
-                let mut line = None;
-                if let Some(log) = &mut state.memory_log {
-                    line = Some(log.add(sample));
-                }
-                if let (Some(line), true, true) =
-                    (line, self.level >= Level::Normal, self.form != Form::Json)
-                {
+                let Some(log) = &mut state.memory_log else {
+                    return;
+                };
+                let line = report::memory_log::line(&sample, log.total);
+                log.samples.push(sample);
+                if self.level >= Level::Normal && self.form != Form::Json {
                     state.print(self.form, "", &line);
                 }
             }
+            Event::IfInterrupted(unfinished) => self.ending().unfinished = unfinished,
+            Event::Temporary(folder) => self.ending().temporary = folder,
             _ => {}
         }
+    }
+
+    fn when_lock_lost(&self) -> LockLost {
+        interrupt::end_for_another
     }
 }

@@ -1,46 +1,30 @@
-//! What the end of the process has to do with: what is left unfinished, which folders to let go, which to remove.
+//! State for the end of the process: the message about unfinished files, and the folders to release or remove.
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::Weak;
 
-use super::folder_lock::FolderLock;
+use crate::job::folder::lock;
+use crate::run::Unfinished;
 
-/// What a run that ends before its time leaves behind.
-#[derive(Debug, Clone)]
-pub(super) struct Unfinished {
-    /// In words.
-    pub(super) text: String,
-    /// Whether another process can go on with it.
-    pub(super) is_resumable: bool,
-    /// Whether anything was written yet.
-    pub(super) has_begun: bool,
-}
-
-/// What the end of the process has to do with.
+/// State for the end of the process.
 #[derive(Default)]
 pub(super) struct Ending {
-    /// What an interruption leaves behind.
+    /// The files that an interruption leaves.
     pub(super) unfinished: Option<Unfinished>,
-    /// What asked the run to stop.
+    /// The signal that asked the run to stop.
     pub(super) signal: Option<&'static str>,
-    /// Folders this process keeps others out of.
-    pub(super) locks: Vec<Weak<FolderLock>>,
     /// A folder that an interruption removes.
     pub(super) temporary: Option<PathBuf>,
-    /// Why a result did not reach standard output, though somebody was there to read it.
+    /// The error that kept a result from standard output while a reader was there.
     pub(super) lost: Option<io::Error>,
 }
 
 impl Ending {
-    /// Lets all folders go, the inner one first, as it was taken last, and removes what is of no use any more.
+    /// Releases all folders, and removes the temporary one.
     pub(super) fn let_go(self) {
-        let locks = self.locks.into_iter().rev();
-        for lock in locks.filter_map(|lock| lock.upgrade()) {
-            lock.release();
-        }
+        lock::release_all();
         if let Some(folder) = self.temporary {
-            // What cannot be removed stays in the system's folder for such things.
+            // What cannot be removed stays in the system's folder for temporary files.
             let _ = std::fs::remove_dir_all(folder);
         }
     }

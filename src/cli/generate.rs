@@ -1,22 +1,19 @@
-//! `prune generate`: a model goes on from a prompt, or two do, to be compared.
-
-mod writer;
+//! `prune generate`: flags, and the text as it comes.
 
 use std::fs::File;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::{Args, ValueEnum};
+use clap::Args;
 
-use super::args::{ComputeDtype, DeviceArg, DeviceArgs, DeviceMapArg, MessageArgs, ModelArgs};
+use super::args::{DeviceArgs, MessageArgs, ModelArgs};
 use super::console::Console;
 use crate::bytes::{LARGEST_SETTINGS, read_up_to};
 use crate::failure::Failure;
 use crate::generation::Sampling;
 use crate::hub::HubRepo;
-use crate::placement::DeviceMap;
-use crate::run::{Events, GenerationReport};
-use writer::Writer;
+use crate::job;
+use crate::settings::{GenerateSettings, ModelSettings};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -59,7 +56,7 @@ pub struct GenerateArgs {
     pub(super) messages: MessageArgs,
 }
 
-/// What it goes on from.
+/// Prompt flags.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Prompt")]
 struct PromptArgs {
@@ -90,7 +87,7 @@ struct PromptArgs {
     system: Option<String>,
 }
 
-/// How tokens are picked, and how many.
+/// Sampling flags.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Writing")]
 struct SamplingArgs {
@@ -127,73 +124,37 @@ struct SamplingArgs {
 /// Runs the command: the text goes to standard output as it comes, or one JSON object at the end.
 ///
 /// # Errors
-/// See [`execute`].
+/// See [`job::generate()`].
 pub fn command(args: &GenerateArgs, console: &Console) -> Result<()> {
-    let report = execute(args, console, !args.messages.json)?;
+    let settings = args.settings()?;
     if args.messages.json {
-        console.record(&report, "")?;
+        let report = job::generate(&settings, console, None)?;
+        return console.record(&report, "");
     }
-    Ok(())
-}
-
-/// Lets the model write, and the other one where there is one; `streams` prints the text as it comes.
-///
-/// # Errors
-/// Fails for flags that contradict each other, for everything a model's folder can lack, for a prompt that does not fit the
-/// model, and where even one layer at a time does not fit the memory.
-pub fn execute(args: &GenerateArgs, console: &Console, streams: bool) -> Result<GenerationReport> {
-    if matches!(args.device.device, DeviceArg::Cuda(_))
-        || args.device.device_map != DeviceMapArg::Named(DeviceMap::Auto)
-    {
-        return Err(Failure::usage("prune generate computes on the CPU")
-            .hint("leave --device and --device-map out")
-            .into());
-    }
-    let dtype = args.model.dtype;
-    if !matches!(dtype, ComputeDtype::Auto | ComputeDtype::F32) {
-        let name = dtype.to_possible_value();
-        let name = name.as_ref().map_or("", |value| value.get_name());
-        return Err(
-            Failure::usage(format!("--dtype {name}: prune generate computes in f32"))
-                .hint("leave --dtype out")
-                .into(),
-        );
-    }
-    let sampling = args.sampling.check()?;
-    let prompt = args.prompt.text()?;
-    if sampling.temperature == 0.0 && (sampling.top_p.is_some() || sampling.top_k.is_some()) {
-        console.warn(
-            "--top-p and --top-k have no effect at --temperature 0, which draws nothing"
-                .to_string(),
-        );
-    }
-    let other = args.other_model()?;
-    let models: Vec<&ModelArgs> = std::iter::once(&args.model).chain(&other).collect();
-    // Everything that can be wrong with either is found before the first one works.
-    let writers = models
-        .into_iter()
-        .map(|model| Writer::open(args, model, &prompt, console))
-        .collect::<Result<Vec<_>>>()?;
-    let are_labelled = streams && writers.len() > 1;
-    let mut reports = Vec::new();
-    for writer in writers {
-        if are_labelled {
-            let gap = if reports.is_empty() { "" } else { "\n" };
-            console.stream(&format!("{gap}== {}\n", writer.name()));
-        }
-        reports.push(writer.write(&sampling, console, streams)?);
-    }
-    let mut reports = reports.into_iter();
-    let mut report = reports
-        .next()
-        .ok_or_else(|| anyhow::anyhow!("no model wrote"))?;
-    report.compare = reports.next().map(Box::new);
-    Ok(report)
+    let mut sink = |part: &str| console.stream(part);
+    job::generate(&settings, console, Some(&mut sink)).map(drop)
 }
 
 impl GenerateArgs {
+    fn settings(&self) -> Result<GenerateSettings> {
+        let sampling = self.sampling.check()?;
+        let prompt = self.prompt.text()?;
+        let mut models = vec![self.model.settings()?];
+        models.extend(self.other_model()?);
+        Ok(GenerateSettings {
+            models,
+            device: self.device.settings(),
+            prompt,
+            chat: self.prompt.chat,
+            system: self.prompt.system.clone(),
+            sampling,
+            max_tokens: self.sampling.max_tokens as usize,
+            ignore_eos: self.sampling.ignore_eos,
+        })
+    }
+
     /// `--compare` as a model of its own.
-    fn other_model(&self) -> Result<Option<ModelArgs>> {
+    fn other_model(&self) -> Result<Option<ModelSettings>> {
         let Some(folder) = &self.compare else {
             return Ok(None);
         };
@@ -206,10 +167,11 @@ impl GenerateArgs {
             .hint("--compare wants a checkpoint like --model: config.json, *.safetensors, tokenizer.json")
             .into());
         }
-        Ok(Some(ModelArgs {
-            model: Some(folder.clone()),
+        Ok(Some(ModelSettings {
+            model: folder.clone(),
             revision: None,
-            ..self.model.clone()
+            cache_dir: self.model.cache_dir.clone(),
+            dtype: self.model.dtype,
         }))
     }
 }

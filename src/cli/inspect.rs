@@ -1,16 +1,14 @@
 //! `prune inspect`: what a checkpoint holds, and whether it is a pruned copy of a dense one.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
 
 use super::args::MessageArgs;
 use super::console::Console;
-use crate::checkpoint::Checkpoint;
-use crate::eval;
 use crate::failure::Failure;
-use crate::model::ModelConfig;
+use crate::job;
 use crate::report;
 use crate::run::Inspection;
 
@@ -44,48 +42,12 @@ pub struct InspectArgs {
 /// Runs the command and prints what it found.
 ///
 /// # Errors
-/// Fails for everything [`execute`] fails for, and, after the result is printed, when decoder linears are missing or the
+/// Fails for everything [`job::inspect`] fails for, and, after the result is printed, when decoder linears are missing or the
 /// folder is no pruned copy.
 pub fn command(args: &InspectArgs, console: &Console) -> Result<()> {
-    let inspection = execute(args, console)?;
+    let inspection = job::inspect(&args.folder, args.against.as_deref(), console)?;
     console.record(&inspection, &report::inspection::text(&inspection))?;
     judge(&inspection)
-}
-
-/// Looks at the checkpoint.
-///
-/// # Errors
-/// Fails when a folder is no checkpoint or cannot be read.
-pub fn execute(args: &InspectArgs, console: &Console) -> Result<Inspection> {
-    let model = open(&args.folder)?;
-    let config = load_config(&args.folder)?;
-    let dense = args.against.as_deref().map(open).transpose()?;
-    eval::inspect(&model, &config, dense.as_ref(), console)
-}
-
-/// Opens a checkpoint; a run folder is answered with its model's folder.
-fn open(folder: &Path) -> Result<Checkpoint> {
-    let model = folder.join("model");
-    Checkpoint::open(folder).map_err(|error| {
-        if folder.join("run.json").is_file() && model.join("config.json").is_file() {
-            Failure::new(format!("`{}` is a run folder", folder.display()))
-                .hint(format!("name its checkpoint: {}", model.display()))
-                .into()
-        } else {
-            error
-        }
-    })
-}
-
-fn load_config(folder: &Path) -> Result<ModelConfig> {
-    if !folder.join("config.json").is_file() {
-        return Err(
-            Failure::new(format!("there is no config.json in `{}`", folder.display()))
-                .hint("copy it from the checkpoint these weights belong to")
-                .into(),
-        );
-    }
-    ModelConfig::load(folder)
 }
 
 /// The failures a script can rely on.

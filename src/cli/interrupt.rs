@@ -75,7 +75,7 @@ pub(super) fn watch(console: &Arc<Console>) {
 }
 
 /// Ends the process because it has `folder` to itself no more: whatever it would still write could only do harm.
-pub(super) fn end_for_another(folder: &str, why: &str) -> ! {
+pub(super) fn end_for_another(folder: &str, why: &str) {
     let words = format!(
         "error: this process has lost its lock of `{folder}`\n  {why}\n\
          hint: give the same command again where no other prune works there: it goes on from what is kept"

@@ -9,6 +9,7 @@ use super::console::Console;
 use crate::bytes::ByteSize;
 use crate::demo::RandomCheckpoint;
 use crate::linalg::StoredDtype;
+use crate::run::Events;
 
 /// Flags of `prune make-checkpoint`.
 #[derive(Debug, Clone, Args)]
@@ -113,6 +114,6 @@ pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
     };
     checkpoint.write(&args.target, &console)?;
     console.clear();
-    console.line(&format!("wrote {}", args.target.display()));
+    console.note(format!("wrote {}", args.target.display()));
     Ok(())
 }

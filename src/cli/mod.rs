@@ -7,23 +7,17 @@ pub mod console;
 pub mod demo;
 mod ending;
 pub mod eval;
-mod folder_lock;
 pub mod generate;
 pub mod inspect;
 mod interrupt;
-mod located;
 pub mod make_checkpoint;
-mod memory_log;
 pub mod outcome;
 pub mod plan;
-mod planned;
-mod profile;
 mod progress;
 pub mod prune;
 pub mod report;
-mod run_folder;
+#[cfg(feature = "selftest")]
 pub mod selftest;
-pub mod session;
 pub mod shell;
 mod terminal;
 
@@ -34,8 +28,7 @@ use std::sync::Arc;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::failure::Failure;
-use crate::linalg::kernel;
-use crate::linalg::product::Kernel;
+use crate::job::machine;
 use crate::run::Stopped;
 use crate::runtime::memory;
 use args::MessageArgs;
@@ -101,7 +94,8 @@ enum Command {
     /// Write a random Llama of any shape, for tests, benches and scale runs
     #[command(hide = true)]
     MakeCheckpoint(make_checkpoint::MakeCheckpointArgs),
-    /// Hold a device against the CPU
+    /// Compare a device with the CPU
+    #[cfg(feature = "selftest")]
     #[command(hide = true)]
     Selftest(selftest::SelftestArgs),
 }
@@ -116,46 +110,15 @@ impl Cli {
             Some(Command::Inspect(args)) => args.messages,
             Some(Command::Plan(args)) => args.messages,
             Some(Command::Report(args)) => args.messages,
-            Some(
-                Command::Completions(_)
-                | Command::Man
-                | Command::MakeCheckpoint(_)
-                | Command::Selftest(_),
-            ) => MessageArgs::default(),
+            Some(_) => MessageArgs::default(),
         }
     }
-}
-
-/// What multiplies on this machine.
-fn products_here() -> String {
-    let split = Kernel::has_split().then_some(Kernel::Split(1));
-    let kernels = [Some(Kernel::Fused), split, Kernel::best_bf16()];
-    let names: Vec<&str> = kernels
-        .iter()
-        .flatten()
-        .map(|kernel| kernel.name())
-        .collect();
-    names.join("; ")
 }
 
 /// The whole command line as clap knows it, with what this build and this machine can do behind `--version`.
 pub fn command() -> clap::Command {
     let version = env!("CARGO_PKG_VERSION");
-    let features = kernel::cpu_features().join(" ");
-    Cli::command().long_version(format!(
-        "{version}\ndevices: {}\nproducts: {}\ncpu: {}\n",
-        if cfg!(feature = "cuda") {
-            "cpu, cuda"
-        } else {
-            "cpu (built without CUDA)"
-        },
-        products_here(),
-        if features.is_empty() {
-            "no vector features"
-        } else {
-            &features
-        }
-    ))
+    Cli::command().long_version(format!("{version}\n{}", machine::describe()))
 }
 
 /// Runs the program with these arguments and returns its exit code.
@@ -209,7 +172,8 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         Some(Command::Completions(args)) => shell::completions(args, command(), console),
         Some(Command::Man) => shell::man(command(), console),
         Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),
-        Some(Command::Selftest(args)) => selftest::command(args),
+        #[cfg(feature = "selftest")]
+        Some(Command::Selftest(args)) => selftest::command(args, console),
     };
     done.map(|()| Outcome::Done)
 }

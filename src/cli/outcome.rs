@@ -2,10 +2,8 @@
 
 use std::process::ExitCode;
 
-use super::args::EvaluationArgs;
 use super::console::Console;
 use crate::run::Manifest;
-use crate::run::manifest::{GateReport, PerplexityReport};
 
 /// How a command that did its work ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,15 +36,4 @@ impl Outcome {
             Self::GateMissed => ExitCode::from(4),
         }
     }
-}
-
-/// The gate, where there is a limit and a perplexity.
-pub(super) fn gate(
-    args: &EvaluationArgs,
-    perplexity: Option<PerplexityReport>,
-) -> Option<GateReport> {
-    Some(GateReport::new(
-        args.max_perplexity?,
-        perplexity?.perplexity,
-    ))
 }

@@ -8,14 +8,14 @@ use serde_json::{Value, json};
 
 use super::args::MessageArgs;
 use super::console::Console;
-use super::run_folder::MANIFEST;
 use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::write_atomic;
 use crate::failure::Failure;
+use crate::job::folder::MANIFEST;
 use crate::report::comparison::NamedRun;
 use crate::report::page::Report;
-use crate::run::Manifest;
 use crate::run::manifest::SCHEMA;
+use crate::run::{Events, Manifest};
 
 /// The page's name in the report's folder.
 const PAGE: &str = "report.html";
@@ -98,7 +98,7 @@ fn load(paths: &[PathBuf], console: &Console) -> Result<Vec<Found>> {
         let (folder, file) = locate(path)?;
         let identity = file.canonicalize().unwrap_or_else(|_| file.clone());
         if seen.contains(&identity) {
-            console.line(&format!("`{}` was named before", path.display()));
+            console.note(format!("`{}` was named before", path.display()));
             continue;
         }
         seen.push(identity);

@@ -19,19 +19,6 @@ Examples:
   prune man | man -l -
   prune man > ~/.local/share/man/man1/prune.1";
 
-/// A command line that a shell reads as these arguments.
-pub(super) fn quoted(arguments: &[String]) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-+=./:,@%".contains(c);
-    let quoted = arguments.iter().map(|argument| {
-        if !argument.is_empty() && argument.chars().all(is_plain) {
-            argument.clone()
-        } else {
-            format!("'{}'", argument.replace('\'', r"'\''"))
-        }
-    });
-    quoted.collect::<Vec<_>>().join(" ")
-}
-
 /// Flags of `prune completions`.
 #[derive(Debug, Clone, Args)]
 pub struct CompletionsArgs {
@@ -75,27 +62,4 @@ pub fn man(command: Command, console: &Console) -> Result<()> {
     rendered.context("rendering the man page")?;
     console.result(&String::from_utf8_lossy(&page));
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_quoted_is_what_was_typed() {
-        let arguments = [
-            "prune",
-            "--save",
-            "my out/7b",
-            "--include",
-            "*.q_proj",
-            "it's",
-            "",
-        ];
-        let arguments = arguments.map(str::to_string);
-        assert_eq!(
-            quoted(&arguments),
-            r"prune --save 'my out/7b' --include '*.q_proj' 'it'\''s' ''"
-        );
-    }
 }

@@ -1,6 +1,6 @@
 //! `config.json` of a Llama: read, checked, and never written (the file itself is copied byte for byte).
 //!
-//! Key names are those of Hugging Face transformers' `LlamaConfig`, both the 4.x spelling (`rope_theta`, `rope_scaling`)
+//! Key names are those of Hugging Face transformers' `ModelConfig`, both the 4.x spelling (`rope_theta`, `rope_scaling`)
 //! and the 5.x one (`rope_parameters`).
 
 use std::path::Path;

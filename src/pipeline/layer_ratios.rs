@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::Path;
 
 use anyhow::Result;
+use serde::Serialize;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
@@ -12,7 +13,8 @@ use crate::bytes::read_given_settings;
 use crate::failure::Failure;
 
 /// Per-layer ratios as read: a list for all layers, or some layers by index.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(untagged)]
 pub enum LayerRatios {
     /// One ratio per layer.
     All(Vec<f64>),

@@ -13,8 +13,8 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use super::calibrate::{CalibrationStream, LayerStatistics};
+use super::expected;
 use super::output_error::DenseOutput;
-use super::resume;
 use super::targets::TargetPlan;
 use crate::checkpoint::{CheckpointWriter, ExpectedMatrix};
 use crate::linalg::{StoredMatrix, Weight};
@@ -359,7 +359,7 @@ impl Pruner<'_> {
             relative_output_error: None,
         };
         self.expected
-            .push(resume::expected(&report, target.pattern));
+            .push(expected::expected(&report, target.pattern));
         Ok((report, Some(mask)))
     }
 }

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use glob::Pattern as Glob;
+use serde::Serialize;
 
 use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
@@ -10,12 +11,12 @@ use crate::pruning::method::check_groups;
 use crate::pruning::{Pattern, PruningMethod, Target};
 
 /// What the user asked for.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize)]
 pub struct Selection {
     /// `--sparsity-ratio`.
     pub sparsity_ratio: Option<f64>,
-    /// `--sparsity-type`; unstructured unless given.
-    pub pattern: Option<Pattern>,
+    /// `--sparsity-type`.
+    pub sparsity_type: Pattern,
     /// `--use-variant`.
     pub use_variant: bool,
     /// `--include`: only what matches one of these; everything where empty.
@@ -51,7 +52,7 @@ impl TargetPlan {
         method: &dyn PruningMethod,
         config: &ModelConfig,
     ) -> Result<Self> {
-        let pattern = selection.pattern.unwrap_or(Pattern::Unstructured);
+        let pattern = selection.sparsity_type;
         let sparsity_ratio = overall_ratio(selection, pattern, config)?;
         if selection.use_variant && (!method.has_variant() || pattern != Pattern::Unstructured) {
             return Err(Failure::usage(format!(
@@ -384,7 +385,7 @@ mod tests {
             ),
             (
                 Selection {
-                    pattern: Some(Pattern::NOfM { n: 1, m: 4 }),
+                    sparsity_type: Pattern::NOfM { n: 1, m: 4 },
                     ..half()
                 },
                 "contradicts --sparsity-type 1:4, which removes 0.25",
@@ -420,7 +421,7 @@ mod tests {
             (
                 Selection {
                     use_variant: true,
-                    pattern: Some(Pattern::NOfM { n: 2, m: 4 }),
+                    sparsity_type: Pattern::NOfM { n: 2, m: 4 },
                     ..half()
                 },
                 "--use-variant means nothing",
@@ -441,7 +442,7 @@ mod tests {
     #[test]
     fn a_group_that_does_not_divide_names_the_matrix_before_anything_runs() {
         let error = resolve(Selection {
-            pattern: Some(Pattern::NOfM { n: 4, m: 8 }),
+            sparsity_type: Pattern::NOfM { n: 4, m: 8 },
             ..half()
         })
         .unwrap_err()
@@ -453,7 +454,7 @@ mod tests {
             "{error}"
         );
         let without = Selection {
-            pattern: Some(Pattern::NOfM { n: 4, m: 8 }),
+            sparsity_type: Pattern::NOfM { n: 4, m: 8 },
             exclude: vec!["*down_proj".into()],
             ..half()
         };

@@ -3,12 +3,15 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Serialize, Serializer};
+
 use crate::failure::Failure;
 
 /// Where zeros may stand.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Pattern {
     /// Anywhere.
+    #[default]
     Unstructured,
     /// `n` pruned of each aligned group of `m` neighbours along the input features.
     NOfM {
@@ -53,6 +56,12 @@ impl fmt::Display for Pattern {
             Self::Unstructured => f.write_str("unstructured"),
             Self::NOfM { n, m } => write!(f, "{n}:{m}"),
         }
+    }
+}
+
+impl Serialize for Pattern {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Events: library code emits [`Event`]s and never prints. The console draws them, tests record them.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
@@ -71,7 +72,27 @@ pub enum Event {
     Fallback(FallbackReport),
     /// The process's memory at a checkpoint of the run.
     Memory(MemorySample),
+    /// From now on an interruption leaves this behind; `None` once the run is over. Not part of the JSON lines.
+    #[serde(skip)]
+    IfInterrupted(Option<Unfinished>),
+    /// A temporary folder that an interruption removes; `None` once the run has removed it. Not part of the JSON lines.
+    #[serde(skip)]
+    Temporary(Option<PathBuf>),
 }
+
+/// Files that a run leaves when it ends early.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unfinished {
+    /// Their folder and the command that continues the run, for the person who reads.
+    pub text: String,
+    /// Whether another process can continue the run.
+    pub is_resumable: bool,
+    /// Whether anything was written yet.
+    pub has_begun: bool,
+}
+
+/// Ends the process when another process has taken its folder: takes the folder and the reason.
+pub type LockLost = fn(&str, &str);
 
 fn seconds<S: Serializer>(elapsed: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(elapsed.as_secs_f64())
@@ -111,6 +132,11 @@ pub trait Events: Sync {
         } else {
             Ok(())
         }
+    }
+
+    /// Returns the function that ends the process when another process has taken a folder of this run. Another thread calls it.
+    fn when_lock_lost(&self) -> LockLost {
+        |_, _| std::process::abort()
     }
 
     /// Emits an [`Event::Note`]. The text may quote a file, so control characters are escaped.

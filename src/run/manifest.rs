@@ -1,5 +1,7 @@
 //! `run.json`: everything needed to trust, repeat or compare a run. docs/run-json.md documents the schema.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
@@ -24,6 +26,9 @@ pub struct Manifest {
     pub command: String,
     /// The command line.
     pub arguments: Vec<String>,
+    /// Every setting by name, defaults included; empty in older records.
+    #[serde(default)]
+    pub settings: BTreeMap<String, Value>,
     /// The beginning of the run, in seconds since 1970 (UTC).
     pub started_unix_seconds: u64,
     /// The duration of the run, all sessions together.
@@ -36,7 +41,7 @@ pub struct Manifest {
     /// The arithmetic of the forward pass.
     pub arithmetic: Arithmetic,
     /// The pruning settings, as resolved; absent for `eval`.
-    pub pruning: Option<PruningSettings>,
+    pub pruning: Option<PruningReport>,
     /// The calibration text and samples; absent for a method without calibration.
     pub calibration: Option<Value>,
     /// Sparsity over all decoder linears, counted from the weights.
@@ -150,7 +155,7 @@ pub struct Arithmetic {
 
 /// The pruning settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct PruningSettings {
+pub struct PruningReport {
     /// `--prune-method`.
     pub method: String,
     /// `--sparsity-ratio`, or N/M.

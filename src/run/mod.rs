@@ -2,6 +2,7 @@
 //!
 //! Nothing here computes or prints. Every other room may use these records.
 
+pub mod command_line;
 pub mod events;
 pub mod fallback;
 pub mod generation;
@@ -14,7 +15,7 @@ pub mod plan;
 pub mod profile;
 pub mod state;
 
-pub use events::{Event, Events, Silent, Stopped};
+pub use events::{Event, Events, Silent, Stopped, Unfinished};
 pub use fallback::FallbackReport;
 pub use generation::GenerationReport;
 pub use inspection::Inspection;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::clock::DeviceGauge;
 use super::device_worker::DeviceWorker;
@@ -16,7 +16,7 @@ use crate::model::{LayerContext, ModelConfig, Rotary};
 use crate::run::{Events, MemorySettings, Plan};
 
 /// Simulated GPUs, for tests of placement and fallback.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Simulation {
     /// The free memory that each GPU reports.

@@ -79,7 +79,19 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     ("report", &["run"]),
     (
-        "cli",
+        "settings",
+        &[
+            "run",
+            "checkpoint",
+            "data",
+            "placement",
+            "runtime",
+            "pipeline",
+            "generation",
+        ],
+    ),
+    (
+        "job",
         &[
             "run",
             "hub",
@@ -95,6 +107,45 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "generation",
             "demo",
             "report",
+            "settings",
+        ],
+    ),
+    (
+        "selftest",
+        &[
+            "run",
+            "linalg",
+            "checkpoint",
+            "data",
+            "demo",
+            "model",
+            "pruning",
+            "runtime",
+            "pipeline",
+            "settings",
+            "job",
+        ],
+    ),
+    (
+        "cli",
+        &[
+            "run",
+            "report",
+            "settings",
+            "job",
+            "selftest",
+            // Types that flags are parsed into.
+            "checkpoint",
+            "data",
+            "placement",
+            "pruning",
+            "pipeline",
+            "runtime",
+            "generation",
+            "hub",
+            // Hidden commands.
+            "demo",
+            "linalg",
         ],
     ),
 ];

@@ -9,9 +9,9 @@ use std::process::Command;
 use clap::Parser;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource, encode_header};
-use prune::cli::console::Console;
-use prune::cli::prune::{PruneArgs, execute};
+use prune::cli::prune::PruneArgs;
 use prune::demo::RandomCheckpoint;
+use prune::job;
 use prune::pipeline::Watcher;
 use prune::run::{Manifest, Silent};
 use safetensors::tensor::TensorInfo;
@@ -46,7 +46,7 @@ pub(crate) fn prune_in_process(
     watcher: Option<&mut dyn Watcher>,
 ) -> anyhow::Result<Manifest> {
     let flags = Flags::try_parse_from(std::iter::once("prune".to_owned()).chain(split(line)))?;
-    execute(&flags.args, Vec::new(), &Console::quiet(), watcher)
+    job::prune(flags.args.settings(Vec::new())?, &Silent, watcher)
 }
 
 /// A temporary folder with a model `m`, the texts `train.txt` and `test.txt`, and the program at home in it.

@@ -1,5 +1,6 @@
 //! Where the time of a run went: the parts of its arithmetic, of choosing weights, of reading and writing, put together.
 
+use super::settle::Job;
 use crate::linalg::peak;
 use crate::linalg::product::Kernel;
 use crate::linalg::profile::{Part, Watch};
@@ -8,13 +9,15 @@ use crate::pipeline::SelectionTime;
 use crate::run::profile::{PartReport, PeakReport, ProfileReport};
 use crate::run::{Manifest, Phase};
 
-/// Measures what the CPU can do with so many threads. Takes about a second.
-pub(super) fn peak(products: Products, threads: usize) -> PeakReport {
-    let kernel = products.of_activations();
-    PeakReport {
-        f32: peak::of(Kernel::Fused, threads),
-        bf16: (kernel != Kernel::Fused).then(|| peak::of(kernel, threads)),
-    }
+/// Measures the peak of the CPU where `--profile` asks for it. Takes about a second.
+pub(super) fn measure_peak(job: &Job) -> Option<PeakReport> {
+    let model = &job.model;
+    let kernel = model.products.of_activations();
+    let of = |kernel| peak::of(kernel, model.threads);
+    job.settings.output.profile.then(|| PeakReport {
+        f32: of(Kernel::Fused),
+        bf16: (kernel != Kernel::Fused).then(|| of(kernel)),
+    })
 }
 
 /// Puts the parts together.

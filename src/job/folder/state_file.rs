@@ -1,20 +1,22 @@
-//! The state of a run on the disk: written after every layer, and what of it still stands when a later process goes on.
+//! `unfinished.json` while this process works on its run: what is written after every layer, and which layers still stand when a
+//! later process continues.
 //!
-//! A layer is recorded only when its bytes and masks were synced. A later process holds every recorded tensor against its hash; the
-//! first layer with one that is not what was written, and all layers after it, are done again.
+//! A layer is recorded only when its bytes and masks are synced. A later process compares every recorded tensor with its hash. The
+//! first layer with a difference, and all layers after it, are done again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::prune::Record;
 use crate::bytes::{ByteSize, read_whole};
-use crate::checkpoint::{ExpectedMatrix, write_atomic};
+use crate::checkpoint::write_atomic;
 use crate::disk;
 use crate::failure::Failure;
-use crate::pruning::Pattern;
-use crate::run::manifest::{LayerReport, Manifest, MatrixReport, Perplexities};
+use crate::job::recorder::Recorder;
+use crate::pipeline::Record;
+use crate::pipeline::expected::{pruned, tensor_of};
+use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
 use crate::run::{Events, RunState};
 use crate::runtime::Clock;
@@ -23,17 +25,17 @@ use crate::runtime::Clock;
 const LARGEST: ByteSize = ByteSize(256 << 20);
 
 /// `unfinished.json` while this process works on it.
-pub struct StateFile<'a> {
+pub(in crate::job) struct StateFile<'a> {
     path: PathBuf,
     /// What earlier sessions left, and what this one finished.
     state: RunState,
     clock: &'a Clock,
-    warnings: &'a (dyn Fn() -> Vec<String> + Sync),
+    recorder: &'a Recorder<'a>,
 }
 
 impl<'a> StateFile<'a> {
     /// Where the state of the run in `folder` is.
-    pub fn path(folder: &Path) -> PathBuf {
+    pub(in crate::job) fn path(folder: &Path) -> PathBuf {
         folder.join(FILE)
     }
 
@@ -41,7 +43,7 @@ impl<'a> StateFile<'a> {
     ///
     /// # Errors
     /// Fails for a file that is none, or another version's.
-    pub fn read(folder: &Path) -> Result<Option<RunState>> {
+    pub(in crate::job) fn read(folder: &Path) -> Result<Option<RunState>> {
         let path = Self::path(folder);
         let cannot = |why: String| {
             Failure::new(format!("cannot go on from `{}`", path.display()))
@@ -64,11 +66,11 @@ impl<'a> StateFile<'a> {
         Ok(Some(state))
     }
 
-    /// Says that there is a run in `folder`, of which nothing is finished yet.
+    /// Writes the state of a new run in `folder`.
     ///
     /// # Errors
     /// Fails when the file cannot be written.
-    pub fn announce(folder: &Path, state: &RunState) -> Result<()> {
+    pub(in crate::job) fn create(folder: &Path, state: &RunState) -> Result<()> {
         write(&Self::path(folder), state)
     }
 
@@ -76,11 +78,11 @@ impl<'a> StateFile<'a> {
     ///
     /// # Errors
     /// Fails when the file cannot be written.
-    pub fn begin(
+    pub(in crate::job) fn begin(
         folder: &Path,
         mut state: RunState,
         clock: &'a Clock,
-        warnings: &'a (dyn Fn() -> Vec<String> + Sync),
+        recorder: &'a Recorder<'a>,
         started_unix_seconds: u64,
     ) -> Result<Self> {
         state.sessions.push(SessionReport {
@@ -92,14 +94,14 @@ impl<'a> StateFile<'a> {
             path: Self::path(folder),
             state,
             clock,
-            warnings,
+            recorder,
         };
         file.write()?;
         Ok(file)
     }
 
     /// What was measured, where all of it was.
-    pub fn perplexity(&self) -> Option<&Perplexities> {
+    pub(in crate::job) fn perplexity(&self) -> Option<&Perplexities> {
         self.state.perplexity.as_ref()
     }
 
@@ -107,7 +109,11 @@ impl<'a> StateFile<'a> {
     ///
     /// # Errors
     /// Fails when the file cannot be written; the state before is still there.
-    pub fn measured(&mut self, perplexity: Perplexities, layers: &[LayerReport]) -> Result<()> {
+    pub(in crate::job) fn measured(
+        &mut self,
+        perplexity: Perplexities,
+        layers: &[LayerReport],
+    ) -> Result<()> {
         self.state.perplexity = Some(perplexity);
         self.state.layers = layers.to_vec();
         self.write()
@@ -124,7 +130,7 @@ impl<'a> StateFile<'a> {
         if let Some(session) = state.sessions.last_mut() {
             session.seconds = self.clock.seconds();
         }
-        state.warnings = merged_warnings(&self.state.warnings, (self.warnings)());
+        state.warnings = merged_warnings(&self.state.warnings, self.recorder.warnings());
         state.phases = merge_phases(&self.state.phases, &self.clock.report());
         // Seconds of work: those of earlier sessions come first.
         let before: f64 = self.earlier().iter().map(|session| session.seconds).sum();
@@ -141,7 +147,7 @@ impl<'a> StateFile<'a> {
     }
 
     /// Puts what earlier sessions did into the record of the whole run.
-    pub fn complete(&self, manifest: &mut Manifest) {
+    pub(in crate::job) fn complete(&self, manifest: &mut Manifest) {
         let now = self.now();
         manifest.arguments = now.arguments;
         manifest.started_unix_seconds = now.started_unix_seconds;
@@ -158,7 +164,7 @@ impl<'a> StateFile<'a> {
     ///
     /// # Errors
     /// Fails when the file cannot be removed.
-    pub fn remove(&self) -> Result<()> {
+    pub(in crate::job) fn remove(&self) -> Result<()> {
         disk::remove(&self.path).with_context(|| format!("removing `{}`", self.path.display()))
     }
 }
@@ -192,51 +198,10 @@ fn merged_warnings(before: &[String], now: Vec<String>) -> Vec<String> {
         .collect()
 }
 
-/// The masks of these layers, by matrix: SHA-256 of their bits, in hex.
-pub fn masks_of(layers: &[LayerReport]) -> BTreeMap<String, String> {
-    pruned(layers)
-        .filter_map(|matrix| Some((matrix.name.clone(), matrix.mask_sha256.clone()?)))
-        .collect()
-}
-
-/// The tensor of a matrix.
-pub fn tensor_of(matrix: &str) -> String {
-    format!("{matrix}.weight")
-}
-
-/// The matrix of a tensor.
-pub fn matrix_of(tensor: &str) -> &str {
-    tensor.strip_suffix(".weight").unwrap_or(tensor)
-}
-
-/// What the writer must find of these layers.
-pub fn expected_of(layers: &[LayerReport], pattern: Pattern) -> Vec<ExpectedMatrix> {
-    pruned(layers)
-        .map(|matrix| expected(matrix, pattern))
-        .collect()
-}
-
-/// What the writer must find of a pruned matrix.
-pub(super) fn expected(matrix: &MatrixReport, pattern: Pattern) -> ExpectedMatrix {
-    ExpectedMatrix {
-        name: tensor_of(&matrix.name),
-        zeros: Some(matrix.zeros),
-        group: match pattern {
-            Pattern::Unstructured => None,
-            Pattern::NOfM { n, m } => Some((n, m)),
-        },
-    }
-}
-
-fn pruned(layers: &[LayerReport]) -> impl Iterator<Item = &MatrixReport> {
-    let matrices = layers.iter().flat_map(|layer| &layer.matrices);
-    matrices.filter(|matrix| matrix.pruned.is_some())
-}
-
 impl RunState {
     /// Keeps the layers before the first with a tensor that is not recorded or among `damaged` (names of matrices). Returns the
     /// matrices of the layers that go.
-    pub fn keep_whole_layers(&mut self, damaged: &BTreeSet<String>) -> Vec<String> {
+    pub(in crate::job) fn keep_whole_layers(&mut self, damaged: &BTreeSet<String>) -> Vec<String> {
         let is_whole = |layer: &LayerReport| {
             pruned(std::slice::from_ref(layer)).all(|matrix| {
                 !damaged.contains(&matrix.name)
@@ -262,15 +227,15 @@ impl RunState {
     }
 }
 
-/// Says what is gone on with.
-pub fn announce(state: &RunState, layers: usize, events: &dyn Events) {
+/// Tells how far the unfinished run is.
+pub(in crate::job) fn announce(state: &RunState, layers: usize, events: &dyn Events) {
     let finished = state.layers.len();
     events.note(match (finished, &state.perplexity) {
         (_, Some(_)) => {
-            "going on with an unfinished run: all layers are pruned and measured".to_string()
+            "continuing an unfinished run: all layers are pruned and measured".to_string()
         }
         (finished, None) => {
-            format!("going on with an unfinished run: {finished} of {layers} layers are finished")
+            format!("continuing an unfinished run: {finished} of {layers} layers are finished")
         }
     });
 }
@@ -278,6 +243,7 @@ pub fn announce(state: &RunState, layers: usize, events: &dyn Events) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::manifest::MatrixReport;
 
     fn layer(index: usize) -> LayerReport {
         let matrix = |name: &str, pruned| MatrixReport {
@@ -333,22 +299,6 @@ mod tests {
         missing.tensors.remove("model.layers.0.q.weight");
         missing.keep_whole_layers(&BTreeSet::new());
         assert_eq!(missing.layers.len(), 0);
-    }
-
-    #[test]
-    fn masks_and_expectations_are_of_pruned_matrices() {
-        let layers = [layer(0)];
-        assert_eq!(
-            masks_of(&layers),
-            [("model.layers.0.q".to_string(), "mask 0".to_string())].into()
-        );
-        let expected = expected_of(&layers, Pattern::NOfM { n: 2, m: 4 });
-        assert_eq!(expected.len(), 1);
-        assert_eq!(expected[0].name, "model.layers.0.q.weight");
-        assert_eq!(
-            (expected[0].zeros, expected[0].group),
-            (Some(2), Some((2, 4)))
-        );
     }
 
     #[test]

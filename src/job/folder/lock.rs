@@ -16,19 +16,19 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use serde::{Deserialize, Serialize};
 
+use super::owner::Owner;
 use crate::bytes::{ByteSize, read_whole};
 use crate::disk::{self, positioned};
 use crate::failure::Failure;
 use crate::run::Events;
 
 /// The file's name.
-pub(super) const FILE: &str = "prune.lock";
+pub(in crate::job) const FILE: &str = "prune.lock";
 
 /// How often an owner gives a sign.
 const BEAT: Duration = Duration::from_secs(5);
@@ -51,133 +51,20 @@ const LARGEST: ByteSize = ByteSize(1 << 20);
 /// How often the lock of an unknown owner is looked at.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Who works in a folder.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Owner {
-    host: String,
-    /// This start of the machine's system; empty where it has no name.
-    boot: String,
-    /// Where process numbers are counted: containers have spaces of their own. Empty where there are none.
-    process_space: String,
-    pid: u32,
-    /// When the process began, as the system counts it, so that a number that was given again is told apart; empty where unknown.
-    process_began: String,
-    /// The batch job and how often it was started again; empty outside one.
-    job: String,
-    restart: String,
-    /// Signs given.
-    beat: u64,
-}
+/// The locks of this process, in the order they were taken.
+static HELD: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
-impl Owner {
-    /// This process.
-    fn me() -> Self {
-        let text = |path: &str| {
-            fs::read_to_string(path).map_or(String::new(), |text| text.trim().to_string())
-        };
-        let variable = |name: &str| std::env::var(name).unwrap_or_default();
-        let pid = std::process::id();
-        let array = variable("SLURM_ARRAY_TASK_ID");
-        let job = match (variable("SLURM_ARRAY_JOB_ID"), variable("SLURM_JOB_ID")) {
-            (of, _) if !of.is_empty() && !array.is_empty() => format!("{of}_{array}"),
-            (_, job) => job,
-        };
-        Self {
-            host: host(),
-            boot: text("/proc/sys/kernel/random/boot_id"),
-            process_space: fs::read_link("/proc/self/ns/pid")
-                .map_or(String::new(), |link| link.to_string_lossy().into_owned()),
-            pid,
-            process_began: began(pid),
-            job,
-            restart: variable("SLURM_RESTART_COUNT"),
-            beat: 0,
-        }
+/// Releases all folders of this process, the inner ones first. The end of the process calls it.
+pub(crate) fn release_all() {
+    let held = std::mem::take(&mut *HELD.lock().unwrap_or_else(PoisonError::into_inner));
+    for lock in held.into_iter().rev().filter_map(|lock| lock.upgrade()) {
+        lock.release();
     }
-
-    fn is_here(&self, me: &Self) -> bool {
-        (&self.host, &self.boot, &self.process_space) == (&me.host, &me.boot, &me.process_space)
-    }
-
-    /// Whether it still works, where that can be known at once.
-    fn lives(&self, me: &Self) -> Option<bool> {
-        if self.is_here(me) {
-            if !exists(self.pid)? {
-                return Some(false);
-            }
-            if is_dead(self.pid) {
-                return Some(false);
-            }
-            let began = began(self.pid);
-            // Systems may hide other users' processes: then only its signs tell.
-            let is_hidden = began.is_empty() && !self.process_began.is_empty();
-            return (!is_hidden).then_some(began == self.process_began);
-        }
-        let is_my_job = !self.job.is_empty() && self.job == me.job;
-        (is_my_job && self.restart != me.restart).then_some(false)
-    }
-
-    fn name(&self) -> String {
-        let job = match self.job.as_str() {
-            "" => String::new(),
-            job => format!(", job {job}"),
-        };
-        format!("process {} on {}{job}", self.pid, self.host)
-    }
-}
-
-#[cfg(unix)]
-fn host() -> String {
-    let name = rustix::system::uname();
-    name.nodename().to_string_lossy().into_owned()
-}
-
-#[cfg(not(unix))]
-fn host() -> String {
-    std::env::var("COMPUTERNAME").unwrap_or_default()
-}
-
-/// Whether there is a process of this number; one of another user counts. `None` where the system is not asked.
-#[cfg(unix)]
-fn exists(pid: u32) -> Option<bool> {
-    let pid = i32::try_from(pid).ok();
-    let pid = pid.and_then(rustix::process::Pid::from_raw);
-    Some(pid.is_some_and(|pid| {
-        !matches!(
-            rustix::process::test_kill_process(pid),
-            Err(rustix::io::Errno::SRCH)
-        )
-    }))
-}
-
-/// Of others it is found out by waiting.
-#[cfg(not(unix))]
-fn exists(pid: u32) -> Option<bool> {
-    (pid == std::process::id()).then_some(true)
-}
-
-/// When a process began, in the system's ticks since it was started.
-fn began(pid: u32) -> String {
-    stat(pid, 19)
-}
-
-/// Whether a process has ended, and its number is kept only because nobody has asked how it did: containers may never ask.
-fn is_dead(pid: u32) -> bool {
-    ["Z", "X"].contains(&stat(pid, 0).as_str())
-}
-
-/// What the system tells of a process, by its place after the name; empty where it does not tell.
-fn stat(pid: u32, field: usize) -> String {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name before the last parenthesis may hold anything.
-    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-    let field = fields.split_whitespace().nth(field);
-    field.unwrap_or_default().to_string()
 }
 
 /// A folder that no other process may write to, until this is dropped.
 #[derive(Debug)]
-pub(super) struct FolderLock {
+pub(in crate::job) struct FolderLock {
     path: PathBuf,
     owner: Owner,
     /// Folders that were made for the lock, the deepest first.
@@ -193,7 +80,7 @@ impl FolderLock {
     ///
     /// # Errors
     /// Fails when another process works there, and when the folder cannot be written.
-    pub(super) fn take(
+    pub(in crate::job) fn take(
         folder: &Path,
         events: &dyn Events,
         lost: impl Fn(String) + Send + 'static,
@@ -227,6 +114,10 @@ impl FolderLock {
                 }
             })
             .context("starting the thread that keeps the lock")?;
+        let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+        held.retain(|lock| lock.strong_count() > 0);
+        held.push(Arc::downgrade(&lock));
+        drop(held);
         Ok(lock)
     }
 
@@ -313,7 +204,7 @@ impl FolderLock {
     }
 
     /// Lets the folder go; what was made for the lock alone is removed.
-    pub(super) fn release(&self) {
+    pub(in crate::job) fn release(&self) {
         if self.is_released.swap(true, Ordering::SeqCst) {
             return;
         }
@@ -437,173 +328,5 @@ fn take_over(path: &Path, seen: &[u8], me: &Owner) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::run::{Event, Silent};
-
-    /// Keeps notes.
-    #[derive(Default)]
-    struct Notes(Mutex<Vec<String>>);
-
-    impl Events for Notes {
-        fn emit(&self, event: Event) {
-            if let (Event::Note { text }, Ok(mut notes)) = (event, self.0.lock()) {
-                notes.push(text);
-            }
-        }
-    }
-
-    const SHORT: Duration = Duration::from_millis(60);
-
-    fn written(folder: &Path, change: impl FnOnce(&mut Owner)) -> Owner {
-        let mut owner = Owner::me();
-        change(&mut owner);
-        fs::write(folder.join(FILE), text(&owner)).unwrap();
-        owner
-    }
-
-    fn says<T>(result: Result<T>) -> String {
-        result
-            .err()
-            .map_or("taken".into(), |error| error.to_string())
-    }
-
-    #[test]
-    fn a_folder_is_one_process_s_and_is_left_as_it_was() {
-        let folder = tempfile::tempdir().unwrap();
-        let run = folder.path().join("a/b");
-        let lock = FolderLock::take_within(&run, SHORT, &Silent).unwrap();
-        assert!(run.join(FILE).is_file());
-        let refused = says(FolderLock::take_within(&run, SHORT, &Silent));
-        assert!(refused.contains("another prune works in"), "{refused}");
-        assert!(refused.contains(&std::process::id().to_string()));
-        drop(lock);
-        assert!(!folder.path().join("a").exists());
-
-        let lock = FolderLock::take_within(&run, SHORT, &Silent).unwrap();
-        fs::write(run.join("result"), "x").unwrap();
-        drop(lock);
-        assert_eq!(fs::read_dir(&run).unwrap().count(), 1);
-    }
-
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn the_lock_of_a_process_that_is_gone_is_taken_over_aloud() {
-        let folder = tempfile::tempdir().unwrap();
-        for change in [
-            (|owner| owner.pid = 0x3fff_fff0) as fn(&mut Owner),
-            // The number was given again.
-            |owner| owner.process_began = "1".to_string(),
-        ] {
-            written(folder.path(), change);
-            let notes = Notes::default();
-            let lock = FolderLock::take_within(folder.path(), SHORT, &notes).unwrap();
-            let notes = notes.0.lock().unwrap();
-            assert!(
-                notes.len() == 1 && notes[0].contains("does not work any more"),
-                "{notes:?}"
-            );
-            drop(lock);
-            assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
-        }
-    }
-
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn a_process_that_nobody_has_buried_does_not_work_any_more() {
-        let mut child = std::process::Command::new("true").spawn().unwrap();
-        let began = Instant::now();
-        while !is_dead(child.id()) && began.elapsed() < Duration::from_secs(20) {
-            std::thread::sleep(BRIEFLY);
-        }
-        let me = Owner::me();
-        let gone = Owner {
-            pid: child.id(),
-            process_began: super::began(child.id()),
-            ..me.clone()
-        };
-        assert_eq!(exists(child.id()), Some(true));
-        assert_eq!((gone.lives(&me), me.lives(&me)), (Some(false), Some(true)));
-        child.wait().unwrap();
-    }
-
-    #[test]
-    fn another_host_is_watched() {
-        let folder = tempfile::tempdir().unwrap();
-        let elsewhere = |owner: &mut Owner| owner.host = "elsewhere".to_string();
-        written(folder.path(), elsewhere);
-        let notes = Notes::default();
-        drop(FolderLock::take_within(folder.path(), SHORT, &notes).unwrap());
-        let told = notes.0.lock().unwrap().join("\n");
-        assert!(told.contains("gave no sign"), "{told}");
-
-        let mut owner = written(folder.path(), elsewhere);
-        let path = folder.path().join(FILE);
-        let beating = std::thread::spawn(move || {
-            std::thread::sleep(SHORT);
-            owner.beat += 1;
-            fs::write(path, text(&owner)).unwrap();
-        });
-        let patience = Duration::from_secs(20);
-        let refused = says(FolderLock::take_within(folder.path(), patience, &Silent));
-        assert!(refused.contains("on elsewhere"), "{refused}");
-        beating.join().unwrap();
-    }
-
-    #[test]
-    fn a_batch_job_that_was_started_again_has_no_rival() {
-        let me = Owner {
-            job: "7".to_string(),
-            restart: "1".to_string(),
-            ..Owner::me()
-        };
-        let before = Owner {
-            host: "elsewhere".to_string(),
-            restart: String::new(),
-            ..me.clone()
-        };
-        assert_eq!(before.lives(&me), Some(false));
-        let other = Owner {
-            job: "8".to_string(),
-            ..before
-        };
-        assert_eq!(other.lives(&me), None);
-    }
-
-    #[test]
-    fn who_lost_the_lock_is_told_and_does_not_remove_it() {
-        let folder = tempfile::tempdir().unwrap();
-        let lock = FolderLock::take_within(folder.path(), SHORT, &Silent).unwrap();
-        assert_eq!(lock.beat(1), None);
-        assert_eq!(lock.beat(2), None);
-        written(folder.path(), |owner| owner.host = "elsewhere".to_string());
-        assert!(
-            lock.beat(3)
-                .is_some_and(|other| other.contains("elsewhere"))
-        );
-        drop(lock);
-        assert!(folder.path().join(FILE).is_file());
-    }
-
-    #[test]
-    fn a_lock_that_is_gone_is_lost_and_not_made_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let lock = FolderLock::take_within(folder.path(), SHORT, &Silent).unwrap();
-        assert_eq!(lock.beat(1), None);
-        fs::remove_file(folder.path().join(FILE)).unwrap();
-        assert!(lock.beat(2).is_some_and(|why| why.contains("is gone")));
-        assert!(!folder.path().join(FILE).exists());
-    }
-
-    #[test]
-    fn only_the_lock_that_was_seen_is_removed() {
-        let folder = tempfile::tempdir().unwrap();
-        let me = Owner::me();
-        let path = folder.path().join(FILE);
-        let other = written(folder.path(), |owner| owner.pid += 1);
-        take_over(&path, b"another", &me).unwrap();
-        assert_eq!(fs::read(&path).unwrap(), text(&other));
-        take_over(&path, &text(&other), &me).unwrap();
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
-    }
-}
+#[path = "lock_tests.rs"]
+mod tests;

@@ -1,27 +1,97 @@
-//! One model that is to write: opened and checked, then loaded, then writing.
+//! `prune generate`: each model is opened and checked, then loaded, then continues the prompt.
 
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
-use super::GenerateArgs;
+use super::opened::OpenedModel;
+use super::recorder::Recorder;
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::cli::args::{DeviceArgs, ModelArgs};
-use crate::cli::console::Console;
-use crate::cli::session::Session;
 use crate::data::{ChatTemplate, TextStream, Tokenizer};
+use crate::failure::Failure;
 use crate::generation::{
-    Generated, GenerationRequest, Generator, Sampler, Sampling, generate, stop_ids,
+    Generated, GenerationRequest, Generator, Sampler, Sampling, generate as write, stop_ids,
 };
 use crate::placement::planner::USABLE;
-use crate::placement::{Budget, Residency, inventory};
+use crate::placement::{DeviceMap, Residency, inventory};
 use crate::run::{Events, GenerationReport, Phase};
 use crate::runtime::memory;
+use crate::settings::{
+    ComputeDtype, DeviceChoice, DeviceMapChoice, DeviceSettings, GenerateSettings, ModelSettings,
+};
+
+/// Takes parts of a text as they are written; returns whether a reader is left.
+pub type TextSink<'a> = &'a mut (dyn FnMut(&str) -> bool + Send);
+
+/// Lets each model continue the prompt. With a `sink` the text is also streamed, labelled where there are several models.
+///
+/// # Errors
+/// Fails for flags that contradict each other, for everything a model's folder can lack, for a prompt that does not fit the
+/// model, and where the memory does not hold a single layer.
+pub fn generate(
+    settings: &GenerateSettings,
+    events: &dyn Events,
+    mut sink: Option<TextSink<'_>>,
+) -> Result<GenerationReport> {
+    let recorder = Recorder::new(events);
+    check(settings, &recorder)?;
+    // All models are checked before the first one works.
+    let models = settings.models.iter();
+    let writers = models
+        .map(|model| Writer::open(settings, model, &recorder))
+        .collect::<Result<Vec<_>>>()?;
+    let are_labelled = writers.len() > 1;
+    let mut reports = Vec::new();
+    for writer in writers {
+        if let Some(sink) = sink.as_mut().filter(|_| are_labelled) {
+            let gap = if reports.is_empty() { "" } else { "\n" };
+            sink(&format!("{gap}== {}\n", writer.name()));
+        }
+        reports.push(writer.write(&settings.sampling, &recorder, &mut sink)?);
+    }
+    let mut reports = reports.into_iter();
+    let mut report = reports.next().context("no model wrote")?;
+    report.compare = reports.next().map(Box::new);
+    Ok(report)
+}
+
+/// Refuses flags that `prune generate` does not follow.
+fn check(settings: &GenerateSettings, events: &dyn Events) -> Result<()> {
+    let device = &settings.device;
+    if matches!(device.device, DeviceChoice::Cuda(_))
+        || device.device_map != DeviceMapChoice::Named(DeviceMap::Auto)
+    {
+        return Err(Failure::usage("prune generate computes on the CPU")
+            .hint("leave --device and --device-map out")
+            .into());
+    }
+    let dtypes = settings.models.iter().map(|model| model.dtype);
+    for dtype in dtypes {
+        let name = match dtype {
+            ComputeDtype::Auto | ComputeDtype::F32 => continue,
+            ComputeDtype::Bf16x3 => "bf16x3",
+            ComputeDtype::Bf16 => "bf16",
+        };
+        return Err(
+            Failure::usage(format!("--dtype {name}: prune generate computes in f32"))
+                .hint("leave --dtype out")
+                .into(),
+        );
+    }
+    let sampling = &settings.sampling;
+    if sampling.temperature == 0.0 && (sampling.top_p.is_some() || sampling.top_k.is_some()) {
+        events.warn(
+            "--top-p and --top-k have no effect at --temperature 0, which draws nothing"
+                .to_string(),
+        );
+    }
+    Ok(())
+}
 
 /// A model before its layers are read.
-pub(super) struct Writer {
-    session: Session,
+struct Writer {
+    model: OpenedModel,
     tokenizer: Tokenizer,
     /// What the model is given, with a chat template the rendered text.
     prompt: String,
@@ -37,19 +107,19 @@ impl Writer {
     ///
     /// # Errors
     /// Fails for everything that is missing or does not fit, before a layer is read.
-    pub(super) fn open(
-        args: &GenerateArgs,
-        model: &ModelArgs,
-        prompt: &str,
-        console: &Console,
+    fn open(
+        settings: &GenerateSettings,
+        model: &ModelSettings,
+        events: &dyn Events,
     ) -> Result<Self> {
-        let session = Session::open(model, &args.device, None, console)?;
-        session.check_ends(console)?;
-        let tokenizer = session.tokenizer()?;
-        let of_model = stop_ids(&session.folder, tokenizer.id_of("</s>"))?;
-        let (prompt, prompt_ids) = if args.prompt.chat {
-            let template = ChatTemplate::load(&session.folder)?;
-            let text = template.render(args.prompt.system.as_deref(), prompt)?;
+        let model = OpenedModel::open(model, &settings.device, None, events)?;
+        model.check_ends(events)?;
+        let tokenizer = model.tokenizer()?;
+        let of_model = stop_ids(&model.folder, tokenizer.id_of("</s>"))?;
+        let prompt = settings.prompt.as_str();
+        let (prompt, prompt_ids) = if settings.chat {
+            let template = ChatTemplate::load(&model.folder)?;
+            let text = template.render(settings.system.as_deref(), prompt)?;
             let ids = tokenizer.encode_plain(&text)?;
             (text, ids)
         } else {
@@ -58,32 +128,26 @@ impl Writer {
                 without_end(tokenizer.encode(prompt)?, prompt, &tokenizer, &of_model)?,
             )
         };
-        session.check_ids(&prompt_ids, &tokenizer, "prompt")?;
-        let stop_ids = if args.sampling.ignore_eos {
+        model.check_ids(&prompt_ids, &tokenizer, "prompt")?;
+        let stop_ids = if settings.ignore_eos {
             Vec::new()
         } else {
             of_model
         };
-        let max_tokens = args.sampling.max_tokens as usize;
+        let max_tokens = settings.max_tokens;
         let request = GenerationRequest {
             prompt: &prompt_ids,
             max_tokens,
             stop_ids: &stop_ids,
         };
-        let capacity = request.capacity(session.config.max_position_embeddings)?;
+        let capacity = request.capacity(model.config.max_position_embeddings)?;
         memory::release_freed();
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
-        let sizes = Generator::sizes(
-            &session.config,
-            session.dtypes(),
-            capacity,
-            session.threads,
-            held,
-        );
-        let budget = budget(&args.device, held);
+        let sizes = Generator::sizes(&model.config, model.dtypes(), capacity, model.threads, held);
+        let budget = budget(&settings.device, held);
         let residency = Residency::settle(&sizes, budget.unwrap_or(ByteSize(u64::MAX)))?;
         Ok(Self {
-            session,
+            model,
             tokenizer,
             prompt,
             prompt_ids,
@@ -95,28 +159,27 @@ impl Writer {
     }
 
     /// The model, as it is labelled.
-    pub(super) fn name(&self) -> String {
-        self.session.folder.display().to_string()
+    fn name(&self) -> String {
+        self.model.folder.display().to_string()
     }
 
     /// Reads the layers and lets the model write.
     ///
     /// # Errors
     /// Fails when a layer cannot be read, and where logits are not finite.
-    pub(super) fn write(
+    fn write(
         self,
         sampling: &Sampling,
-        console: &Console,
-        streams: bool,
+        recorder: &Recorder<'_>,
+        sink: &mut Option<TextSink<'_>>,
     ) -> Result<GenerationReport> {
-        self.announce(console);
-        let source: Arc<dyn WeightSource> = self.session.checkpoint.clone();
-        let clock = &self.session.clock;
+        self.announce(recorder);
+        let source: Arc<dyn WeightSource> = self.model.checkpoint.clone();
+        let clock = &self.model.clock;
         let mut generator = clock.measure(Phase::Read, || {
-            let config = Arc::clone(&self.session.config);
-            Generator::load(source, config, self.residency, console)
+            let config = Arc::clone(&self.model.config);
+            Generator::load(source, config, self.residency, recorder)
         })?;
-        console.clear();
         let mut text = String::new();
         let request = GenerationRequest {
             prompt: &self.prompt_ids,
@@ -125,25 +188,25 @@ impl Writer {
         };
         let mut show = |part: &str| {
             text += part;
-            !streams || console.stream(part)
+            sink.as_mut().is_none_or(|sink| sink(part))
         };
         let mut stream = TextStream::after(&self.tokenizer, &self.prompt_ids)?;
         let written = clock.measure(Phase::Generate, || {
             let mut sampler = Sampler::new(sampling);
-            generate(&mut generator, &request, &mut sampler, |id| {
+            write(&mut generator, &request, &mut sampler, |id| {
                 Ok(show(&stream.push(id)?))
             })
         })?;
         show(&stream.finish()?);
-        if streams {
-            console.stream("\n");
+        if let Some(sink) = sink {
+            sink("\n");
         }
         let peak = clock
             .report()
             .iter()
             .filter_map(|phase| phase.peak_anonymous)
             .max();
-        console.line(&self.statistics(&written, peak));
+        recorder.note(self.statistics(&written, peak));
         Ok(GenerationReport {
             prune_version: env!("CARGO_PKG_VERSION").to_string(),
             model: self.name(),
@@ -163,22 +226,22 @@ impl Writer {
             budget: self.budget,
             predicted: self.residency.predicted(),
             peak_anonymous: peak,
-            threads: self.session.threads,
-            warnings: console.warnings(),
+            threads: self.model.threads,
+            warnings: recorder.warnings(),
             compare: None,
         })
     }
 
     /// Where the layers rest, before they are read.
-    fn announce(&self, console: &Console) {
+    fn announce(&self, events: &dyn Events) {
         let (layers, streamed) = (self.residency.layers(), self.residency.streamed());
         let allowed = self.budget.map_or_else(String::new, |budget| {
             format!("; {} of {budget} are needed", self.residency.predicted())
         });
         if streamed == 0 {
-            console.line(&format!("layers       {layers} in memory{allowed}"));
+            events.note(format!("layers       {layers} in memory{allowed}"));
         } else {
-            console.warn(format!(
+            events.warn(format!(
                 "{} of {layers} layers fit into memory, {streamed} are read from disk for every token{allowed}",
                 self.residency.resident()
             ));
@@ -204,8 +267,8 @@ impl Writer {
 }
 
 /// The memory that may be used, what the process holds included.
-fn budget(device: &DeviceArgs, held: ByteSize) -> Option<ByteSize> {
-    let given = device.max_memory.as_ref().and_then(Budget::cpu);
+fn budget(device: &DeviceSettings, held: ByteSize) -> Option<ByteSize> {
+    let given = device.max_memory.cpu();
     given.or_else(|| {
         let available = inventory::available_memory()?;
         Some(ByteSize((available.0 as f64 * USABLE) as u64) + held)

@@ -1,16 +1,84 @@
 //! From settings to a plan, or to a refusal with flags that were tried and work.
+//!
+//! A run is planned three times, so that it fails as early as possible: before its texts are found, with a single window; with the
+//! memory of the tokenizer; and with the counted windows.
 
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+
+use super::machine;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
 use crate::placement::{self, Inventory, PlanFailure, Policy, Shortage};
-use crate::run::{HiddenStatesStorage, Plan};
+use crate::run::{Events, HiddenStatesStorage, Plan};
+use crate::runtime::check_spill_folder;
+use crate::settings::DeviceSettings;
 
-/// Plans a job.
+/// The planner of a run on this machine.
+pub(super) struct Planning<'a> {
+    device: &'a DeviceSettings,
+    policy: Policy,
+    threads: usize,
+}
+
+impl<'a> Planning<'a> {
+    /// Reads the device map, where there is one.
+    ///
+    /// # Errors
+    /// Fails when a device map cannot be read.
+    pub(super) fn new(device: &'a DeviceSettings, threads: usize) -> Result<Self> {
+        Ok(Self {
+            device,
+            policy: machine::policy(device)?,
+            threads,
+        })
+    }
+
+    /// Plans a workload with the memory that is free now.
+    ///
+    /// # Errors
+    /// Fails where it does not fit, with the shortage and flags that do.
+    pub(super) fn plan(&self, workload: &RunShape<'_>) -> Result<Plan> {
+        let inventory = machine::inventory(self.device, self.threads)?;
+        Ok(plan(workload, &inventory, &self.policy)?)
+    }
+
+    /// Returns the folder of the spill file where the plan keeps hidden states on disk. Warns unless a flag asks for the disk.
+    ///
+    /// # Errors
+    /// Fails when no file can be created in the folder.
+    pub(super) fn spill_folder(
+        &self,
+        plan: &Plan,
+        run_folder: Option<&Path>,
+        events: &dyn Events,
+    ) -> Result<Option<PathBuf>> {
+        if plan.hidden_states.storage == HiddenStatesStorage::Ram {
+            return Ok(None);
+        }
+        let folder = self.device.offload_folder.clone();
+        let folder =
+            folder.unwrap_or_else(|| run_folder.map_or_else(std::env::temp_dir, Path::to_path_buf));
+        if self.device.hidden_states.is_none() {
+            let budget = plan.cpu().and_then(|cpu| cpu.budget).unwrap_or_default();
+            events.warn(format!(
+                "hidden states ({}) do not fit next to the rest into {budget}: they spill to `{}`",
+                plan.hidden_states.bytes,
+                folder.display()
+            ));
+        }
+        check_spill_folder(&folder)?;
+        Ok(Some(folder))
+    }
+}
+
+/// Plans a workload.
 ///
 /// # Errors
-/// Where it does not fit: the devices that are too small, by how much, and the nearest settings that fit; as `placement::plan`
-/// for devices that are not there.
+/// Fails where it does not fit, with the devices that are too small, the shortage, and the nearest settings that fit; and as
+/// `placement::plan` for devices that are missing.
 pub(super) fn plan(
     job: &RunShape<'_>,
     inventory: &Inventory,

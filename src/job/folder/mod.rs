@@ -1,4 +1,9 @@
-//! The run folder: what may be written where, and what is refused.
+//! The run folder: checks of the places results are written to, and the files in them.
+
+pub(crate) mod lock;
+pub(super) mod memory_log;
+mod owner;
+pub(super) mod state_file;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,10 +11,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::console::Console;
-use super::ending::Unfinished;
-use super::folder_lock::{self, FolderLock};
-use super::{interrupt, memory_log, shell};
+use self::lock::FolderLock;
+use self::state_file::StateFile;
 use crate::bytes::{ByteSize, LARGEST_RECORD, read_whole};
 use crate::checkpoint::{
     CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, Verification, VerifiedFile, is_model_file,
@@ -17,16 +20,16 @@ use crate::checkpoint::{
 };
 use crate::disk;
 use crate::failure::Failure;
-use crate::pipeline::StateFile;
 use crate::pruning::METHODS;
 use crate::report;
-use crate::run::{Manifest, RunState, state};
+use crate::run::{Events, Manifest, RunState, state};
+use crate::settings::OutputSettings;
 
 /// Where a run leaves its results.
 #[derive(Debug)]
-pub(super) struct RunFolder {
+pub(in crate::job) struct RunFolder {
     /// `--save`: manifest and log.
-    pub(super) run: Option<PathBuf>,
+    pub(in crate::job) run: Option<PathBuf>,
     /// The model's folder; `None` when no model is written.
     pub(super) model: Option<PathBuf>,
     is_forced: bool,
@@ -45,27 +48,22 @@ impl Drop for RunFolder {
 const MODEL: &str = "model";
 
 /// The record of a finished run in its folder.
-pub(super) const MANIFEST: &str = "run.json";
+pub(crate) const MANIFEST: &str = "run.json";
 
 impl RunFolder {
     /// Checks where results would go. Writes nothing.
     ///
     /// # Errors
     /// Fails when either folder is a file or lies in the `source` folder, whose files would otherwise be replaced.
-    pub(super) fn at(
+    pub(in crate::job) fn at(
         source: &Path,
-        save: Option<&Path>,
-        save_model: Option<&Path>,
+        output: &OutputSettings,
         writes_model: bool,
-        is_forced: bool,
     ) -> Result<Self> {
-        let model = writes_model
-            .then(|| {
-                save_model
-                    .map(Path::to_path_buf)
-                    .or_else(|| save.map(|save| save.join(MODEL)))
-            })
-            .flatten();
+        let save = output.save.as_deref();
+        let model = output.save_model.clone();
+        let model = model.or_else(|| save.map(|save| save.join(MODEL)));
+        let model = model.filter(|_| writes_model && !output.no_save_model);
         for folder in [save, model.as_deref()].into_iter().flatten() {
             let nearest = folder.ancestors().find(|path| path.exists());
             if let Some(file) = nearest.filter(|path| !path.is_dir()) {
@@ -92,13 +90,13 @@ impl RunFolder {
         Ok(Self {
             run: save.map(Path::to_path_buf),
             model,
-            is_forced,
+            is_forced: output.force,
             locks: Vec::new(),
         })
     }
 
     /// Where the state of an unfinished run is; `None` where nobody could go on: without a model, finished layers are nowhere.
-    pub(super) fn state(&self) -> Option<&Path> {
+    pub(in crate::job) fn state(&self) -> Option<&Path> {
         let model = self.model.as_deref()?;
         Some(self.run.as_deref().unwrap_or(model))
     }
@@ -107,16 +105,14 @@ impl RunFolder {
     ///
     /// # Errors
     /// Fails when another process works there, and when a folder cannot be written.
-    pub(super) fn lock(&mut self, console: &Console) -> Result<()> {
+    pub(in crate::job) fn lock(&mut self, events: &dyn Events) -> Result<()> {
         // The model's folder too: another run may name it with --save-model.
         let model = self.model.clone();
         let model = model.filter(|model| self.run.as_ref() != Some(model));
         for folder in self.run.clone().into_iter().chain(model) {
             let place = folder.display().to_string();
-            let lock = FolderLock::take(&folder, console, move |why| {
-                interrupt::end_for_another(&place, &why)
-            })?;
-            console.add_lock(&lock);
+            let end = events.when_lock_lost();
+            let lock = FolderLock::take(&folder, events, move |why| end(&place, &why))?;
             self.locks.push(lock);
         }
         Ok(())
@@ -128,7 +124,7 @@ impl RunFolder {
     /// # Errors
     /// Fails when the run folder holds a finished run or the model folder holds files that no unfinished run explains, unless
     /// forced; and when the state of an unfinished run cannot be read, or cannot be gone on from without a model.
-    pub(super) fn look(&self) -> Result<Option<RunState>> {
+    pub(in crate::job) fn look(&self) -> Result<Option<RunState>> {
         let is_finished = self
             .run
             .as_ref()
@@ -184,12 +180,12 @@ impl RunFolder {
     ///
     /// # Errors
     /// Fails where there is one, or the folder cannot be listed.
-    pub(super) fn refuse_files(&self, partials: bool) -> Result<()> {
+    pub(in crate::job) fn refuse_files(&self, partials: bool) -> Result<()> {
         let Some(model) = self.model.as_ref().filter(|_| !self.is_forced) else {
             return Ok(());
         };
         let is_ours = |name: &str| {
-            name.starts_with(folder_lock::FILE)
+            name.starts_with(lock::FILE)
                 || is_temporary(name)
                 || [state::FILE, memory_log::FILE].contains(&name)
                 || (!partials && name.ends_with(PARTIAL_SUFFIX))
@@ -211,7 +207,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// Fails when the record cannot be read.
-    pub(super) fn record_of_the_last_step(&self) -> Result<Option<Manifest>> {
+    pub(in crate::job) fn record_of_the_last_step(&self) -> Result<Option<Manifest>> {
         let (Some(run), Some(folder)) = (&self.run, self.state()) else {
             return Ok(None);
         };
@@ -246,7 +242,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// Fails where there is one.
-    pub(super) fn refuse_unfinished(&self) -> Result<()> {
+    pub(in crate::job) fn refuse_unfinished(&self) -> Result<()> {
         match &self.run {
             Some(run) if StateFile::path(run).exists() => Err(Failure::new(format!(
                 "`{}` holds an unfinished run",
@@ -263,7 +259,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// Fails when a folder cannot be made or a file not be removed.
-    pub(super) fn prepare(&self) -> Result<()> {
+    pub(in crate::job) fn prepare(&self) -> Result<()> {
         if let Some(folder) = self.state() {
             remove(StateFile::path(folder))?;
         }
@@ -294,7 +290,7 @@ impl RunFolder {
     }
 
     /// Bytes of the model files that make room for a new run's.
-    pub(super) fn replaced_bytes(&self) -> ByteSize {
+    pub(in crate::job) fn replaced_bytes(&self) -> ByteSize {
         let Some(model) = &self.model else {
             return ByteSize::ZERO;
         };
@@ -313,7 +309,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// Fails when one cannot be removed.
-    pub(super) fn tidy(&self) -> Result<()> {
+    pub(in crate::job) fn tidy(&self) -> Result<()> {
         for folder in [&self.run, &self.model].into_iter().flatten() {
             for name in files_in(folder)?.iter().filter(|name| is_temporary(name)) {
                 remove(folder.join(name))?;
@@ -322,35 +318,11 @@ impl RunFolder {
         Ok(())
     }
 
-    /// What a run that ends before its time leaves behind, in words, and how to go on.
-    pub(super) fn unfinished(&self, arguments: &[String]) -> Option<Unfinished> {
-        if let Some(folder) = self.state() {
-            return Some(Unfinished {
-                text: format!(
-                    "what is finished is kept in `{}`; this goes on from there:\n  {}",
-                    folder.display(),
-                    shell::quoted(arguments)
-                ),
-                is_resumable: true,
-                has_begun: true,
-            });
-        }
-        let run = self.run.as_ref()?;
-        Some(Unfinished {
-            text: format!(
-                "without a model nobody can go on: the run in `{}` begins anew",
-                run.display()
-            ),
-            is_resumable: false,
-            has_begun: true,
-        })
-    }
-
     /// Where `--save-masks` puts the masks.
     ///
     /// # Errors
     /// Fails with exit code 2 without a run folder, and when that is the model's folder.
-    pub(super) fn masks(&self) -> Result<PathBuf> {
+    pub(in crate::job) fn masks(&self) -> Result<PathBuf> {
         let Some(run) = &self.run else {
             return Err(Failure::usage("--save-masks needs a run folder")
                 .hint(format!("add --save DIR; the masks become DIR/{MASKS_FILE}"))
@@ -375,7 +347,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// Fails when a file cannot be written.
-    pub(super) fn record(&self, manifest: &Manifest) -> Result<()> {
+    pub(in crate::job) fn record(&self, manifest: &Manifest) -> Result<()> {
         let Some(run) = &self.run else { return Ok(()) };
         if let (Some(pruning), Some(text)) = (&manifest.pruning, report::log::text(manifest)) {
             write_atomic(

@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use super::args::ModelArgs;
-use crate::checkpoint::{self, HeadersOnly, WeightSource, is_model_file};
+use crate::checkpoint::{Checkpoint, HeadersOnly, WeightSource, is_model_file};
 use crate::data::{DatasetSpec, Role};
 use crate::failure::Failure;
 use crate::hub::{Hub, HubRepo, ModelFiles, Settings};
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, stored_dtypes};
 use crate::run::Events;
+use crate::settings::ModelSettings;
 
 /// A model that came from the hub, for the manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,9 +23,9 @@ pub(super) struct HubModel {
 }
 
 /// The files of a checkpoint as we copy them; a config we cannot read ends the download.
-struct Checkpoint;
+struct CheckpointFiles;
 
-impl ModelFiles for Checkpoint {
+impl ModelFiles for CheckpointFiles {
     fn wants(&self, name: &str) -> bool {
         is_model_file(name)
     }
@@ -35,26 +35,26 @@ impl ModelFiles for Checkpoint {
     }
 }
 
-/// The folder to read a model from.
+/// Returns the folder to read a model from.
 ///
 /// # Errors
-/// Fails when `--model` is missing, is neither a folder nor an id, or cannot be downloaded.
-pub(super) fn model(args: &ModelArgs, events: &dyn Events) -> Result<(PathBuf, Option<HubModel>)> {
-    let given = args.model.as_deref().ok_or_else(|| {
-        Failure::usage("--model is missing")
-            .hint("name a checkpoint folder, like --model models/llama-2-7b; see prune --help")
-    })?;
+/// Fails when `--model` is neither a folder nor an id, and when the download fails.
+pub(super) fn model(
+    model: &ModelSettings,
+    events: &dyn Events,
+) -> Result<(PathBuf, Option<HubModel>)> {
+    let given = model.model.as_path();
     if given.exists() {
-        if let Some(revision) = &args.revision {
+        if let Some(revision) = &model.revision {
             return Err(revision_of_a_folder(revision, given).into());
         }
         return Ok((given.to_path_buf(), None));
     }
     let repo = given.to_str().and_then(HubRepo::model);
     let repo = repo.ok_or_else(|| missing_folder(given))?;
-    let repo = repo.at(args.revision.as_deref().unwrap_or("main"))?;
-    let hub = hub(args.cache_dir.as_deref())?;
-    let snapshot = hub.model(&repo, &Checkpoint, events)?;
+    let repo = repo.at(model.revision.as_deref().unwrap_or("main"))?;
+    let hub = hub(model.cache_dir.as_deref())?;
+    let snapshot = hub.model(&repo, &CheckpointFiles, events)?;
     let model = HubModel {
         id: repo.id().to_string(),
         revision: repo.revision().to_string(),
@@ -68,12 +68,11 @@ pub(super) fn model(args: &ModelArgs, events: &dyn Events) -> Result<(PathBuf, O
 /// # Errors
 /// Fails when the model is neither a folder nor an id, or its headers cannot be read, and for tensors a run would refuse.
 pub(super) fn headers(
-    model: &Path,
-    revision: Option<&str>,
-    cache_dir: Option<&Path>,
+    settings: &ModelSettings,
     is_evaluated: bool,
     events: &dyn Events,
 ) -> Result<(ModelConfig, Dtypes)> {
+    let (model, revision) = (settings.model.as_path(), settings.revision.as_deref());
     let source: Box<dyn WeightSource>;
     let config;
     if model.exists() {
@@ -81,12 +80,13 @@ pub(super) fn headers(
             return Err(revision_of_a_folder(revision, model).into());
         }
         config = ModelConfig::load(model)?;
-        source = Box::new(checkpoint::Checkpoint::open(model)?);
+        source = Box::new(Checkpoint::open(model)?);
     } else {
         let repo = model.to_str().and_then(HubRepo::model);
         let repo = repo.ok_or_else(|| missing_folder(model))?;
         let repo = repo.at(revision.unwrap_or("main"))?;
-        let headers = hub(cache_dir)?.model_headers(&repo, &Checkpoint, events)?;
+        let cache_dir = settings.cache_dir.as_deref();
+        let headers = hub(cache_dir)?.model_headers(&repo, &CheckpointFiles, events)?;
         let folder = &headers.snapshot.folder;
         config = ModelConfig::load(folder)?;
         source = match headers.shards {
@@ -95,7 +95,7 @@ pub(super) fn headers(
                 let shards = shards.map(|shard| (shard.name, shard.json, shard.file_bytes));
                 Box::new(HeadersOnly::new(repo.id(), shards)?)
             }
-            None => Box::new(checkpoint::Checkpoint::open(folder)?),
+            None => Box::new(Checkpoint::open(folder)?),
         };
     }
     for layer in 0..config.num_hidden_layers {

@@ -1,0 +1,247 @@
+//! `prune demo`: the main job on the model inside the binary, several times, and a sentence by each result.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use super::prune::prune;
+use crate::checkpoint::Checkpoint;
+use crate::data::Tokenizer;
+use crate::demo::embedded;
+use crate::failure::Failure;
+use crate::generation::{self, Generator};
+use crate::model::ModelConfig;
+use crate::pruning::Pattern;
+use crate::report::demo_table::{DemoRow, DemoTable};
+use crate::run::{Event, Events, Manifest, Silent};
+use crate::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
+
+/// Settings of `prune demo`.
+#[derive(Debug, Clone, Default)]
+pub struct DemoSettings {
+    /// `--save`: a folder for the dense model and every run; a temporary one where `None`.
+    pub save: Option<PathBuf>,
+    /// `--seed` of the calibration samples.
+    pub seed: u64,
+    /// `--threads`.
+    pub threads: Option<u16>,
+}
+
+/// One pruning run of the demo.
+struct DemoRun {
+    name: &'static str,
+    folder: &'static str,
+    method: &'static str,
+    ratio: f64,
+    pattern: Pattern,
+}
+
+const fn run(
+    name: &'static str,
+    folder: &'static str,
+    method: &'static str,
+    ratio: f64,
+    pattern: Pattern,
+) -> DemoRun {
+    DemoRun {
+        name,
+        folder,
+        method,
+        ratio,
+        pattern,
+    }
+}
+
+const FREE: Pattern = Pattern::Unstructured;
+const TWO_OF_FOUR: Pattern = Pattern::NOfM { n: 2, m: 4 };
+
+const RUNS: [DemoRun; 6] = [
+    run("magnitude 50 %", "magnitude-50", "magnitude", 0.5, FREE),
+    run("wanda 50 %", "wanda-50", "wanda", 0.5, FREE),
+    run("magnitude 60 %", "magnitude-60", "magnitude", 0.6, FREE),
+    run("wanda 60 %", "wanda-60", "wanda", 0.6, FREE),
+    run(
+        "magnitude 2:4",
+        "magnitude-2of4",
+        "magnitude",
+        0.5,
+        TWO_OF_FOUR,
+    ),
+    run("wanda 2:4", "wanda-2of4", "wanda", 0.5, TWO_OF_FOUR),
+];
+
+/// Token ids of the demo text, shared by the runs.
+const TEXT_CACHE: &str = "text-cache";
+
+/// Longest sentence, in tokens.
+const SENTENCE_TOKENS: usize = 40;
+
+/// Prunes the embedded model in several ways and lets each result write a sentence.
+///
+/// # Errors
+/// Fails when the folder is not empty or cannot be written; see also [`prune`].
+pub fn demo(settings: &DemoSettings, events: &dyn Events) -> Result<DemoTable> {
+    match &settings.save {
+        Some(save) => {
+            refuse_used(save)?;
+            prune_all(settings, save, events)
+        }
+        None => {
+            let folder = TemporaryFolder::new()?;
+            events.emit(Event::Temporary(Some(folder.path.clone())));
+            let table = prune_all(settings, &folder.path, events);
+            events.emit(Event::Temporary(None));
+            table
+        }
+    }
+}
+
+/// All runs, below one folder.
+fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Result<DemoTable> {
+    let dense = root.join("dense");
+    embedded::write_model(&dense)?;
+    events.note("a small Llama that tells stories, pruned six ways:".to_string());
+
+    let mut rows = Vec::new();
+    let mut parameters = 0;
+    for (number, run) in RUNS.iter().enumerate() {
+        let started = Instant::now();
+        // The first run measures the dense perplexity as well.
+        let sides = if number == 0 {
+            EvalSides::Both
+        } else {
+            EvalSides::Pruned
+        };
+        let manifest = prune_once(settings, root, run, sides)
+            .with_context(|| format!("in the run `{}`", run.name))?;
+        for warning in &manifest.warnings {
+            events.warn(format!("{}: {warning}", run.name));
+        }
+        if let Some(report) = manifest.perplexity.dense {
+            parameters = manifest.model.parameters;
+            rows.push(DemoRow {
+                name: "dense".to_owned(),
+                sparsity: 0.0,
+                perplexity: report.perplexity,
+                continuation: sentence(&dense)?,
+            });
+        }
+        let report = manifest.perplexity.pruned;
+        rows.push(DemoRow {
+            name: run.name.to_owned(),
+            sparsity: manifest.sparsity.map_or(0.0, |sparsity| sparsity.ratio),
+            perplexity: report.map_or(f64::NAN, |report| report.perplexity),
+            continuation: sentence(&root.join(run.folder).join("model"))?,
+        });
+        events.note(format!(
+            "  {}/{} {:<16}{:.1} s",
+            number + 1,
+            RUNS.len(),
+            run.name,
+            started.elapsed().as_secs_f64()
+        ));
+    }
+    // The cache is of no use after the runs; a leftover does no harm.
+    let _ = std::fs::remove_dir_all(root.join(TEXT_CACHE));
+    Ok(DemoTable {
+        parameters,
+        prompt: embedded::PROMPT.to_owned(),
+        rows,
+    })
+}
+
+/// The main job on the embedded model.
+fn prune_once(
+    demo: &DemoSettings,
+    root: &Path,
+    run: &DemoRun,
+    sides: EvalSides,
+) -> Result<Manifest> {
+    let text = "demo".parse().map_err(anyhow::Error::msg)?;
+    let mut settings = Settings::pruning(root.join("dense"));
+    settings.arguments = vec!["prune".to_string(), "demo".to_string()];
+    // The same table on every CPU.
+    settings.model.dtype = ComputeDtype::F32;
+    if let Some(sparsity) = &mut settings.sparsity {
+        sparsity.prune_method = run.method.to_string();
+        sparsity.selection.sparsity_ratio = Some(run.ratio);
+        sparsity.selection.sparsity_type = run.pattern;
+    }
+    settings.calibration = Some(CalibrationSettings {
+        dataset: text,
+        seed: demo.seed,
+        ..CalibrationSettings::default()
+    });
+    settings.evaluation.eval = sides;
+    settings.evaluation.eval_dataset = "demo".parse().map_err(anyhow::Error::msg)?;
+    settings.evaluation.text_cache = Some(root.join(TEXT_CACHE));
+    settings.device.threads = demo.threads;
+    settings.output.save = Some(root.join(run.folder));
+    prune(settings, &Silent, None)
+}
+
+/// Returns the sentence a checkpoint writes after the prompt.
+fn sentence(folder: &Path) -> Result<String> {
+    let config = Arc::new(ModelConfig::load(folder)?);
+    let checkpoint = Arc::new(Checkpoint::open(folder)?);
+    let tokenizer = Tokenizer::load(folder)?;
+    let mut model = Generator::load_all(checkpoint, config, &Silent)?;
+    generation::sentence(&mut model, &tokenizer, embedded::PROMPT, SENTENCE_TOKENS)
+}
+
+/// Refuses a folder that holds anything.
+fn refuse_used(folder: &Path) -> Result<()> {
+    let is_used = match std::fs::read_dir(folder) {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+    };
+    if is_used {
+        return Err(
+            Failure::new(format!("`{}` is not an empty folder", folder.display()))
+                .hint("choose another --save folder, remove this one (a demo that was interrupted begins anew), or leave --save out to keep nothing")
+                .into(),
+        );
+    }
+    Ok(())
+}
+
+/// A folder of our own, gone when dropped.
+struct TemporaryFolder {
+    path: PathBuf,
+}
+
+impl TemporaryFolder {
+    fn new() -> Result<Self> {
+        let parent = std::env::temp_dir();
+        for number in 0..1000 {
+            let path = parent.join(format!("prune-demo-{}-{number}", std::process::id()));
+            match std::fs::create_dir(&path) {
+                Ok(()) => return Ok(Self { path }),
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(error) => {
+                    return Err(Failure::new(format!(
+                        "cannot make a folder in `{}`: {error}",
+                        parent.display()
+                    ))
+                    .hint("name one with --save, or another place with TMPDIR")
+                    .into());
+                }
+            }
+        }
+        Err(Failure::new(format!(
+            "no free name for a temporary folder in `{}`",
+            parent.display()
+        ))
+        .hint("name a folder with --save")
+        .into())
+    }
+}
+
+impl Drop for TemporaryFolder {
+    fn drop(&mut self) {
+        // What cannot be removed stays in the system's folder for such things.
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}

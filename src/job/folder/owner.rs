@@ -1,0 +1,129 @@
+//! The owner of a folder's lock: host, boot, process and batch job, and whether that process still lives.
+
+use std::fs;
+
+use serde::{Deserialize, Serialize};
+
+/// Who works in a folder.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Owner {
+    pub(super) host: String,
+    /// This start of the machine's system; empty where it has no name.
+    pub(super) boot: String,
+    /// Where process numbers are counted: containers have spaces of their own. Empty where there are none.
+    pub(super) process_space: String,
+    pub(super) pid: u32,
+    /// When the process began, as the system counts it, so that a number that was given again is told apart; empty where unknown.
+    pub(super) process_began: String,
+    /// The batch job and how often it was started again; empty outside one.
+    pub(super) job: String,
+    pub(super) restart: String,
+    /// Signs given.
+    pub(super) beat: u64,
+}
+
+impl Owner {
+    /// This process.
+    pub(super) fn me() -> Self {
+        let text = |path: &str| {
+            fs::read_to_string(path).map_or(String::new(), |text| text.trim().to_string())
+        };
+        let variable = |name: &str| std::env::var(name).unwrap_or_default();
+        let pid = std::process::id();
+        let array = variable("SLURM_ARRAY_TASK_ID");
+        let job = match (variable("SLURM_ARRAY_JOB_ID"), variable("SLURM_JOB_ID")) {
+            (of, _) if !of.is_empty() && !array.is_empty() => format!("{of}_{array}"),
+            (_, job) => job,
+        };
+        Self {
+            host: host(),
+            boot: text("/proc/sys/kernel/random/boot_id"),
+            process_space: fs::read_link("/proc/self/ns/pid")
+                .map_or(String::new(), |link| link.to_string_lossy().into_owned()),
+            pid,
+            process_began: began(pid),
+            job,
+            restart: variable("SLURM_RESTART_COUNT"),
+            beat: 0,
+        }
+    }
+
+    pub(super) fn is_here(&self, me: &Self) -> bool {
+        (&self.host, &self.boot, &self.process_space) == (&me.host, &me.boot, &me.process_space)
+    }
+
+    /// Whether it still works, where that can be known at once.
+    pub(super) fn lives(&self, me: &Self) -> Option<bool> {
+        if self.is_here(me) {
+            if !exists(self.pid)? {
+                return Some(false);
+            }
+            if is_dead(self.pid) {
+                return Some(false);
+            }
+            let began = began(self.pid);
+            // Systems may hide other users' processes: then only its signs tell.
+            let is_hidden = began.is_empty() && !self.process_began.is_empty();
+            return (!is_hidden).then_some(began == self.process_began);
+        }
+        let is_my_job = !self.job.is_empty() && self.job == me.job;
+        (is_my_job && self.restart != me.restart).then_some(false)
+    }
+
+    pub(super) fn name(&self) -> String {
+        let job = match self.job.as_str() {
+            "" => String::new(),
+            job => format!(", job {job}"),
+        };
+        format!("process {} on {}{job}", self.pid, self.host)
+    }
+}
+
+#[cfg(unix)]
+fn host() -> String {
+    let name = rustix::system::uname();
+    name.nodename().to_string_lossy().into_owned()
+}
+
+#[cfg(not(unix))]
+fn host() -> String {
+    std::env::var("COMPUTERNAME").unwrap_or_default()
+}
+
+/// Whether there is a process of this number; one of another user counts. `None` where the system is not asked.
+#[cfg(unix)]
+pub(super) fn exists(pid: u32) -> Option<bool> {
+    let pid = i32::try_from(pid).ok();
+    let pid = pid.and_then(rustix::process::Pid::from_raw);
+    Some(pid.is_some_and(|pid| {
+        !matches!(
+            rustix::process::test_kill_process(pid),
+            Err(rustix::io::Errno::SRCH)
+        )
+    }))
+}
+
+/// Of others it is found out by waiting.
+#[cfg(not(unix))]
+pub(super) fn exists(pid: u32) -> Option<bool> {
+    (pid == std::process::id()).then_some(true)
+}
+
+/// When a process began, in the system's ticks since it was started.
+pub(super) fn began(pid: u32) -> String {
+    stat(pid, 19)
+}
+
+/// Whether a process has ended, and its number is kept only because nobody has asked how it did: containers may never ask.
+pub(super) fn is_dead(pid: u32) -> bool {
+    ["Z", "X"].contains(&stat(pid, 0).as_str())
+}
+
+/// What the system tells of a process, by its place after the name; empty where it does not tell.
+fn stat(pid: u32, field: usize) -> String {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name before the last parenthesis may hold anything.
+    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+    let field = fields.split_whitespace().nth(field);
+    field.unwrap_or_default().to_string()
+}

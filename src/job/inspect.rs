@@ -1,0 +1,47 @@
+//! `prune inspect`: the sparsity of a checkpoint, and its comparison with the dense one.
+
+use std::path::Path;
+
+use anyhow::Result;
+
+use crate::checkpoint::Checkpoint;
+use crate::eval;
+use crate::failure::Failure;
+use crate::model::ModelConfig;
+use crate::run::{Events, Inspection};
+
+/// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense one `against`.
+///
+/// # Errors
+/// Fails when a folder is no checkpoint or cannot be read.
+pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Result<Inspection> {
+    let model = open(folder)?;
+    let config = load_config(folder)?;
+    let dense = against.map(open).transpose()?;
+    eval::inspect(&model, &config, dense.as_ref(), events)
+}
+
+/// Opens a checkpoint; a run folder is answered with its model's folder.
+fn open(folder: &Path) -> Result<Checkpoint> {
+    let model = folder.join("model");
+    Checkpoint::open(folder).map_err(|error| {
+        if folder.join("run.json").is_file() && model.join("config.json").is_file() {
+            Failure::new(format!("`{}` is a run folder", folder.display()))
+                .hint(format!("name its checkpoint: {}", model.display()))
+                .into()
+        } else {
+            error
+        }
+    })
+}
+
+fn load_config(folder: &Path) -> Result<ModelConfig> {
+    if !folder.join("config.json").is_file() {
+        return Err(
+            Failure::new(format!("there is no config.json in `{}`", folder.display()))
+                .hint("copy it from the checkpoint these weights belong to")
+                .into(),
+        );
+    }
+    ModelConfig::load(folder)
+}

@@ -1,0 +1,53 @@
+//! Messages for a run that ends early: the files it leaves, and the command that continues it.
+
+use super::settle::Job;
+use crate::run::command_line::quoted;
+use crate::run::{Event, Events, Unfinished};
+use crate::settings::Settings;
+
+/// Nothing is written yet: a run that will write a model may as well begin again.
+pub(super) fn before_outputs(settings: &Settings, events: &dyn Events) {
+    let output = &settings.output;
+    let writes_model =
+        !output.no_save_model && (output.save.is_some() || output.save_model.is_some());
+    let unfinished = writes_model.then(|| Unfinished {
+        text: format!(
+            "nothing was changed; this command begins the run, or continues an earlier one:\n  {}",
+            quoted(&settings.arguments)
+        ),
+        is_resumable: true,
+        has_begun: false,
+    });
+    events.emit(Event::IfInterrupted(unfinished));
+}
+
+/// Files exist from now on.
+pub(super) fn with_outputs(job: &Job, events: &dyn Events) {
+    let run = job.folder.run.as_ref();
+    let unfinished = match (job.folder.state(), run) {
+        (Some(folder), _) => Some(Unfinished {
+            text: format!(
+                "finished layers are kept in `{}`; this command continues the run:\n  {}",
+                folder.display(),
+                quoted(&job.settings.arguments)
+            ),
+            is_resumable: true,
+            has_begun: true,
+        }),
+        (None, Some(run)) => Some(Unfinished {
+            text: format!(
+                "a run without a model cannot be continued: the one in `{}` begins again",
+                run.display()
+            ),
+            is_resumable: false,
+            has_begun: true,
+        }),
+        (None, None) => None,
+    };
+    events.emit(Event::IfInterrupted(unfinished));
+}
+
+/// The run is over.
+pub(super) fn is_over(events: &dyn Events) {
+    events.emit(Event::IfInterrupted(None));
+}

@@ -1,0 +1,43 @@
+//! A run, from settings to record. Each command's work is one function here; it speaks through events and prints nothing.
+//!
+//! | file | story |
+//! | --- | --- |
+//! | `prune` | the main job: settle → outputs → streams → sweep → finish → record |
+//! | `eval` | the same without outputs and editor |
+//! | `generate`, `inspect`, `plan`, `demo` | the other commands |
+//! | `settle` | everything that can be wrong is checked, and nothing is written |
+//! | `opened`, `located` | the checkpoint, from a folder or the hub |
+//! | `texts` | texts found, then turned into token ids |
+//! | `planned`, `machine` | threads, GPUs and memory; the three stages of planning |
+//! | `outputs`, `same_run` | files created, or those of an unfinished run; the comparison of two runs |
+//! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
+//! | `streams` | samples and windows, and the sweep they pass |
+//! | `record`, `profile`, `recorder` | `run.json`, the profile in it, the warnings of a run |
+//! | `interruption` | messages for a run that ends early |
+
+pub mod demo;
+pub mod eval;
+pub mod folder;
+pub mod generate;
+pub mod inspect;
+mod interruption;
+mod located;
+pub mod machine;
+mod opened;
+mod outputs;
+pub mod plan;
+mod planned;
+mod profile;
+pub mod prune;
+mod record;
+mod recorder;
+mod same_run;
+mod settle;
+mod streams;
+mod texts;
+
+pub use eval::eval;
+pub use generate::generate;
+pub use inspect::inspect;
+pub use plan::plan;
+pub use prune::prune;

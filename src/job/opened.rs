@@ -1,0 +1,260 @@
+//! The checkpoint of a run, opened and checked: every tensor that a sweep reads is there and has its shape.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::Result;
+
+use super::located::{self, HubModel};
+use super::machine;
+use crate::bytes::ByteSize;
+use crate::checkpoint::Checkpoint;
+use crate::data::Tokenizer;
+use crate::failure::Failure;
+use crate::linalg::{Products, StoredDtype};
+use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, Projection};
+use crate::pipeline::RunShape;
+use crate::run::{Events, Moment, Phase};
+use crate::runtime::Clock;
+use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check_device};
+
+/// A checkpoint opened for a run.
+pub(super) struct OpenedModel {
+    /// The weights.
+    pub(super) checkpoint: Arc<Checkpoint>,
+    /// The shape.
+    pub(super) config: Arc<ModelConfig>,
+    /// The folder as given, or a model's snapshot in the hub's cache.
+    pub(super) folder: PathBuf,
+    /// Origin of the snapshot.
+    pub(super) hub_model: Option<HubModel>,
+    /// Tokens per sample and window.
+    pub(super) seqlen: usize,
+    /// Worker threads.
+    pub(super) threads: usize,
+    /// Kind of products on the CPU.
+    pub(super) products: Products,
+    /// The dtype GPUs compute in.
+    pub(super) gpu_dtype: StoredDtype,
+    /// GPUs of this machine that may be used, by name; none where they are simulated.
+    pub(super) gpu_names: Vec<String>,
+    /// Time and memory of the run.
+    pub(super) clock: Clock,
+    /// Start of the run.
+    pub(super) started: Started,
+}
+
+/// The moment a run began.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Started {
+    /// For durations.
+    pub(super) instant: Instant,
+    /// Seconds since 1970 (UTC).
+    pub(super) unix_seconds: u64,
+}
+
+impl Started {
+    fn now() -> Self {
+        Self {
+            instant: Instant::now(),
+            unix_seconds: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .map_or(0, |elapsed| elapsed.as_secs()),
+        }
+    }
+}
+
+impl OpenedModel {
+    /// Opens the checkpoint, checks every tensor a sweep reads, and starts the worker threads.
+    ///
+    /// # Errors
+    /// Fails for anything missing, truncated, of another shape or unsupported, naming file and tensor; for an id of the hub
+    /// also when the download fails.
+    pub(super) fn open(
+        model: &ModelSettings,
+        device: &DeviceSettings,
+        seqlen: Option<usize>,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        check_device(device)?;
+        let clock = Clock::new();
+        clock.mark(Moment::Start, events);
+        let started = Started::now();
+        let (folder, hub_model) = located::model(model, events)?;
+        let config = Arc::new(ModelConfig::load(&folder)?);
+        let checkpoint = Arc::new(Checkpoint::open(&folder)?);
+        for layer in 0..config.num_hidden_layers {
+            DecoderLayer::check(&*checkpoint, &config, layer)?;
+        }
+        warn_of_unused(&checkpoint, &config, events);
+        let seqlen = check_seqlen(seqlen, &config)?;
+        let threads = machine::start_workers(device.threads)?;
+        let stored = crate::model::stored_dtypes(&*checkpoint, &config).layers;
+        Ok(Self {
+            checkpoint,
+            config,
+            folder,
+            hub_model,
+            seqlen,
+            threads,
+            products: machine::products(model.dtype, stored)?,
+            gpu_dtype: gpu_dtype(model.dtype, stored, device, events),
+            gpu_names: match (&device.simulate, device.names_the_cpu()) {
+                (None, false) => machine::gpus().into_iter().map(|gpu| gpu.name).collect(),
+                _ => Vec::new(),
+            },
+            clock,
+            started,
+        })
+    }
+
+    /// The dtypes of the weights, for memory estimates.
+    pub(super) fn dtypes(&self) -> Dtypes {
+        crate::model::stored_dtypes(&*self.checkpoint, &self.config)
+    }
+
+    /// The dtype of the decoder's matrices, of different ones the widest.
+    pub(super) fn dtype(&self) -> StoredDtype {
+        self.dtypes().layers
+    }
+
+    /// Loads the tokenizer, as part of the tokenise phase.
+    ///
+    /// # Errors
+    /// Fails when there is none.
+    pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
+        self.clock
+            .measure(Phase::Tokenise, || Tokenizer::load(&self.folder))
+    }
+
+    /// Checks that the embedding, the last norm and the head can be read, and says where another head is passed over.
+    ///
+    /// # Errors
+    /// Fails when one is missing or of another shape.
+    pub(super) fn check_ends(&self, events: &dyn Events) -> Result<()> {
+        Embedding::open(&*self.checkpoint, &self.config)?;
+        Head::check(&*self.checkpoint, &self.config)?;
+        if Head::is_passed_over(&*self.checkpoint, &self.config)? {
+            events.warn(
+                "config.json says that the embedding is the head (`tie_word_embeddings`), and this checkpoint has another `lm_head.weight`: \
+                 the embedding is used. Other programs may use the head (transformers 5 does); `\"tie_word_embeddings\": false` in \
+                 config.json makes all of them do so"
+                    .to_string(),
+            );
+        }
+        Ok(())
+    }
+
+    /// Token ids must lie inside the embedding.
+    ///
+    /// # Errors
+    /// Fails for the largest id that does not, with the numbers.
+    pub(super) fn check_ids(
+        &self,
+        tokens: &[u32],
+        tokenizer: &Tokenizer,
+        text: &str,
+    ) -> Result<()> {
+        match tokens.iter().max() {
+            Some(&largest) if largest as usize >= self.config.vocab_size => {
+                Err(Failure::new(format!("the tokenizer of `{}` is larger than its embedding", self.folder.display()))
+                    .detail(format!(
+                        "the {text} text has token id {largest} (the tokenizer goes up to {}), the embedding has {} rows",
+                        tokenizer.largest_id(),
+                        self.config.vocab_size
+                    ))
+                    .hint("use the tokenizer.json this checkpoint was published with")
+                    .into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A run of this checkpoint in numbers, before its texts are known: nothing is calibrated or evaluated yet.
+    pub(super) fn workload(&self, device: &DeviceSettings) -> RunShape<'_> {
+        RunShape {
+            config: &self.config,
+            dtypes: self.dtypes(),
+            gpu_dtype: self.gpu_dtype,
+            seqlen: self.seqlen,
+            samples: 0,
+            windows: 0,
+            sides: &[],
+            prunes: false,
+            saves: false,
+            threads: self.threads,
+            products: self.products,
+            tokenising: ByteSize::ZERO,
+            settings: device.memory_settings.clone(),
+        }
+    }
+}
+
+/// Returns the dtype GPUs compute in.
+fn gpu_dtype(
+    dtype: ComputeDtype,
+    stored: StoredDtype,
+    device: &DeviceSettings,
+    events: &dyn Events,
+) -> StoredDtype {
+    match dtype {
+        // Simulated GPUs use the arithmetic of the host.
+        _ if device.simulate.is_some() => StoredDtype::F32,
+        ComputeDtype::F32 | ComputeDtype::Bf16x3 => StoredDtype::F32,
+        ComputeDtype::Auto if stored == StoredDtype::Bf16 && !machine::gpus_have_bf16(device) => {
+            events.note("a GPU here has no bf16: layers are computed in f32".to_string());
+            StoredDtype::F32
+        }
+        ComputeDtype::Auto | ComputeDtype::Bf16 => stored,
+    }
+}
+
+/// Says which tensors of the decoder the configuration knows nothing of: they are copied as they are and computed with by nobody.
+fn warn_of_unused(checkpoint: &Checkpoint, config: &ModelConfig, events: &dyn Events) {
+    let is_unused = |name: &&str| {
+        let Some((layer, rest)) = name
+            .strip_prefix("model.layers.")
+            .and_then(|rest| rest.split_once('.'))
+        else {
+            return false;
+        };
+        let is_beyond = layer
+            .parse::<usize>()
+            .is_ok_and(|layer| layer >= config.num_hidden_layers);
+        let biases = Projection::ALL
+            .iter()
+            .filter(|projection| !projection.has_bias(config));
+        let is_bias = |projection: &Projection| rest == format!("{}.bias", projection.name());
+        is_beyond || biases.into_iter().any(is_bias)
+    };
+    let names = checkpoint.tensors().map(|entry| entry.name.as_str());
+    let unused: Vec<&str> = names.filter(is_unused).collect();
+    if let Some(first) = unused.first() {
+        events.warn(format!(
+            "config.json ({} layers) has no place for {} tensors of this checkpoint, `{first}` among them: they are left as they are, and nothing is computed with them",
+            config.num_hidden_layers,
+            unused.len()
+        ));
+    }
+}
+
+/// Tokens per sample: as asked, else the default.
+pub(super) fn check_seqlen(seqlen: Option<usize>, config: &ModelConfig) -> Result<usize> {
+    let limit = config.longest_sequence();
+    let seqlen = seqlen.unwrap_or(SEQLEN.min(config.max_position_embeddings));
+    if seqlen < 2 {
+        return Err(Failure::usage(format!(
+            "--seqlen is {seqlen}; at least 2 tokens are needed to predict one"
+        ))
+        .into());
+    }
+    if seqlen > limit {
+        return Err(Failure::usage(format!(
+            "--seqlen {seqlen} is longer than the model's {limit} positions"
+        ))
+        .hint(format!("use --seqlen {limit} or less"))
+        .into());
+    }
+    Ok(seqlen)
+}

@@ -1,0 +1,239 @@
+//! The output files of a run: created, or reopened where an earlier process left the run unfinished; and finished at the end.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::folder::state_file::{self, StateFile};
+use super::recorder::Recorder;
+use super::settle::{Job, Pruning};
+use crate::checkpoint::{CheckpointWriter, Reopened};
+use crate::job::folder::memory_log;
+use crate::pipeline::{SaveMasks, expected};
+use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
+use crate::run::state::SCHEMA;
+use crate::run::{Events, Moment, Phase, RunState};
+use crate::runtime::Finished;
+
+/// The files of a run; all `None` where nothing is saved.
+#[derive(Default)]
+pub(super) struct Outputs<'a> {
+    pub(super) writer: Option<CheckpointWriter>,
+    pub(super) masks: Option<SaveMasks>,
+    pub(super) state: Option<StateFile<'a>>,
+    /// The layers that an earlier process finished.
+    pub(super) layers_before: Vec<LayerReport>,
+}
+
+/// The files of a run whose state file is not begun.
+struct Files {
+    writer: Option<CheckpointWriter>,
+    masks: Option<SaveMasks>,
+    state: RunState,
+}
+
+impl<'a> Outputs<'a> {
+    /// Reopens the files of the unfinished run, or creates those of a new one.
+    ///
+    /// # Errors
+    /// Fails when a file cannot be read or written.
+    pub(super) fn open(job: &'a Job, recorder: &'a Recorder<'a>) -> Result<Self> {
+        let files = match reopen(job, recorder)? {
+            Some(files) => files,
+            None => create(job, recorder)?,
+        };
+        let Files {
+            mut writer,
+            masks,
+            state: saved,
+        } = files;
+        if let (Some(writer), Some(pruning)) = (&mut writer, &job.pruning) {
+            let names = pruning.targets.tensors();
+            writer.will_write(names.iter().map(String::as_str));
+        }
+        if let Some(run) = &job.folder.run {
+            recorder.write_memory_log(&run.join(memory_log::FILE))?;
+        }
+        let layers_before = saved.layers.clone();
+        let (clock, started) = (&job.model.clock, job.model.started.unix_seconds);
+        let state = job.folder.state();
+        let state = state.map(|folder| StateFile::begin(folder, saved, clock, recorder, started));
+        Ok(Self {
+            writer,
+            masks,
+            state: state.transpose()?,
+            layers_before,
+        })
+    }
+
+    /// Number of layers that an earlier process finished.
+    pub(super) fn finished_layers(&self) -> usize {
+        self.layers_before.len()
+    }
+
+    /// The perplexities, where an earlier process measured all of them.
+    pub(super) fn measured(&self) -> Option<&Perplexities> {
+        self.state.as_ref().and_then(StateFile::perplexity)
+    }
+
+    /// The weights of the finished layers as they were written.
+    ///
+    /// # Errors
+    /// Fails when the system has no more open files.
+    pub(super) fn finished(&self) -> Result<Option<Finished>> {
+        let layers = self.finished_layers();
+        let Some(writer) = self.writer.as_ref().filter(|_| layers > 0) else {
+            return Ok(None);
+        };
+        Ok(Some(Finished {
+            layers,
+            written: Arc::new(writer.written()?),
+        }))
+    }
+
+    /// Reads everything back and gives the files their names.
+    ///
+    /// # Errors
+    /// Fails when a file is not what was written.
+    pub(super) fn finish(
+        &mut self,
+        job: &Job,
+        expected: &[crate::checkpoint::ExpectedMatrix],
+        events: &dyn Events,
+    ) -> Result<Option<OutputReport>> {
+        let clock = &job.model.clock;
+        let level = job.settings.output.verify;
+        let verification = self.writer.take().map(|writer| {
+            clock.mark(Moment::BeforeSaving, events);
+            clock.measure(Phase::SaveAndVerify, || {
+                writer.finish(expected, level, events)
+            })
+        });
+        let verification = verification.transpose()?;
+        if let Some(masks) = self.masks.take() {
+            clock.measure(Phase::SaveAndVerify, || masks.finish())?;
+        }
+        let Some((model, verification)) = job.folder.model.as_ref().zip(verification) else {
+            return Ok(None);
+        };
+        clock.mark(Moment::AfterSaving, events);
+        Ok(Some(OutputReport {
+            model: model.display().to_string(),
+            verification: serde_json::to_value(verification)?,
+        }))
+    }
+}
+
+/// Creates the files of a new run.
+fn create(job: &Job, events: &dyn Events) -> Result<Files> {
+    job.folder.prepare()?;
+    let model = &job.model;
+    let state = RunState {
+        schema: SCHEMA,
+        arguments: job.settings.arguments.clone(),
+        started_unix_seconds: model.started.unix_seconds,
+        settings: job.deciding.clone(),
+        layers: Vec::new(),
+        tensors: BTreeMap::new(),
+        perplexity: None,
+        warnings: Vec::new(),
+        sessions: Vec::new(),
+        phases: Vec::new(),
+        memory: Vec::new(),
+    };
+    if let Some(folder) = job.folder.state() {
+        // The state comes first: files without a state belong to another run.
+        StateFile::create(folder, &state)?;
+    }
+    let writer = job.folder.model.as_ref().map(|folder| {
+        model.clock.measure(Phase::Allocate, || {
+            CheckpointWriter::create(&model.checkpoint, folder, events)
+        })
+    });
+    let writer = writer.transpose()?;
+    let masks = job
+        .masks()
+        .zip(job.pruning.as_ref())
+        .map(|(path, pruning)| {
+            let Pruning {
+                method, targets, ..
+            } = pruning;
+            model.clock.measure(Phase::Allocate, || {
+                SaveMasks::create(path, *method, targets, &model.config, events)
+            })
+        });
+    Ok(Files {
+        writer,
+        masks: masks.transpose()?,
+        state,
+    })
+}
+
+/// Reopens the files of the unfinished run; `None` where there is no such run, or one of its files is missing.
+fn reopen(job: &Job, events: &dyn Events) -> Result<Option<Files>> {
+    let (Some(state), Some(model)) = (&job.unfinished, &job.folder.model) else {
+        return Ok(None);
+    };
+    if state.layers.is_empty() {
+        // Its files may not have been made yet; making them again loses nothing.
+        job.folder.refuse_files(false)?;
+        return Ok(None);
+    }
+    job.folder.tidy()?;
+    let (source, mut state) = (&job.model, state.clone());
+    let gone = |what: &str| {
+        events.warn(format!(
+            "{what} of the unfinished run are not there any more, or are others: starting over"
+        ));
+    };
+    let (tensors, masks) = (&state.tensors, expected::masks_of(&state.layers));
+    let reopened = source.clock.measure(Phase::Check, || {
+        CheckpointWriter::reopen(&source.checkpoint, model, tensors, events)
+    })?;
+    let Some(Reopened {
+        mut writer,
+        damaged,
+    }) = reopened
+    else {
+        job.folder.refuse_files(false)?;
+        gone("the model files");
+        return Ok(None);
+    };
+    let mut damaged: BTreeSet<String> = damaged
+        .iter()
+        .map(|tensor| expected::matrix_of(tensor).to_string())
+        .collect();
+    let mut saved = None;
+    if let Some((path, pruning)) = job.masks().zip(job.pruning.as_ref()) {
+        let Pruning {
+            method, targets, ..
+        } = pruning;
+        let reopened = SaveMasks::reopen(path, *method, targets, &source.config, &masks)?;
+        let Some((masks, not_written)) = reopened else {
+            gone("the masks");
+            return Ok(None);
+        };
+        damaged.extend(not_written);
+        saved = Some(masks);
+    }
+    let again = state.keep_whole_layers(&damaged);
+    if let Some(first) = again.first() {
+        let layers = state.layers.len();
+        let bad = damaged.first().unwrap_or(first);
+        events.warn(format!(
+            "`{bad}` is not on the disk as it was written: layer {layers} and all after it are done again"
+        ));
+        let names: Vec<String> = again.iter().map(|name| expected::tensor_of(name)).collect();
+        writer.forget(names.iter().map(String::as_str));
+        if let Some(masks) = &mut saved {
+            masks.forget(again.iter().map(String::as_str));
+        }
+    }
+    state_file::announce(&state, source.config.num_hidden_layers, events);
+    Ok(Some(Files {
+        writer: Some(writer),
+        masks: saved,
+        state,
+    }))
+}

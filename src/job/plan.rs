@@ -1,0 +1,216 @@
+//! `prune plan`: memory per phase and device, and time, from headers alone.
+
+use anyhow::Result;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::opened::check_seqlen;
+use super::planned::plan as plan_workload;
+use super::{located, machine};
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+use crate::linalg::product::Kernel;
+use crate::linalg::{Products, StoredDtype};
+use crate::model::shapes::{self, SHAPES, Shape};
+use crate::model::{Dtypes, ModelConfig, footprint};
+use crate::pipeline::RunShape;
+use crate::placement::device_map;
+use crate::placement::inventory::Cpu;
+use crate::placement::{Device, Inventory, Policy, planner};
+use crate::pruning::{Needs, method};
+use crate::report::plan::TableRow;
+use crate::run::{Events, Plan};
+use crate::settings::{ComputeDtype, PlanSettings, PlanSubject};
+
+/// Tokens of WikiText-2's test text with the tokenizers of Llama 2 and, for vocabularies above 64 000, Llama 3. Counted.
+const TEST_TOKENS: [usize; 2] = [341_469, 289_077];
+
+/// A model to plan for.
+struct Subject {
+    name: String,
+    config: ModelConfig,
+    dtypes: Dtypes,
+}
+
+/// A plan with the model and the machine it is for.
+#[derive(Debug, Clone, Serialize)]
+pub struct PlanRecord {
+    /// The model's name.
+    pub model: String,
+    /// Weights of all its tensors.
+    pub parameters: u64,
+    /// Bytes of these weights as they are stored.
+    #[serde(skip)]
+    pub weights: ByteSize,
+    /// Dtype of the decoder's weights.
+    #[serde(skip)]
+    pub dtype: &'static str,
+    /// The machine.
+    pub inventory: Inventory,
+    /// The plan.
+    #[serde(flatten)]
+    pub plan: Plan,
+    /// The placement as `accelerate` and `--device-map` read it.
+    pub device_map: Value,
+}
+
+/// Returns the names of the published shapes.
+pub fn shape_names() -> impl Iterator<Item = &'static str> {
+    SHAPES.iter().map(|shape| shape.name)
+}
+
+/// Plans a run without reading a weight.
+///
+/// # Errors
+/// Fails for a model, a machine or a map that cannot be read, and where the run does not fit.
+pub fn plan(settings: &PlanSettings, events: &dyn Events) -> Result<PlanRecord> {
+    let inventory = inventory(settings)?;
+    let subject = Subject::of_settings(settings, events)?;
+    let workload = workload(settings, &subject, inventory.cpu.threads)?;
+    let policy = machine::policy(&settings.run.device)?;
+    let plan = plan_workload(&workload, &inventory, &policy)?;
+    let parameters = footprint::parameters(&subject.config);
+    let dtype = subject.dtypes.layers;
+    Ok(PlanRecord {
+        model: subject.name,
+        parameters,
+        weights: ByteSize(parameters.saturating_mul(dtype.bytes() as u64)),
+        dtype: dtype.name(),
+        device_map: device_map::to_json(&first_devices(&plan)),
+        inventory,
+        plan,
+    })
+}
+
+/// The machine of the settings: a described one, else this one.
+fn inventory(settings: &PlanSettings) -> Result<Inventory> {
+    let device = &settings.run.device;
+    match &settings.inventory {
+        Some(file) => Inventory::load(file),
+        None => machine::inventory(device, machine::threads(device.threads)),
+    }
+}
+
+/// The run of the settings in numbers.
+fn workload<'a>(
+    settings: &PlanSettings,
+    subject: &'a Subject,
+    threads: usize,
+) -> Result<RunShape<'a>> {
+    let (run, config) = (&settings.run, &subject.config);
+    let seqlen = check_seqlen(run.seqlen, config)?;
+    let sides = run.evaluation.eval.sides();
+    let text = TEST_TOKENS[usize::from(config.vocab_size > 64_000)];
+    let windows = run.evaluation.eval_windows;
+    let windows = windows.map_or(text / seqlen, |windows| windows as usize);
+    let sparsity = run.sparsity.as_ref();
+    let method = sparsity.and_then(|sparsity| method(&sparsity.prune_method));
+    let calibrates = method.is_some_and(|method| method.needs() != Needs::Nothing);
+    let calibration = run.calibration.as_ref().filter(|_| calibrates);
+    Ok(RunShape {
+        config,
+        dtypes: subject.dtypes,
+        gpu_dtype: subject.dtypes.layers,
+        seqlen,
+        samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
+        windows: if sides.is_empty() { 0 } else { windows.max(1) },
+        sides,
+        prunes: true,
+        saves: !run.output.no_save_model,
+        threads,
+        products: products(settings, subject.dtypes.layers)?,
+        tokenising: ByteSize::ZERO,
+        settings: None,
+    })
+}
+
+/// Returns the kind of products on the CPU of the machine. A described machine does not name its CPU: `auto` means f32 there.
+fn products(settings: &PlanSettings, stored: StoredDtype) -> Result<Products> {
+    let dtype = settings.run.model.dtype;
+    match (dtype, stored, &settings.inventory) {
+        (ComputeDtype::Auto, _, Some(_)) => Ok(Products::F32),
+        (ComputeDtype::Bf16x3, _, Some(_)) => Ok(Products::Split),
+        (ComputeDtype::Bf16, StoredDtype::Bf16, Some(_)) => {
+            Ok(Products::Bf16(Kernel::best_bf16().unwrap_or(Kernel::Amx)))
+        }
+        _ => machine::products(dtype, stored),
+    }
+}
+
+impl Subject {
+    fn of_settings(settings: &PlanSettings, events: &dyn Events) -> Result<Self> {
+        if let PlanSubject::Shape(name) = &settings.subject {
+            let shape = shapes::shape(name);
+            return Self::of(shape.ok_or_else(|| {
+                Failure::usage(format!("there is no shape `{name}`"))
+                    .hint("prune plan --table lists the shapes")
+            })?);
+        }
+        let is_evaluated = !settings.run.evaluation.eval.sides().is_empty();
+        let (config, dtypes) = located::headers(&settings.run.model, is_evaluated, events)?;
+        Ok(Self {
+            name: settings.run.model.model.display().to_string(),
+            config,
+            dtypes,
+        })
+    }
+
+    fn of(shape: &Shape) -> Result<Self> {
+        Ok(Self {
+            name: shape.name.to_string(),
+            config: shape.config()?,
+            dtypes: Dtypes::all(shape.dtype),
+        })
+    }
+}
+
+/// One device per layer, the first where several share the samples: accelerate's maps know no sharing.
+fn first_devices(plan: &Plan) -> Vec<Device> {
+    let mut devices = Vec::new();
+    for layers in &plan.layers {
+        let name = layers.devices.first().map_or("cpu", String::as_str);
+        let index = name
+            .strip_prefix("cuda:")
+            .and_then(|index| index.parse().ok());
+        let device = index.map_or(Device::Cpu, Device::Cuda);
+        devices.extend(std::iter::repeat_n(device, layers.last + 1 - layers.first));
+    }
+    devices
+}
+
+/// Plans every published shape: with unlimited memory, and with the least memory that works.
+///
+/// # Errors
+/// Fails for a machine that cannot be read.
+pub fn table(settings: &PlanSettings) -> Result<Vec<TableRow>> {
+    let inventory = inventory(settings)?;
+    let mut rows = Vec::new();
+    for shape in &SHAPES {
+        let subject = Subject::of(shape)?;
+        let run = workload(settings, &subject, inventory.cpu.threads)?;
+        let parameters = footprint::parameters(&subject.config);
+        let unlimited = Inventory {
+            cpu: Cpu {
+                memory: None,
+                ..inventory.cpu.clone()
+            },
+            gpus: Vec::new(),
+            ..inventory.clone()
+        };
+        let plan = planner::plan(&run, &unlimited, &Policy::default())
+            .map_err(|_| Failure::new("a plan without limits does not fit"))?;
+        let least = planner::least_that_works(&run);
+        rows.push(TableRow {
+            model: subject.name,
+            parameters,
+            weights: ByteSize(parameters * subject.dtypes.layers.bytes() as u64),
+            hidden_states: plan.hidden_states.bytes,
+            peak: plan.cpu().map(|cpu| cpu.peak).unwrap_or_default(),
+            smallest_ram: least.cpu,
+            smallest_gpu: least.gpu,
+            ram_beside_it: least.with_gpu,
+            seconds: plan.time.seconds,
+        });
+    }
+    Ok(rows)
+}

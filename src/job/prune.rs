@@ -1,0 +1,118 @@
+//! The main job: settle → outputs → streams → sweep → finish → record.
+
+use anyhow::{Context, Result};
+
+use super::outputs::Outputs;
+use super::record::Results;
+use super::recorder::Recorder;
+use super::settle::{Job, Settled};
+use super::streams::Streams;
+use super::{interruption, profile};
+use crate::checkpoint::ExpectedMatrix;
+use crate::pipeline::{Pruner, Record, SelectionTime, Watcher, expected};
+use crate::run::{Events, Manifest};
+use crate::settings::Settings;
+
+/// Prunes a checkpoint as the settings say, writes the results, and returns the record. `observer` sees every mask.
+///
+/// # Errors
+/// Everything that can be wrong with settings, checkpoint, texts and folders fails before the sweep; after that, reading,
+/// writing, and weights or activations that are not finite.
+pub fn prune(
+    settings: Settings,
+    events: &dyn Events,
+    observer: Option<&mut dyn Watcher>,
+) -> Result<Manifest> {
+    let recorder = Recorder::new(events);
+    if settings.output.log_memory {
+        recorder.log_memory();
+    }
+    interruption::before_outputs(&settings, &recorder);
+    let job = match Job::settle(settings, &recorder)? {
+        Settled::Job(job) => job,
+        Settled::Finished(manifest) => {
+            interruption::is_over(&recorder);
+            return Ok(*manifest);
+        }
+    };
+    job.announce(&recorder);
+    let peak = profile::measure_peak(&job);
+    interruption::with_outputs(&job, &recorder);
+    let mut outputs = Outputs::open(&job, &recorder)?;
+    let mut streams = Streams::embed(&job, &outputs, &recorder)?;
+    let pruned = sweep(&job, &mut outputs, &mut streams, observer, &recorder)?;
+    let output = outputs.finish(&job, &pruned.expected, &recorder)?;
+    let results = Results {
+        output,
+        peak,
+        ..pruned.results
+    };
+    let manifest = job.record(&outputs, results, &recorder)?;
+    interruption::is_over(&recorder);
+    Ok(manifest)
+}
+
+/// The outcome of the sweep.
+struct Pruned {
+    /// What the read-back must find in the file.
+    expected: Vec<ExpectedMatrix>,
+    results: Results,
+}
+
+/// Prunes the layers that are left and measures the perplexities.
+fn sweep(
+    job: &Job,
+    outputs: &mut Outputs<'_>,
+    streams: &mut Streams<'_>,
+    observer: Option<&mut dyn Watcher>,
+    events: &dyn Events,
+) -> Result<Pruned> {
+    let pruning = job.pruning.as_ref().context("this run prunes")?;
+    let finished = outputs.finished()?;
+    let measured = outputs.measured().cloned();
+    let layers_before = outputs.layers_before.clone();
+    let Outputs {
+        writer,
+        masks,
+        state,
+        ..
+    } = outputs;
+    let mut watchers: Vec<&mut dyn Watcher> = Vec::new();
+    if let Some(observer) = observer {
+        watchers.push(observer);
+    }
+    if let Some(masks) = masks {
+        watchers.push(masks);
+    }
+    let mut pruner = Pruner {
+        method: pruning.method,
+        targets: &pruning.targets,
+        calibration: streams.calibration.take(),
+        sink: writer.as_mut(),
+        watchers,
+        clock: &job.model.clock,
+        events,
+        num_hidden_layers: job.model.config.num_hidden_layers,
+        selection: SelectionTime::default(),
+        record: state.as_mut().map(|state| state as &mut dyn Record),
+        expected: expected::expected_of(&layers_before, pruning.targets.pattern),
+        layers: layers_before,
+    };
+    let swept = streams.sweep(job, finished, Some(&mut pruner), events)?;
+    let (layers, expected, selection) = (pruner.layers, pruner.expected, pruner.selection);
+    let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
+    if let Some(state) = state {
+        state.measured(perplexity.clone(), &layers)?;
+    }
+    Ok(Pruned {
+        expected,
+        results: Results {
+            peak: None,
+            swept,
+            perplexity,
+            layers: Some(layers),
+            selection: Some(selection),
+            output: None,
+        },
+    })
+}

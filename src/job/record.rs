@@ -1,0 +1,238 @@
+//! The record of a finished run: `run.json` from the job, its measurements and its results.
+
+use anyhow::Result;
+
+use super::opened::OpenedModel;
+use super::outputs::Outputs;
+use super::profile;
+use super::recorder::Recorder;
+use super::settle::Job;
+use crate::data::Calibration;
+use crate::linalg::product::Kernel;
+use crate::linalg::{Products, kernel};
+use crate::pipeline::SelectionTime;
+use crate::run::manifest::{
+    Arithmetic, GateReport, LayerReport, Manifest, ModelReport, OutputReport, Perplexities,
+    PruningReport, SCHEMA, SparsityReport,
+};
+use crate::run::profile::PeakReport;
+use crate::run::{Events, Moment, Plan};
+use crate::runtime::SweepReport;
+use crate::settings::DeviceSettings;
+
+/// The results of a run.
+pub(super) struct Results {
+    /// The peak of the CPU, where `--profile` measured it.
+    pub(super) peak: Option<PeakReport>,
+    pub(super) swept: SweepReport,
+    pub(super) perplexity: Perplexities,
+    /// The pruned layers; `None` for `prune eval`.
+    pub(super) layers: Option<Vec<LayerReport>>,
+    /// Time spent on masks.
+    pub(super) selection: Option<SelectionTime>,
+    pub(super) output: Option<OutputReport>,
+}
+
+impl Job {
+    /// Writes the record of a run that ends now, and removes its state.
+    ///
+    /// # Errors
+    /// Fails when a file cannot be written.
+    pub(super) fn record(
+        &self,
+        outputs: &Outputs<'_>,
+        results: Results,
+        recorder: &Recorder<'_>,
+    ) -> Result<Manifest> {
+        self.model.clock.mark(Moment::End, recorder);
+        let mut manifest = self.manifest(results)?;
+        warn_of_infinite(&manifest, recorder);
+        for exceeded in manifest.exceeded_plan() {
+            recorder.warn(exceeded);
+        }
+        manifest.warnings = recorder.warnings();
+        if let Some(state) = &outputs.state {
+            state.complete(&mut manifest);
+        }
+        self.folder.record(&manifest)?;
+        if let Some(state) = &outputs.state {
+            state.remove()?;
+        }
+        Ok(manifest)
+    }
+
+    fn manifest(&self, results: Results) -> Result<Manifest> {
+        let Self {
+            settings,
+            model,
+            texts,
+            plan,
+            ..
+        } = self;
+        let phases = model.clock.report();
+        let watch = results.swept.watch.clone();
+        let measured = results.perplexity.pruned.or(results.perplexity.dense);
+        let evaluation = texts.windows.as_ref().map(|windows| &windows.protocol);
+        let layers = results.layers.as_deref();
+        let command = if layers.is_some() { "prune" } else { "eval" };
+        let mut manifest = Manifest {
+            schema: SCHEMA,
+            prune_version: env!("CARGO_PKG_VERSION").to_string(),
+            command: command.to_string(),
+            arguments: settings.arguments.clone(),
+            settings: settings.by_name()?,
+            started_unix_seconds: model.started.unix_seconds,
+            seconds: model.started.instant.elapsed().as_secs_f64(),
+            sessions: Vec::new(),
+            model: model.report()?,
+            arithmetic: arithmetic(model, &settings.device, plan),
+            pruning: self.pruning_report(),
+            calibration: texts
+                .calibration
+                .as_ref()
+                .map(calibration_record)
+                .transpose()?,
+            sparsity: layers.map(sparsity),
+            layers: results.layers.unwrap_or_default(),
+            perplexity: results.perplexity,
+            evaluation: evaluation.map(serde_json::to_value).transpose()?,
+            gate: settings
+                .evaluation
+                .max_perplexity
+                .zip(measured)
+                .map(|(limit, measured)| GateReport::new(limit, measured.perplexity)),
+            hidden_states: plan.hidden_states.storage,
+            plan: Some(plan.clone()),
+            fallbacks: results.swept.fallbacks,
+            devices: results.swept.devices,
+            peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
+            phases,
+            memory: model.clock.samples(),
+            profile: None,
+            output: results.output,
+            masks: self.masks().map(|path| path.display().to_string()),
+            warnings: Vec::new(),
+        };
+        manifest.profile = Some(profile::report(
+            results.peak,
+            (model.products, model.dtype()),
+            &watch,
+            results.selection.as_ref(),
+            &manifest,
+        ));
+        Ok(manifest)
+    }
+
+    /// The targets as resolved.
+    fn pruning_report(&self) -> Option<PruningReport> {
+        let pruning = self.pruning.as_ref()?;
+        let selection = &self.settings.sparsity.as_ref()?.selection;
+        let targets = &pruning.targets;
+        Some(PruningReport {
+            method: pruning.method.name().to_string(),
+            sparsity_ratio: targets.sparsity_ratio,
+            sparsity_type: targets.pattern.to_string(),
+            use_variant: targets.use_variant,
+            include: selection.include.clone(),
+            exclude: selection.exclude.clone(),
+            matrices: targets.matrices(),
+            matrices_in_model: self.model.config.num_hidden_layers * 7,
+            layer_ratios: targets.uneven_ratios(),
+            propagate: "pruned".to_string(),
+        })
+    }
+}
+
+impl OpenedModel {
+    /// The checkpoint, as the record names it.
+    fn report(&self) -> Result<ModelReport> {
+        let hub = self.hub_model.as_ref();
+        let elements = |shape: &[usize]| shape.iter().map(|&size| size as u64).product::<u64>();
+        Ok(ModelReport {
+            path: self.folder.display().to_string(),
+            id: hub.map(|model| model.id.clone()),
+            revision: hub.map(|model| model.revision.clone()),
+            commit: hub.map(|model| model.commit.clone()),
+            identity: self.checkpoint.identity(),
+            config: serde_json::to_value(&*self.config)?,
+            parameters: self
+                .checkpoint
+                .tensors()
+                .map(|tensor| elements(&tensor.shape))
+                .sum(),
+            bytes: self.checkpoint.total_bytes(),
+        })
+    }
+}
+
+/// Returns the arithmetic of the devices that compute layers.
+pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Plan) -> Arithmetic {
+    let gpus: Vec<&str> = plan
+        .devices
+        .iter()
+        .map(|device| device.device.as_str())
+        .filter(|&device| device != "cpu")
+        .collect();
+    let on_gpus = !gpus.is_empty() && device.simulate.is_none();
+    let (dtype, kernel) = match model.products {
+        _ if on_gpus => (model.gpu_dtype.name(), "cuBLAS".to_string()),
+        Products::F32 => ("f32", Kernel::Fused.name().to_string()),
+        Products::Split => ("f32", Kernel::split(model.dtype()).name().to_string()),
+        Products::Bf16(kernel) => ("bf16", kernel.name().to_string()),
+    };
+    Arithmetic {
+        device: if gpus.is_empty() {
+            "cpu".to_string()
+        } else {
+            gpus.join("+")
+        },
+        dtype: dtype.to_string(),
+        kernel,
+        cpu_features: kernel::cpu_features()
+            .into_iter()
+            .map(str::to_string)
+            .collect(),
+        threads: model.threads,
+    }
+}
+
+/// The calibration text and the samples drawn from it.
+pub(super) fn calibration_record(samples: &Calibration) -> Result<serde_json::Value> {
+    let mut record = serde_json::to_value(&samples.protocol)?;
+    if let Some(fields) = record.as_object_mut() {
+        fields.insert("starts".into(), serde_json::to_value(&samples.starts)?);
+        if let Some(documents) = &samples.documents {
+            fields.insert("documents".into(), serde_json::to_value(documents)?);
+        }
+    }
+    Ok(record)
+}
+
+/// Zeros over all decoder linears.
+fn sparsity(layers: &[LayerReport]) -> SparsityReport {
+    let matrices = || layers.iter().flat_map(|layer| &layer.matrices);
+    let zeros = matrices().map(|matrix| matrix.zeros).sum();
+    let weights = matrices()
+        .map(|matrix| (matrix.shape[0] * matrix.shape[1]) as u64)
+        .sum();
+    SparsityReport {
+        zeros,
+        zeros_before: matrices().map(|matrix| matrix.zeros_before).sum(),
+        weights,
+        ratio: zeros as f64 / weights as f64,
+    }
+}
+
+/// Warns of a perplexity that is not finite.
+fn warn_of_infinite(manifest: &Manifest, events: &dyn Events) {
+    for (side, report) in [
+        ("dense", manifest.perplexity.dense),
+        ("pruned", manifest.perplexity.pruned),
+    ] {
+        if report.is_some_and(|report| !report.perplexity.is_finite()) {
+            events.warn(format!(
+                "the {side} perplexity is not finite: the model's outputs overflow or are NaN"
+            ));
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! Events on their way out of a run: the warnings are kept for the record, memory samples go to the memory log.
+
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use anyhow::Result;
+
+use super::folder::memory_log::MemoryLog;
+use crate::run::events::LockLost;
+use crate::run::{Event, Events};
+
+/// Forwards every event and keeps what the record needs.
+pub(super) struct Recorder<'a> {
+    events: &'a dyn Events,
+    kept: Mutex<Kept>,
+}
+
+#[derive(Default)]
+struct Kept {
+    warnings: Vec<String>,
+    memory_log: Option<MemoryLog>,
+}
+
+impl<'a> Recorder<'a> {
+    /// Forwards to `events`.
+    pub(super) fn new(events: &'a dyn Events) -> Self {
+        Self {
+            events,
+            kept: Mutex::default(),
+        }
+    }
+
+    /// Every warning so far.
+    pub(super) fn warnings(&self) -> Vec<String> {
+        self.kept().warnings.clone()
+    }
+
+    /// Keeps memory samples from now on (`--log-memory`).
+    pub(super) fn log_memory(&self) {
+        self.kept().memory_log = Some(MemoryLog::default());
+    }
+
+    /// Writes memory samples to this file, those so far first.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written.
+    pub(super) fn write_memory_log(&self, file: &Path) -> Result<()> {
+        match &mut self.kept().memory_log {
+            Some(log) => log.write_to(file),
+            None => Ok(()),
+        }
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Events for Recorder<'_> {
+    fn emit(&self, event: Event) {
+        let mut failed = None;
+        match &event {
+            Event::Warning { text } => self.kept().warnings.push(text.clone()),
+            Event::Fallback(fallback) => self.kept().warnings.push(fallback.to_string()),
+            Event::Memory(sample) => {
+                let mut kept = self.kept();
+                failed = kept
+                    .memory_log
+                    .as_mut()
+                    .and_then(|log| log.add(sample).err());
+            }
+            _ => {}
+        }
+        self.events.emit(event);
+        if let Some(error) = failed {
+            self.warn(format!("{error:#}"));
+        }
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.events.is_stopping()
+    }
+
+    fn when_lock_lost(&self) -> LockLost {
+        self.events.when_lock_lost()
+    }
+}

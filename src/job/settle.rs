@@ -1,0 +1,359 @@
+//! A run that is settled and has not begun: everything that can be wrong is checked, and nothing is written.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use super::folder::RunFolder;
+use super::opened::OpenedModel;
+use super::planned::Planning;
+use super::same_run;
+use super::texts::{TextSources, Texts};
+use crate::bytes::ByteSize;
+use crate::checkpoint::{check_sidecars, output_bytes};
+use crate::disk::{self, Room};
+use crate::failure::Failure;
+use crate::model::Projection;
+use crate::pipeline::{LayerRatios, RunShape, TargetPlan};
+use crate::pruning::{self, Needs, Pattern, PruningMethod};
+use crate::report;
+use crate::run::{Events, Manifest, Moment, Plan, RunState};
+use crate::runtime::{Side, memory};
+use crate::settings::{EvalSides, Settings};
+
+/// A run that can begin.
+pub(super) struct Job {
+    /// The settings, with everything resolved that the checkpoint decides.
+    pub(super) settings: Settings,
+    pub(super) model: OpenedModel,
+    pub(super) folder: RunFolder,
+    /// `None` for `prune eval`.
+    pub(super) pruning: Option<Pruning>,
+    pub(super) texts: Texts,
+    pub(super) plan: Plan,
+    /// The folder of the spill file; `None` where hidden states stay in RAM.
+    pub(super) spill_folder: Option<PathBuf>,
+    /// Everything that decides the outcome, by name.
+    pub(super) deciding: BTreeMap<String, String>,
+    /// The state that an earlier process left of this run.
+    pub(super) unfinished: Option<RunState>,
+}
+
+/// The pruning part of a run.
+pub(super) struct Pruning {
+    pub(super) method: &'static dyn PruningMethod,
+    pub(super) targets: TargetPlan,
+    /// The file of `--save-masks`.
+    pub(super) masks: Option<PathBuf>,
+}
+
+/// The outcome of settling.
+pub(super) enum Settled {
+    /// A run that can begin.
+    Job(Box<Job>),
+    /// The record of a run that had finished already.
+    Finished(Box<Manifest>),
+}
+
+impl Job {
+    /// Opens the checkpoint, resolves targets, folders and memory, and tokenises the texts.
+    ///
+    /// # Errors
+    /// Fails for everything that can be wrong with settings, checkpoint, texts and folders.
+    pub(super) fn settle(mut settings: Settings, events: &dyn Events) -> Result<Settled> {
+        check_gate(&settings)?;
+        let model = OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
+        settings.seqlen = Some(model.seqlen);
+        let prunes = settings.sparsity.is_some();
+        let mut folder = RunFolder::at(&model.folder, &settings.output, prunes)?;
+        if folder.model.is_some() {
+            check_sidecars(&model.folder)?;
+        }
+        let pruning = Pruning::resolve(&mut settings, &model, &folder)?;
+        folder.lock(events)?;
+        let mut unfinished = folder.look()?;
+        if unfinished.is_none() && settings.output.resume {
+            return Err(nothing_to_resume(&folder).into());
+        }
+        let mut deciding = BTreeMap::new();
+        if folder.state().is_some() {
+            deciding = same_run::early(&settings, &model, &folder)?;
+        }
+        if let Some(state) = unfinished.take() {
+            unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
+            if let Some(manifest) = folder.record_of_the_last_step()? {
+                events.note("this run is finished; only a file of its state was left".to_string());
+                return Ok(Settled::Finished(Box::new(manifest)));
+            }
+        }
+
+        let planning = Planning::new(&settings.device, model.threads)?;
+        let sides = settings.evaluation.eval.sides();
+        let calibration = settings.calibration.as_ref();
+        // The number of windows is unknown before tokenising. A run that does not fit with one window fails now.
+        let mut workload = RunShape {
+            samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
+            windows: sides.len().min(1),
+            sides,
+            prunes,
+            saves: folder.model.is_some(),
+            ..model.workload(&settings.device)
+        };
+        planning.plan(&workload)?;
+        let sources = TextSources::find(&settings, &model, events)?;
+        workload.tokenising = sources.tokenizer_bytes(&model)?;
+        planning.plan(&workload)?;
+        let texts = sources.tokenise(&settings, &model, events)?;
+        memory::release_freed();
+        model.clock.mark(Moment::ModelLoaded, events);
+        workload.samples = texts.samples();
+        workload.windows = texts.windows();
+        let plan = planning.plan(&workload)?;
+        let save = settings.output.save.as_deref();
+        let spill_folder = planning.spill_folder(&plan, save, events)?;
+        if folder.state().is_some() {
+            deciding.extend(same_run::late(&texts, &model, &settings.device, &plan));
+        }
+        if let Some(state) = unfinished.take() {
+            unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
+        }
+        let job = Self {
+            settings,
+            model,
+            folder,
+            pruning,
+            texts,
+            plan,
+            spill_folder,
+            deciding,
+            unfinished,
+        };
+        job.check_disk()?;
+        Ok(Settled::Job(Box::new(job)))
+    }
+
+    /// The models that perplexity is measured of.
+    pub(super) fn sides(&self) -> &'static [Side] {
+        self.settings.evaluation.eval.sides()
+    }
+
+    /// The file of `--save-masks`.
+    pub(super) fn masks(&self) -> Option<&Path> {
+        self.pruning.as_ref()?.masks.as_deref()
+    }
+
+    /// Checks that the disk has room for everything that will be written.
+    ///
+    /// # Errors
+    /// Fails where it has not, with the numbers.
+    fn check_disk(&self) -> Result<()> {
+        let mut needs: Vec<(&Path, ByteSize, &str)> = Vec::new();
+        // The files of a run that is gone on with have their sizes already.
+        if self.unfinished.is_none() {
+            if let Some(model) = &self.folder.model {
+                let bytes = output_bytes(&self.model.checkpoint);
+                let replaced = self.folder.replaced_bytes();
+                let more = ByteSize(bytes.0.saturating_sub(replaced.0));
+                needs.push((model, more, "the model"));
+            }
+            if let Some(masks) = self.masks() {
+                needs.push((masks, self.mask_bytes(), "the masks"));
+            }
+        }
+        if let Some(folder) = &self.spill_folder {
+            needs.push((folder, self.plan.hidden_states.bytes, "hidden states"));
+        }
+        let rooms: Vec<(Room, &Path, ByteSize, &str)> = needs
+            .into_iter()
+            .filter_map(|(folder, bytes, what)| Some((disk::room(folder)?, folder, bytes, what)))
+            .collect();
+        for (room, folder, _, _) in &rooms {
+            let here = || {
+                rooms
+                    .iter()
+                    .filter(|(other, ..)| other.device == room.device)
+            };
+            let needed: ByteSize = here().map(|(_, _, bytes, _)| *bytes).sum();
+            if needed <= room.free {
+                continue;
+            }
+            let parts: Vec<String> = here()
+                .map(|(_, _, bytes, what)| format!("{what} {bytes}"))
+                .collect();
+            return Err(Failure::new(format!(
+                "the disk of `{}` has not enough room: {needed} are needed, {} are free",
+                folder.display(),
+                room.free
+            ))
+            .detail(parts.join(", "))
+            .hint("free some space, or choose a folder on another disk with --save or --offload-folder")
+            .into());
+        }
+        Ok(())
+    }
+
+    fn mask_bytes(&self) -> ByteSize {
+        let Some(Pruning { targets, .. }) = &self.pruning else {
+            return ByteSize::ZERO;
+        };
+        let config = &self.model.config;
+        let layers = 0..config.num_hidden_layers;
+        let matrices =
+            layers.flat_map(|layer| Projection::ALL.map(|projection| (layer, projection)));
+        let bytes = matrices
+            .filter(|(layer, projection)| targets.of(*layer, *projection).is_some())
+            .map(|(_, projection)| {
+                let (rows, columns) = projection.shape(config);
+                ByteSize((rows * columns).div_ceil(8) as u64)
+            });
+        bytes.sum()
+    }
+
+    /// Tells the settings and the plan.
+    pub(super) fn announce(&self, events: &dyn Events) {
+        let Self {
+            settings,
+            model,
+            texts,
+            ..
+        } = self;
+        let config = &model.config;
+        events.note(format!(
+            "model        {}: {} layers of {}, {}, {}",
+            model.folder.display(),
+            config.num_hidden_layers,
+            config.hidden_size,
+            model.dtype().name(),
+            model.checkpoint.total_bytes()
+        ));
+        if let Some(Pruning {
+            method, targets, ..
+        }) = &self.pruning
+        {
+            let variant = if targets.use_variant { ", variant" } else { "" };
+            events.note(format!(
+                "pruning      {} {:.4} {}{variant}",
+                method.name(),
+                targets.sparsity_ratio,
+                targets.pattern
+            ));
+            for line in targets.describe() {
+                events.note(format!("             {line}"));
+            }
+        }
+        if let Some((samples, of)) = texts
+            .calibration
+            .as_ref()
+            .zip(settings.calibration.as_ref())
+        {
+            events.note(format!(
+                "calibration  {}: {} samples of {} tokens, seed {}",
+                of.dataset, samples.nsamples, samples.seqlen, of.seed
+            ));
+        }
+        if let Some(windows) = &texts.windows {
+            let sides: Vec<_> = self.sides().iter().map(|side| side.name()).collect();
+            events.note(format!(
+                "evaluation   {}: {} windows of {} tokens, {}",
+                settings.evaluation.eval_dataset,
+                windows.windows,
+                windows.seqlen,
+                sides.join(" and ")
+            ));
+        }
+        for line in report::plan::text(&self.plan).lines() {
+            events.note(line.to_string());
+        }
+        self.announce_places(events);
+    }
+
+    /// Tells the device and the folders.
+    fn announce_places(&self, events: &dyn Events) {
+        if self.plan.devices.len() == 1 && !self.settings.device.names_the_cpu() {
+            let why = if cfg!(feature = "cuda") {
+                "no GPU computes in this plan"
+            } else {
+                "this build has no CUDA"
+            };
+            events.note(format!(
+                "device       cpu; {why} (--use-cpu hides this line)"
+            ));
+        }
+        if self.pruning.is_none() {
+            return;
+        }
+        match &self.folder.model {
+            Some(model) => events.note(format!("output       {}", model.display())),
+            None if self.folder.run.is_some() => {
+                events.note("output       no model (--no-save-model)".to_string());
+            }
+            None => events.warn("nothing will be saved; name a run folder with --save".to_string()),
+        }
+        if let Some(masks) = self.masks() {
+            events.note(format!("masks        {}", masks.display()));
+        }
+    }
+}
+
+impl Pruning {
+    /// Resolves method, matrices and ratios, and writes what they come to into the settings. `None` where the run does not prune.
+    fn resolve(
+        settings: &mut Settings,
+        model: &OpenedModel,
+        folder: &RunFolder,
+    ) -> Result<Option<Self>> {
+        let Some(sparsity) = &mut settings.sparsity else {
+            return Ok(None);
+        };
+        let method = pruning::method(&sparsity.prune_method)
+            .with_context(|| format!("there is no method `{}`", sparsity.prune_method))?;
+        let masks = settings.output.save_masks.then(|| folder.masks());
+        let masks = masks.transpose()?;
+        let selection = &mut sparsity.selection;
+        let targets = TargetPlan::resolve(selection, method, &model.config)?;
+        selection.sparsity_ratio = Some(targets.sparsity_ratio);
+        selection.layer_ratios = targets.uneven_ratios().map(LayerRatios::All);
+        if !calibrates(method, &targets) {
+            settings.calibration = None;
+        }
+        Ok(Some(Self {
+            method,
+            targets,
+            masks,
+        }))
+    }
+}
+
+/// Refuses a gate without a perplexity.
+fn check_gate(settings: &Settings) -> Result<()> {
+    let evaluation = &settings.evaluation;
+    if evaluation.max_perplexity.is_some() && evaluation.eval == EvalSides::None {
+        return Err(Failure::usage(
+            "--max-perplexity needs a perplexity, and --eval none measures none",
+        )
+        .hint("use --eval pruned, or leave --max-perplexity out")
+        .into());
+    }
+    Ok(())
+}
+
+fn nothing_to_resume(folder: &RunFolder) -> Failure {
+    match folder.state() {
+        Some(folder) => Failure::new(format!(
+            "--resume: there is no unfinished run in `{}`",
+            folder.display()
+        ))
+        .hint("leave --resume out to begin one"),
+        None => Failure::usage("--resume needs the folder of the model that is unfinished")
+            .hint("add --save DIR, and leave --no-save-model out"),
+    }
+}
+
+/// Whether any matrix is scored with statistics.
+fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
+    let prunes_nothing = targets.pattern == Pattern::Unstructured
+        && targets.sparsity_ratio == 0.0
+        && targets.uneven_ratios().is_none();
+    method.needs() != Needs::Nothing && !prunes_nothing
+}

@@ -1,0 +1,178 @@
+//! The streams of a sweep: calibration samples and evaluation windows, embedded; and the sweep they pass.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+
+use super::outputs::Outputs;
+use super::settle::Job;
+use crate::eval::Perplexity;
+use crate::linalg::StoredDtype;
+use crate::model::Embedding;
+use crate::model::on_device::candle_dtype;
+use crate::pipeline::{CalibrationStream, embed};
+use crate::run::manifest::Perplexities;
+use crate::run::{Event, Events, Moment, Phase};
+use crate::runtime::{
+    Devices, Editor, Finished, HiddenStates, Passenger, Side, Sweep, SweepReport,
+};
+
+/// The embedded streams and the devices they pass.
+pub(super) struct Streams<'a> {
+    devices: Devices,
+    /// The calibration samples; the editor of a pruning run takes them.
+    pub(super) calibration: Option<CalibrationStream>,
+    perplexities: Vec<Perplexity<'a>>,
+}
+
+impl<'a> Streams<'a> {
+    /// Opens the devices and embeds every stream that the rest of the run needs. A resumed run whose layers are finished needs no
+    /// samples, and one that has measured its perplexities no windows.
+    ///
+    /// # Errors
+    /// Fails when a device cannot be opened, the embedding cannot be read, or a spill file cannot be written.
+    pub(super) fn embed(
+        job: &'a Job,
+        outputs: &Outputs<'_>,
+        events: &'a dyn Events,
+    ) -> Result<Self> {
+        let model = &job.model;
+        let simulation = job.settings.device.simulate.as_ref();
+        let devices = Devices::open(&job.plan, model.gpu_dtype, simulation)?;
+        if let Some(gauge) = devices.gauge() {
+            model.clock.read_devices(gauge);
+        }
+        let needs_samples = outputs.finished_layers() < model.config.num_hidden_layers;
+        let samples = job.texts.calibration.as_ref().filter(|_| needs_samples);
+        let calibration = samples
+            .map(|samples| job.embedded(&devices, "calibration", &samples.tokens, events))
+            .transpose()?
+            .map(|hidden| CalibrationStream::new(hidden, (*model.config).clone()));
+        let mut perplexities = Vec::new();
+        let windows = job.texts.windows.as_ref();
+        if let Some(windows) = windows.filter(|_| outputs.measured().is_none()) {
+            for &side in job.sides() {
+                perplexities.push(Perplexity::new(
+                    side,
+                    job.embedded(&devices, side.name(), &windows.tokens, events)?,
+                    &windows.tokens,
+                    model.seqlen,
+                    model.config.num_hidden_layers,
+                    &model.clock,
+                    events,
+                ));
+            }
+        }
+        Ok(Self {
+            devices,
+            calibration,
+            perplexities,
+        })
+    }
+
+    /// Passes all streams through the model. `finished` layers come from an earlier process; `editor` prunes the others.
+    ///
+    /// # Errors
+    /// Fails when a layer cannot be read or written, for weights and activations that are not finite, and when the run is asked
+    /// to stop.
+    pub(super) fn sweep(
+        &mut self,
+        job: &Job,
+        finished: Option<Finished>,
+        editor: Option<&mut dyn Editor>,
+        events: &dyn Events,
+    ) -> Result<SweepReport> {
+        let model = &job.model;
+        let layers = finished.as_ref().map_or(0, |finished| finished.layers);
+        if editor.is_some() {
+            model.clock.mark(Moment::BeforePruning, events);
+        }
+        events.emit(Event::SweepStarted {
+            layers: model.config.num_hidden_layers,
+            finished: layers,
+            passes: self.passes(job, layers),
+        });
+        let sweep = Sweep {
+            source: model.checkpoint.clone(),
+            finished,
+            config: Arc::clone(&model.config),
+            seqlen: model.seqlen,
+            settings: job.plan.memory_settings.clone(),
+            products: model.products,
+            devices: &self.devices,
+            clock: &model.clock,
+            events,
+        };
+        let passengers = self.perplexities.iter_mut();
+        let mut passengers: Vec<&mut dyn Passenger> = passengers
+            .map(|passenger| passenger as &mut dyn Passenger)
+            .collect();
+        let swept = sweep.run(editor, &mut passengers);
+        events.emit(Event::SweepDone);
+        swept
+    }
+
+    /// The passes of the sweep: one sample through one layer, or through the head. Each sample passes the `finished` layers once.
+    fn passes(&self, job: &Job, finished: usize) -> u64 {
+        let layers = job.model.config.num_hidden_layers;
+        // Calibration samples pass each layer twice, once dense and once pruned, but the last one only once.
+        let calibration = match layers - finished.min(layers) {
+            0 => 0,
+            left => job.texts.samples() * (finished + 2 * left - 1),
+        };
+        let windows = job.texts.windows() * self.perplexities.len();
+        (calibration + windows * (layers + 1)) as u64
+    }
+
+    /// The perplexities, after the sweep.
+    pub(super) fn perplexities(&self, job: &Job) -> Perplexities {
+        let mut measured = Perplexities::default();
+        for (side, passenger) in job.sides().iter().zip(&self.perplexities) {
+            match side {
+                Side::Dense => measured.dense = passenger.report(),
+                Side::Pruned => measured.pruned = passenger.report(),
+            }
+        }
+        measured
+    }
+}
+
+impl Job {
+    /// A stream of embedded samples, `tokens` `[samples, seqlen]`, in the dtype of the devices that compute.
+    fn embedded(
+        &self,
+        devices: &Devices,
+        stream: &str,
+        tokens: &[u32],
+        events: &dyn Events,
+    ) -> Result<HiddenStates> {
+        let model = &self.model;
+        let samples = tokens.len() / model.seqlen;
+        events.emit(Event::PhaseStarted {
+            phase: format!("embed {stream} samples"),
+            unit: "samples",
+            steps: samples as u64,
+        });
+        let embedding = Embedding::open(&*model.checkpoint, &model.config)?;
+        let dtype = if devices.is_empty() {
+            StoredDtype::F32
+        } else {
+            model.gpu_dtype
+        };
+        let mut hidden = HiddenStates::new(
+            self.spill_folder.as_deref(),
+            stream,
+            samples,
+            model.seqlen,
+            model.config.hidden_size,
+            candle_dtype(dtype),
+        )?;
+        model
+            .clock
+            .measure(Phase::Embed, || {
+                embed(&mut hidden, &embedding, tokens, model.seqlen)
+            })
+            .context("embedding the samples")?;
+        Ok(hidden)
+    }
+}

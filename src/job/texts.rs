@@ -1,0 +1,148 @@
+//! The texts of a run: found before anything else works, then turned into token ids.
+
+use anyhow::Result;
+
+use super::located;
+use super::opened::OpenedModel;
+use crate::bytes::ByteSize;
+use crate::data::footprint::{self, TokenizerSize};
+use crate::data::{self, Calibration, DatasetSpec, Draw, Evaluation, Role, Source, TextCache};
+use crate::failure::Failure;
+use crate::model::Embedding;
+use crate::run::{Events, Phase};
+use crate::settings::{EvalSides, EvaluationSettings, Settings};
+
+/// The token ids of a run.
+#[derive(Default)]
+pub(super) struct Texts {
+    pub(super) calibration: Option<Calibration>,
+    pub(super) windows: Option<Evaluation>,
+}
+
+/// The texts of a run on the disk.
+pub(super) struct TextSources {
+    calibration: Option<Source>,
+    evaluation: Option<Source>,
+    cache: TextCache,
+}
+
+impl TextSources {
+    /// Finds both texts, on the hub where a name has no path, and checks that embedding and head can be read.
+    ///
+    /// # Errors
+    /// Fails when a text is missing or of a kind we do not read, and when the embedding, the last norm or the head is missing.
+    pub(super) fn find(
+        settings: &Settings,
+        model: &OpenedModel,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        let find = |dataset: &DatasetSpec, role| -> Result<Source> {
+            let cache_dir = settings.model.cache_dir.as_deref();
+            let dataset = located::dataset(dataset, role, cache_dir, events)?;
+            let source = Source::find(&dataset, role)?;
+            source.check()?;
+            Ok(source)
+        };
+        let calibration = settings.calibration.as_ref().map(|calibration| {
+            Embedding::open(&*model.checkpoint, &model.config)?;
+            find(&calibration.dataset, Role::Calibration)
+        });
+        let calibration = calibration.transpose()?;
+        let EvaluationSettings {
+            eval,
+            eval_dataset,
+            text_cache,
+            ..
+        } = &settings.evaluation;
+        let mut evaluation = None;
+        if *eval != EvalSides::None {
+            model.check_ends(events)?;
+            evaluation = Some(find(eval_dataset, Role::Evaluation)?);
+        }
+        Ok(Self {
+            calibration,
+            evaluation,
+            cache: TextCache::open(text_cache.clone()),
+        })
+    }
+
+    /// Returns the peak memory of tokenising these texts; zero without texts.
+    ///
+    /// # Errors
+    /// Fails when a text or the tokenizer is missing or cannot be read.
+    pub(super) fn tokenizer_bytes(&self, model: &OpenedModel) -> Result<ByteSize> {
+        let mut texts = self.calibration.iter().chain(&self.evaluation).peekable();
+        if texts.peek().is_none() {
+            return Ok(ByteSize::ZERO);
+        }
+        let size = match TokenizerSize::of(&model.folder) {
+            Err(error) if error.is::<Failure>() => return Err(error),
+            // Loading it tells whether it is a tokenizer at all.
+            Err(_) => return Ok(ByteSize::ZERO),
+            Ok(size) => size,
+        };
+        let mut peak = ByteSize::ZERO;
+        for text in texts {
+            let outlook = text.outlook(&model.folder, &self.cache)?;
+            let bytes = outlook.text.unwrap_or(footprint::DOCUMENTS);
+            let needed = footprint::tokenize(size, bytes, model.threads, outlook.is_cached);
+            peak = peak.max(needed);
+        }
+        Ok(peak)
+    }
+
+    /// Tokenises both texts; the tokenizer is dropped when this returns.
+    ///
+    /// # Errors
+    /// Fails for a text that is too short or cannot be read, and for ids that the embedding does not have.
+    pub(super) fn tokenise(
+        &self,
+        settings: &Settings,
+        model: &OpenedModel,
+        events: &dyn Events,
+    ) -> Result<Texts> {
+        let mut texts = Texts::default();
+        if self.calibration.is_none() && self.evaluation.is_none() {
+            return Ok(texts);
+        }
+        let tokenizer = model.tokenizer()?;
+        let (cache, seqlen) = (&self.cache, model.seqlen);
+        if let Some((dataset, settings)) =
+            self.calibration.as_ref().zip(settings.calibration.as_ref())
+        {
+            let draw = Draw {
+                nsamples: settings.nsamples as usize,
+                seqlen,
+                seed: settings.seed,
+            };
+            let samples = model.clock.measure(Phase::Tokenise, || {
+                data::calibration(dataset, &tokenizer, draw, cache, events)
+            })?;
+            model.check_ids(&samples.tokens, &tokenizer, "calibration")?;
+            texts.calibration = Some(samples);
+        }
+        if let Some(dataset) = &self.evaluation {
+            let windows = settings.evaluation.eval_windows;
+            let windows = windows.map(|windows| usize::try_from(windows).unwrap_or(usize::MAX));
+            let windows = model.clock.measure(Phase::Tokenise, || {
+                data::evaluation(dataset, &tokenizer, seqlen, windows, cache, events)
+            })?;
+            model.check_ids(&windows.tokens, &tokenizer, "evaluation")?;
+            texts.windows = Some(windows);
+        }
+        Ok(texts)
+    }
+}
+
+impl Texts {
+    /// Evaluation windows.
+    pub(super) fn windows(&self) -> usize {
+        self.windows.as_ref().map_or(0, |windows| windows.windows)
+    }
+
+    /// Calibration samples.
+    pub(super) fn samples(&self) -> usize {
+        let samples = self.calibration.as_ref();
+        samples.map_or(0, |samples| samples.nsamples)
+    }
+}

@@ -1,0 +1,88 @@
+//! Facts about finished layers that another part of the run checks: their masks, tensors and zeros.
+
+use std::collections::BTreeMap;
+
+use crate::checkpoint::ExpectedMatrix;
+use crate::pruning::Pattern;
+use crate::run::manifest::{LayerReport, MatrixReport};
+
+/// The masks of these layers, by matrix: SHA-256 of their bits, in hex.
+pub fn masks_of(layers: &[LayerReport]) -> BTreeMap<String, String> {
+    pruned(layers)
+        .filter_map(|matrix| Some((matrix.name.clone(), matrix.mask_sha256.clone()?)))
+        .collect()
+}
+
+/// The tensor of a matrix.
+pub fn tensor_of(matrix: &str) -> String {
+    format!("{matrix}.weight")
+}
+
+/// The matrix of a tensor.
+pub fn matrix_of(tensor: &str) -> &str {
+    tensor.strip_suffix(".weight").unwrap_or(tensor)
+}
+
+/// What the writer must find of these layers.
+pub fn expected_of(layers: &[LayerReport], pattern: Pattern) -> Vec<ExpectedMatrix> {
+    pruned(layers)
+        .map(|matrix| expected(matrix, pattern))
+        .collect()
+}
+
+/// What the writer must find of a pruned matrix.
+pub(super) fn expected(matrix: &MatrixReport, pattern: Pattern) -> ExpectedMatrix {
+    ExpectedMatrix {
+        name: tensor_of(&matrix.name),
+        zeros: Some(matrix.zeros),
+        group: match pattern {
+            Pattern::Unstructured => None,
+            Pattern::NOfM { n, m } => Some((n, m)),
+        },
+    }
+}
+
+/// The pruned matrices of these layers.
+pub fn pruned(layers: &[LayerReport]) -> impl Iterator<Item = &MatrixReport> {
+    let matrices = layers.iter().flat_map(|layer| &layer.matrices);
+    matrices.filter(|matrix| matrix.pruned.is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layer(index: usize) -> LayerReport {
+        let matrix = |name: &str, pruned| MatrixReport {
+            name: format!("model.layers.{index}.{name}"),
+            shape: [2, 2],
+            zeros_before: 0,
+            zeros: 2,
+            pruned,
+            mask_sha256: pruned.map(|_| format!("mask {index}")),
+            relative_output_error: None,
+        };
+        LayerReport {
+            layer: index,
+            seconds: 1.0,
+            sparsity: 0.5,
+            matrices: vec![matrix("q", Some(2)), matrix("k", None)],
+        }
+    }
+
+    #[test]
+    fn masks_and_expectations_are_of_pruned_matrices() {
+        let layers = [layer(0)];
+        assert_eq!(
+            masks_of(&layers),
+            [("model.layers.0.q".to_string(), "mask 0".to_string())].into()
+        );
+        let expected = expected_of(&layers, Pattern::NOfM { n: 2, m: 4 });
+        assert_eq!(expected.len(), 1);
+        assert_eq!(expected[0].name, "model.layers.0.q.weight");
+        assert_eq!(
+            (expected[0].zeros, expected[0].group),
+            (Some(2), Some((2, 4)))
+        );
+    }
+}

@@ -1,0 +1,440 @@
+//! `prune selftest` (hidden, feature `selftest`): compares the results of a device with those of the CPU of the same machine.
+//!
+//! The binary is all a GPU machine needs: models are made on the spot. On the CPU, candle's operators are compared with our own, and
+//! the checks that need a GPU (its counters, a real out-of-memory) are reported as skipped.
+
+mod models;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device};
+
+use models::{Masks, Model, Sums, difference, losses, values, wide};
+
+use crate::bytes::ByteSize;
+use crate::data::DatasetSpec;
+use crate::demo::embedded;
+use crate::failure::Failure;
+use crate::job;
+use crate::model::on_device::{Cut, LogSumExpPart};
+use crate::model::{Head, LayerContext, Projection};
+use crate::run::fallback::FallbackOutcome;
+use crate::run::{Events, MemorySettings, Phase, Silent};
+use crate::runtime::device_worker::DeviceWorker;
+use crate::runtime::engine::{Engine, OnCandle};
+use crate::runtime::ledger::{Ledger, Refusals};
+use crate::runtime::{Compute, HiddenStates};
+use crate::settings::{CalibrationSettings, DeviceChoice, Settings};
+
+/// What came of a check.
+enum Outcome {
+    /// As it should be, with the figures.
+    Held(String),
+    /// What only another device can show.
+    Skipped(&'static str),
+}
+
+/// Runs every check and emits a line for each.
+///
+/// # Errors
+/// Fails when a check did, after all of them ran.
+pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
+    let bench = Bench::new(device)?;
+    let folder = tempfile_folder()?;
+    let checks: [(&str, &dyn Fn() -> Result<Outcome>); 6] = [
+        ("a layer, its observations and the head", &|| {
+            bench.layers(&folder.0)
+        }),
+        ("rows wider than 8192 columns", &|| {
+            bench.wide_rows(&folder.0)
+        }),
+        ("a sample in smaller pieces", &|| {
+            bench.smaller_pieces(&folder.0)
+        }),
+        ("masks and perplexity of the demo model", &|| {
+            bench.masks(&folder.0)
+        }),
+        ("predicted and counted memory", &|| bench.memory(&folder.0)),
+        ("a real out-of-memory", &|| bench.out_of_memory(&folder.0)),
+    ];
+    events.note(format!(
+        "self-test of {} ({})",
+        bench.name, bench.driver_name
+    ));
+    let mut failed = 0;
+    for (name, check) in checks {
+        let (mark, detail) = match check() {
+            Ok(Outcome::Held(detail)) => ("ok", detail),
+            Ok(Outcome::Skipped(why)) => ("skipped", why.to_string()),
+            Err(error) => {
+                failed += 1;
+                ("FAILED", format!("{error:#}"))
+            }
+        };
+        events.note(format!("{mark:<8} {name}: {detail}"));
+    }
+    if failed > 0 {
+        return Err(Failure::new(format!(
+            "{failed} of {} checks failed on {}",
+            checks.len(),
+            bench.name
+        ))
+        .into());
+    }
+    Ok(())
+}
+
+/// A folder that goes with the process's normal end.
+struct Folder(std::path::PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What cannot be removed is left to the system's own cleaning of temporary files.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn tempfile_folder() -> Result<Folder> {
+    let folder = std::env::temp_dir().join(format!("prune-selftest-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).with_context(|| format!("creating `{}`", folder.display()))?;
+    Ok(Folder(folder))
+}
+
+/// The device under test.
+struct Bench {
+    name: String,
+    driver_name: String,
+    device: Device,
+}
+
+/// Largest relative difference of one layer by the dtype of the arithmetic; f32 sums in another order, the others round at every
+/// operator. Measured with candle on the CPU: at most 7e-7, 2e-3, 1e-2.
+const TOLERANCES: [(DType, f32); 3] = [(DType::F32, 2e-5), (DType::F16, 5e-3), (DType::BF16, 4e-2)];
+
+impl Bench {
+    fn new(device: &DeviceChoice) -> Result<Self> {
+        match device {
+            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Self {
+                name: "cpu".to_string(),
+                driver_name: "candle's operators".to_string(),
+                device: Device::Cpu,
+            }),
+            DeviceChoice::Cuda(index) => Self::cuda(index.unwrap_or(0)),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(index: usize) -> Result<Self> {
+        use crate::runtime::engine::cuda;
+        let gpus = cuda::gpus();
+        let gpu = gpus.get(index).ok_or_else(|| {
+            Failure::new(format!("cuda:{index} is not there: {} GPUs", gpus.len()))
+        })?;
+        Ok(Self {
+            name: format!("cuda:{index}"),
+            driver_name: format!("{}, {} free", gpu.name, gpu.free),
+            device: cuda::open(index)?,
+        })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn cuda(_index: usize) -> Result<Self> {
+        Err(Failure::usage("this build has no CUDA")
+            .hint("docs/building.md says how to build with CUDA")
+            .into())
+    }
+
+    fn engine(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
+        OnCandle::new(
+            self.device.clone(),
+            dtype,
+            self.driver_name.clone(),
+            &model.config,
+            &model.context,
+        )
+    }
+
+    fn loaded(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
+        let mut engine = self.engine(model, dtype)?;
+        engine.begin(&model.layer)?;
+        for projection in Projection::ALL {
+            engine.take_up(&model.layer, projection)?;
+        }
+        Ok(engine)
+    }
+
+    /// Forward, capture and head in every dtype, against the host.
+    fn compare(&self, model: &mut Model, cut: &Cut) -> Result<Vec<String>> {
+        let Model {
+            layer,
+            context,
+            state,
+            tokens,
+            source,
+            config,
+            ..
+        } = &mut *model;
+        let ours = values(&layer.forward(state, context)?)?;
+        let mut observed = Sums::new(config);
+        layer.capture(state, context, &mut observed)?;
+        let head = Head::load(&**source, config)?;
+        let chunk = head.chunk(0..config.vocab_size)?;
+        let ours_lost = losses(&LogSumExpPart::on_host(&chunk, state, tokens, context)?);
+        let mut figures = Vec::new();
+        for (dtype, tolerance) in TOLERANCES {
+            let mut engine = self.loaded(model, dtype)?;
+            let Model {
+                layer,
+                state,
+                tokens,
+                ..
+            } = &*model;
+            let apart = difference(&ours, &values(&engine.forward(layer, state, cut)?)?);
+            let mut theirs = Sums::new(&model.config);
+            engine.capture(layer, state, cut, &mut theirs)?;
+            let sums = (0..4)
+                .map(|point| difference(&observed.0[point], &theirs.0[point]))
+                .fold(0.0, f32::max);
+            // Once more, copied by another thread while this one computes, as a sweep does it.
+            let copies = engine.copies_ahead().context("candle copies")?;
+            let again = std::thread::scope(|scope| {
+                let copied = scope.spawn(|| copies(layer));
+                let out = engine.forward(layer, state, cut);
+                copied
+                    .join()
+                    .map_err(|_| anyhow::anyhow!("the copy panicked"))?;
+                out
+            })?;
+            engine.drop_weights();
+            engine.adopt();
+            engine.begin(layer)?;
+            for projection in Projection::ALL {
+                engine.take_up(layer, projection)?;
+            }
+            let ahead = engine.forward(layer, state, cut)?;
+            let apart = apart
+                .max(difference(&ours, &values(&again)?))
+                .max(difference(&ours, &values(&ahead)?));
+            engine.begin_head(&chunk)?;
+            let seen = engine.head_window(&chunk, state, tokens, cut)?;
+            let loss = difference(&ours_lost, &losses(&seen));
+            let worst = apart.max(sums / 2.0).max(loss);
+            figures.push(format!(
+                "{} {apart:.1e} / {sums:.1e} / {loss:.1e}",
+                dtype.as_str()
+            ));
+            ensure!(
+                worst <= tolerance,
+                "{}: off by {apart:.1e} (layer), {sums:.1e} (sums of squares), {loss:.1e} (head); {tolerance:.0e} is allowed",
+                dtype.as_str()
+            );
+        }
+        Ok(figures)
+    }
+
+    fn layers(&self, folder: &Path) -> Result<Outcome> {
+        let demo = folder.join("demo");
+        if !demo.exists() {
+            embedded::write_model(&demo)?;
+        }
+        let mut model = Model::open(&demo, 256)?;
+        let cut = Cut::of(&MemorySettings::default(), &model.config);
+        Ok(Outcome::Held(self.compare(&mut model, &cut)?.join(", ")))
+    }
+
+    fn wide_rows(&self, folder: &Path) -> Result<Outcome> {
+        let mut model = Model::random(folder, "wide", &wide(), 512)?;
+        let cut = Cut::of(&MemorySettings::default(), &model.config);
+        Ok(Outcome::Held(self.compare(&mut model, &cut)?.join(", ")))
+    }
+
+    /// A device whose account refuses the first attempts of every sample.
+    fn smaller_pieces(&self, folder: &Path) -> Result<Outcome> {
+        let mut model = Model::random(folder, "wide", &wide(), 512)?;
+        // 8 uploads come first; then the sample, refused whole twice and halved once.
+        let capacity = ByteSize(1 << 40);
+        let refusals = "8x3".parse::<Refusals>().map_err(anyhow::Error::msg)?;
+        let ledger = Ledger::new(capacity, ByteSize::ZERO, refusals);
+        let (apart, outcomes) = self.pass(&mut model, ledger)?;
+        ensure!(
+            outcomes == [FallbackOutcome::Smaller],
+            "the ladder went {outcomes:?}"
+        );
+        ensure!(apart <= TOLERANCES[0].1, "off by {apart:.1e}");
+        Ok(Outcome::Held(format!("off by {apart:.1e}")))
+    }
+
+    /// One sample through a layer on a device, in f32: the distance from the host's result, and the outcomes of the ladder.
+    fn pass(&self, model: &mut Model, ledger: Ledger) -> Result<(f32, Vec<FallbackOutcome>)> {
+        let ours = values(&model.layer.forward(&model.state, &mut model.context)?)?;
+        let seqlen = model.tokens.len();
+        let worker = DeviceWorker::new(
+            self.name.clone(),
+            Box::new(self.engine(model, DType::F32)?),
+            ledger,
+            Cut::of(&MemorySettings::default(), &model.config),
+            Arc::new(model.config.clone()),
+            seqlen,
+            &Silent,
+        );
+        let mut hidden = HiddenStates::new(
+            None,
+            "selftest",
+            1,
+            seqlen,
+            model.config.hidden_size,
+            DType::F32,
+        )?;
+        hidden.put(0, model.state.clone())?;
+        let context = LayerContext::new(&model.config, seqlen)?;
+        let by_layer = vec![vec![self.name.clone()]];
+        let mut compute = Compute::new(context, vec![worker], by_layer, &Silent);
+        compute.forward(Phase::Propagate, &model.layer, &mut hidden, &|_| ())?;
+        let fallbacks = compute.finish().fallbacks;
+        let apart = difference(&ours, &values(&hidden.get(0)?)?);
+        Ok((
+            apart,
+            fallbacks.iter().map(|fallback| fallback.outcome).collect(),
+        ))
+    }
+
+    /// The whole job on the demo model, here and on the CPU.
+    fn masks(&self, folder: &Path) -> Result<Outcome> {
+        let demo = folder.join("demo");
+        if !demo.exists() {
+            embedded::write_model(&demo)?;
+        }
+        let run = |device: &str| -> Result<(Masks, f64)> {
+            let text: DatasetSpec = "demo".parse()?;
+            let mut settings = Settings::pruning(&demo);
+            settings.calibration = Some(CalibrationSettings {
+                dataset: text.clone(),
+                nsamples: 8,
+                seed: 0,
+            });
+            settings.evaluation.eval_dataset = text;
+            settings.evaluation.eval_windows = Some(4);
+            if let Some(sparsity) = &mut settings.sparsity {
+                sparsity.selection.sparsity_ratio = Some(0.5);
+            }
+            settings.device.device = device.parse().map_err(anyhow::Error::msg)?;
+            let mut masks = Masks::default();
+            let manifest = job::prune(settings, &Silent, Some(&mut masks))?;
+            ensure!(
+                manifest.fallbacks.is_empty(),
+                "{} units fell",
+                manifest.fallbacks.len()
+            );
+            let pruned = manifest.perplexity.pruned.context("it was measured")?;
+            Ok((masks, pruned.perplexity))
+        };
+        let (ours, theirs) = (run("cpu")?, run(&self.name)?);
+        let agreement = ours.0.agreement(&theirs.0)?;
+        let figures = format!(
+            "{:.4} % of the masks' bits agree; perplexity {:.4} here, {:.4} on the CPU",
+            100.0 * agreement,
+            theirs.1,
+            ours.1
+        );
+        ensure!(
+            agreement >= 0.99 && (theirs.1 / ours.1 - 1.0).abs() < 0.01,
+            "{figures}"
+        );
+        Ok(Outcome::Held(figures))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn memory(&self, _folder: &Path) -> Result<Outcome> {
+        Ok(Outcome::Skipped("the CPU has no memory pool that counts"))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn out_of_memory(&self, _folder: &Path) -> Result<Outcome> {
+        Ok(Outcome::Skipped("the CPU's memory is not to be used up"))
+    }
+
+    /// What the formulas say of a layer and a sample, and what the pool counted.
+    #[cfg(feature = "cuda")]
+    fn memory(&self, folder: &Path) -> Result<Outcome> {
+        use crate::runtime::engine::cuda;
+        if cuda::memory(&self.device).is_none() {
+            return Ok(Outcome::Skipped(
+                "this device has no memory pool that counts",
+            ));
+        }
+        let seqlen = 1024;
+        let model = Model::random(folder, "wide", &wide(), seqlen)?;
+        let cut = Cut::of(&MemorySettings::default(), &model.config);
+        cuda::reset_peaks(&self.device);
+        let before = cuda::memory(&self.device).unwrap_or_default();
+        let mut engine = self.loaded(&model, DType::BF16)?;
+        let mut sums = Sums::new(&model.config);
+        engine.capture(&model.layer, &model.state, &cut, &mut sums)?;
+        engine.forward(&model.layer, &model.state, &cut)?;
+        let after = cuda::memory(&self.device).unwrap_or_default();
+        let counted = ByteSize(after.peak_allocated.0.saturating_sub(before.allocated.0));
+        let predicted =
+            Cut::layer_bytes(&model.config, 2) + cut.pass_bytes(&model.config, seqlen, 2);
+        let figures = format!("{predicted} predicted, {counted} counted");
+        ensure!(
+            predicted.0.abs_diff(counted.0) <= (counted.0 / 10).max(32 << 20),
+            "{figures}"
+        );
+        Ok(Outcome::Held(figures))
+    }
+
+    /// Fills the device but for a little, and lets a sample pass all the same.
+    #[cfg(feature = "cuda")]
+    fn out_of_memory(&self, folder: &Path) -> Result<Outcome> {
+        use crate::runtime::engine::{OutOfMemory, cuda};
+        if matches!(self.device, Device::Cpu) {
+            return Ok(Outcome::Skipped("the CPU's memory is not to be used up"));
+        }
+        // In f32, so that no cast takes memory beside the weights.
+        let shape = RandomCheckpoint {
+            dtype: StoredDtype::F32,
+            ..wide()
+        };
+        let mut model = Model::random(folder, "wide-f32", &shape, 1024)?;
+        let layer = Cut::layer_bytes(&model.config, 4);
+        let mut ballast = Vec::new();
+        // Ever smaller pieces, until what is left is the layer and some 48 MiB: less than a whole sample takes.
+        let mut piece = 4usize << 30;
+        let wanted_free = layer.0 as usize + (48 << 20);
+        while piece >= 8 << 20 {
+            let free = cuda::memory(&self.device).unwrap_or_default().free.0 as usize;
+            if free < wanted_free + piece {
+                piece /= 2;
+                continue;
+            }
+            match Tensor::zeros(piece, DType::U8, &self.device) {
+                Ok(tensor) => ballast.push(tensor),
+                Err(error) => {
+                    let error = anyhow::Error::new(error);
+                    ensure!(
+                        OutOfMemory::of(&error).is_some(),
+                        "not taken for an out-of-memory: {error:#}"
+                    );
+                    piece /= 2;
+                }
+            }
+        }
+        let ledger = Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, Refusals::default());
+        let (apart, outcomes) = self.pass(&mut model, ledger)?;
+        let figures = format!("the ladder went {outcomes:?}, off by {apart:.1e}");
+        drop(ballast);
+        ensure!(
+            outcomes == [FallbackOutcome::Smaller] && apart <= TOLERANCES[0].1,
+            "{figures}"
+        );
+        let ledger = Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, Refusals::default());
+        let (apart, outcomes) = self.pass(&mut model, ledger)?;
+        ensure!(
+            outcomes.is_empty() && apart <= TOLERANCES[0].1,
+            "afterwards, with all memory free, the ladder went {outcomes:?}"
+        );
+        Ok(Outcome::Held(figures))
+    }
+}

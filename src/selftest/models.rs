@@ -1,0 +1,172 @@
+//! Models made on the spot, and the comparison of results.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use candle_core::{DType, Tensor};
+
+use crate::checkpoint::{Checkpoint, WeightSource};
+use crate::demo::RandomCheckpoint;
+use crate::linalg::StoredDtype;
+use crate::model::observe::Need;
+use crate::model::on_device::LogSumExpPart;
+use crate::model::{DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer};
+use crate::pipeline::{PrunedMatrix, Watcher};
+use crate::pruning::Mask;
+use crate::run::Silent;
+
+/// A model with its first layer in memory.
+pub(super) struct Model {
+    pub(super) config: ModelConfig,
+    pub(super) source: Arc<dyn WeightSource>,
+    pub(super) layer: DecoderLayer,
+    pub(super) context: LayerContext,
+    pub(super) tokens: Vec<u32>,
+    pub(super) state: Tensor,
+}
+
+impl Model {
+    pub(super) fn open(folder: &Path, seqlen: usize) -> Result<Self> {
+        let config = ModelConfig::load(folder)?;
+        let source: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder)?);
+        let layer = DecoderLayer::load(&*source, &config, 0)?;
+        let context = LayerContext::new(&config, seqlen)?;
+        let vocabulary = config.vocab_size as u32;
+        let tokens: Vec<u32> = (0..seqlen as u32).map(|t| t * 7919 % vocabulary).collect();
+        let state = Embedding::open(&*source, &config)?.rows(&tokens)?;
+        Ok(Self {
+            config,
+            source,
+            layer,
+            context,
+            tokens,
+            state,
+        })
+    }
+
+    /// A random one.
+    pub(super) fn random(
+        folder: &Path,
+        name: &str,
+        shape: &RandomCheckpoint,
+        seqlen: usize,
+    ) -> Result<Self> {
+        let folder = folder.join(name);
+        if !folder.exists() {
+            shape.write(&folder, &Silent)?;
+        }
+        Self::open(&folder, seqlen)
+    }
+}
+
+/// The wide one: rows of 11008, grouped-query heads.
+pub(super) fn wide() -> RandomCheckpoint {
+    RandomCheckpoint {
+        hidden_size: 1024,
+        intermediate_size: 11008,
+        num_hidden_layers: 1,
+        num_attention_heads: 16,
+        num_key_value_heads: 4,
+        vocab_size: 4003,
+        max_position_embeddings: 1024,
+        dtype: StoredDtype::Bf16,
+        ..RandomCheckpoint::default()
+    }
+}
+
+/// Column sums of squares at the four points.
+pub(super) struct Sums(pub(super) [Vec<f32>; 4]);
+
+impl Sums {
+    pub(super) fn new(config: &ModelConfig) -> Self {
+        let queries = config.num_attention_heads * config.head_dim;
+        let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+        Self([hidden, queries, hidden, intermediate].map(|width| vec![0.0; width]))
+    }
+}
+
+impl Observer for Sums {
+    fn needs(&self, _point: Observation) -> Need {
+        Need::Rows
+    }
+
+    fn observe(&mut self, point: Observation, rows: &[f32]) {
+        let sums = &mut self.0[point as usize];
+        for row in rows.chunks_exact(sums.len()) {
+            for (sum, value) in sums.iter_mut().zip(row) {
+                *sum += value * value;
+            }
+        }
+    }
+
+    fn keeps(&self, _point: Observation) -> &[usize] {
+        &[]
+    }
+
+    fn observe_sums(&mut self, point: Observation, squares: &[f32], _kept: &[f32]) {
+        let sums = &mut self.0[point as usize];
+        for (sum, square) in sums.iter_mut().zip(squares) {
+            *sum += square;
+        }
+    }
+}
+
+/// All masks of a run, in order.
+#[derive(Default)]
+pub(super) struct Masks(Vec<Mask>);
+
+impl Watcher for Masks {
+    fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
+        self.0.push(matrix.mask.clone());
+        Ok(())
+    }
+}
+
+impl Masks {
+    /// The share of equal bits.
+    pub(super) fn agreement(&self, other: &Self) -> Result<f64> {
+        ensure!(
+            !self.0.is_empty() && self.0.len() == other.0.len(),
+            "{} and {} masks",
+            self.0.len(),
+            other.0.len()
+        );
+        let (mut bits, mut apart) = (0u64, 0u64);
+        for (ours, theirs) in self.0.iter().zip(&other.0) {
+            bits += (ours.rows() * ours.columns()) as u64;
+            let pairs = ours.bits().iter().zip(theirs.bits());
+            apart += pairs
+                .map(|(a, b)| u64::from((a ^ b).count_ones()))
+                .sum::<u64>();
+        }
+        Ok(1.0 - apart as f64 / bits as f64)
+    }
+}
+
+pub(super) fn values(tensor: &Tensor) -> Result<Vec<f32>> {
+    Ok(tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+}
+
+/// −ln p of every token that follows another.
+pub(super) fn losses(seen: &[LogSumExpPart]) -> Vec<f32> {
+    let loss = |seen: &LogSumExpPart| {
+        let logit = f64::from(seen.logit.unwrap_or(f32::NAN));
+        (seen.sum.ln() + f64::from(seen.largest) - logit) as f32
+    };
+    seen.iter().map(loss).collect()
+}
+
+/// The largest difference, relative to the largest element; infinite where lengths differ or a value is none.
+pub(super) fn difference(ours: &[f32], theirs: &[f32]) -> f32 {
+    let largest = ours.iter().fold(0f32, |max, value| max.max(value.abs()));
+    let apart = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs());
+    let is_whole = ours.len() == theirs.len()
+        && !ours.is_empty()
+        && theirs.iter().all(|value| value.is_finite());
+    if is_whole {
+        apart.fold(0.0, f32::max) / largest
+    } else {
+        f32::INFINITY
+    }
+}

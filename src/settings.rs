@@ -1,0 +1,534 @@
+//! Settings of a run: everything a command line can ask for, as plain structs. Each default is written here once.
+//!
+//! One serialised [`Settings`] is the `settings` of `run.json`, the metadata of the mask file, and what a resumed run is compared
+//! by ([`Settings::deciding`]). A setting that is added here takes part in all three.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use anyhow::Result;
+use serde::{Serialize, Serializer};
+use serde_json::Value;
+
+use crate::checkpoint::VerifyLevel;
+use crate::data::DatasetSpec;
+use crate::failure::Failure;
+use crate::generation::Sampling;
+use crate::pipeline::Selection;
+use crate::placement::device_map::Prefixes;
+use crate::placement::{Budget, DeviceMap};
+use crate::run::{HiddenStatesStorage, MemorySettings};
+use crate::runtime::{Side, Simulation};
+
+/// Pruning method unless one is named.
+pub const PRUNE_METHOD: &str = "wanda";
+/// Calibration samples, as in the reference.
+pub const NSAMPLES: u32 = 128;
+/// Tokens per sample and window where the model allows as many: the context length of most published comparisons.
+pub const SEQLEN: usize = 2048;
+/// Calibration and evaluation text.
+pub const DATASET: &str = "wikitext2";
+
+/// Settings of `prune` and `prune eval`.
+#[derive(Debug, Clone, Serialize)]
+pub struct Settings {
+    /// The command line, for messages that repeat it.
+    #[serde(skip)]
+    pub arguments: Vec<String>,
+    /// The checkpoint and its arithmetic.
+    #[serde(flatten)]
+    pub model: ModelSettings,
+    /// What is pruned; `None` for `prune eval`.
+    #[serde(flatten)]
+    pub sparsity: Option<SparsitySettings>,
+    /// Calibration samples; `None` where the method uses none.
+    #[serde(flatten)]
+    pub calibration: Option<CalibrationSettings>,
+    /// Tokens per sample and window; `None` for the smaller of [`SEQLEN`] and the model's limit.
+    pub seqlen: Option<usize>,
+    /// Perplexity.
+    #[serde(flatten)]
+    pub evaluation: EvaluationSettings,
+    /// Devices and memory.
+    #[serde(flatten)]
+    pub device: DeviceSettings,
+    /// Files that are written.
+    #[serde(flatten)]
+    pub output: OutputSettings,
+}
+
+/// Settings that do not decide the masks and the model: either they change nothing in the result, or what they lead to is
+/// compared in their place (the fingerprint of the checkpoint, the hashes of the tokens, the arithmetic).
+const NOT_DECIDING: [&str; 25] = [
+    "model",
+    "revision",
+    "cache_dir",
+    "dtype",
+    "dataset",
+    "eval_dataset",
+    "eval_windows",
+    "max_perplexity",
+    "text_cache",
+    "use_cpu",
+    "device",
+    "device_map",
+    "threads",
+    "max_memory",
+    "hidden_states",
+    "offload_folder",
+    "memory_settings",
+    "simulate",
+    "save",
+    "save_model",
+    "force",
+    "resume",
+    "log_memory",
+    "profile",
+    "verify",
+];
+
+impl Settings {
+    /// Settings of `prune` with the defaults of the command line.
+    pub fn pruning(model: impl Into<PathBuf>) -> Self {
+        Self {
+            arguments: Vec::new(),
+            model: ModelSettings::of(model),
+            sparsity: Some(SparsitySettings::default()),
+            calibration: Some(CalibrationSettings::default()),
+            seqlen: None,
+            evaluation: EvaluationSettings::default(),
+            device: DeviceSettings::default(),
+            output: OutputSettings::default(),
+        }
+    }
+
+    /// All settings by name, as JSON.
+    ///
+    /// # Errors
+    /// Fails only where a path is not Unicode.
+    pub fn by_name(&self) -> Result<BTreeMap<String, Value>> {
+        Ok(serde_json::from_value(serde_json::to_value(self)?)?)
+    }
+
+    /// The settings that decide the masks and the model, as text by the name of their flag. A run is resumed only where all of
+    /// them are equal.
+    ///
+    /// # Errors
+    /// Fails only where a path is not Unicode.
+    pub fn deciding(&self) -> Result<BTreeMap<String, String>> {
+        let text = |value: Value| match value {
+            Value::Null => "none".to_string(),
+            Value::String(text) => text,
+            Value::Array(values) if values.is_empty() => "none".to_string(),
+            other => other.to_string(),
+        };
+        let all = self.by_name()?.into_iter();
+        let deciding = all.filter(|(name, _)| !NOT_DECIDING.contains(&name.as_str()));
+        Ok(deciding
+            .map(|(name, value)| (name.replace('_', "-"), text(value)))
+            .collect())
+    }
+}
+
+/// Model flags.
+#[derive(Debug, Clone, Serialize)]
+pub struct ModelSettings {
+    /// `--model`: a checkpoint folder, or an id on the hub.
+    pub model: PathBuf,
+    /// `--revision`: branch, tag or commit on the hub; `None` for `main`.
+    pub revision: Option<String>,
+    /// `--cache-dir`: folder of the hub's files; `None` for the one of the environment.
+    pub cache_dir: Option<PathBuf>,
+    /// `--dtype`.
+    pub dtype: ComputeDtype,
+}
+
+impl ModelSettings {
+    /// A checkpoint with all other settings at their defaults.
+    pub fn of(model: impl Into<PathBuf>) -> Self {
+        Self {
+            model: model.into(),
+            revision: None,
+            cache_dir: None,
+            dtype: ComputeDtype::Auto,
+        }
+    }
+}
+
+/// Arithmetic of the forward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ComputeDtype {
+    /// The fastest the CPU has for the checkpoint's dtype.
+    Auto,
+    /// One chain of f32 multiply-adds.
+    F32,
+    /// f32 as sums of products of bf16 parts, on AMX tiles.
+    Bf16x3,
+    /// bf16 products with f32 sums, for bf16 checkpoints.
+    Bf16,
+}
+
+/// Sparsity flags.
+#[derive(Debug, Clone, Serialize)]
+pub struct SparsitySettings {
+    /// `--prune-method`.
+    pub prune_method: String,
+    /// Ratio, pattern and matrices.
+    #[serde(flatten)]
+    pub selection: Selection,
+}
+
+impl Default for SparsitySettings {
+    fn default() -> Self {
+        Self {
+            prune_method: PRUNE_METHOD.to_string(),
+            selection: Selection::default(),
+        }
+    }
+}
+
+/// Calibration flags.
+#[derive(Debug, Clone, Serialize)]
+pub struct CalibrationSettings {
+    /// `--dataset`.
+    #[serde(serialize_with = "as_text")]
+    pub dataset: DatasetSpec,
+    /// `--nsamples`.
+    pub nsamples: u32,
+    /// `--seed` of the sampling.
+    pub seed: u64,
+}
+
+impl Default for CalibrationSettings {
+    fn default() -> Self {
+        Self {
+            dataset: default_dataset(),
+            nsamples: NSAMPLES,
+            seed: 0,
+        }
+    }
+}
+
+fn default_dataset() -> DatasetSpec {
+    DATASET.parse().expect("the default names a dataset")
+}
+
+/// Evaluation flags.
+#[derive(Debug, Clone, Serialize)]
+pub struct EvaluationSettings {
+    /// `--eval`.
+    pub eval: EvalSides,
+    /// `--eval-dataset`.
+    #[serde(serialize_with = "as_text")]
+    pub eval_dataset: DatasetSpec,
+    /// `--eval-windows`: the first N windows; `None` for all.
+    pub eval_windows: Option<u64>,
+    /// `--max-perplexity`: the gate.
+    pub max_perplexity: Option<f64>,
+    /// `--text-cache`: folder of token ids; `None` for the one of the environment.
+    pub text_cache: Option<PathBuf>,
+}
+
+impl Default for EvaluationSettings {
+    fn default() -> Self {
+        Self {
+            eval: EvalSides::Pruned,
+            eval_dataset: default_dataset(),
+            eval_windows: None,
+            max_perplexity: None,
+            text_cache: None,
+        }
+    }
+}
+
+/// Models that perplexity is measured of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EvalSides {
+    /// The pruned model.
+    Pruned,
+    /// The checkpoint as it is read.
+    Dense,
+    /// The dense and the pruned model, in one sweep.
+    Both,
+    /// No evaluation.
+    None,
+}
+
+impl EvalSides {
+    /// The models in the order of the report.
+    pub fn sides(self) -> &'static [Side] {
+        match self {
+            Self::Pruned => &[Side::Pruned],
+            Self::Dense => &[Side::Dense],
+            Self::Both => &[Side::Dense, Side::Pruned],
+            Self::None => &[],
+        }
+    }
+}
+
+/// Device and memory flags.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct DeviceSettings {
+    /// `--use-cpu`.
+    pub use_cpu: bool,
+    /// `--device`.
+    #[serde(serialize_with = "as_text")]
+    pub device: DeviceChoice,
+    /// `--device-map`.
+    #[serde(serialize_with = "as_text")]
+    pub device_map: DeviceMapChoice,
+    /// `--threads`; `None` for those of the batch job, else of this process.
+    pub threads: Option<u16>,
+    /// `--max-memory`; empty for 80 % of the available memory.
+    #[serde(serialize_with = "as_text")]
+    pub max_memory: Budget,
+    /// `--hidden-states`; `None` leaves the choice to the plan.
+    pub hidden_states: Option<HiddenStatesStorage>,
+    /// `--offload-folder`: folder of the spill file; `None` for the run folder, else the system's temporary folder.
+    pub offload_folder: Option<PathBuf>,
+    /// `--memory-settings`, for tests.
+    pub memory_settings: Option<MemorySettings>,
+    /// `--simulate`, for tests.
+    pub simulate: Option<Simulation>,
+}
+
+impl DeviceSettings {
+    /// Whether the flags name the CPU. Without such a flag the CPU may still be the only device.
+    pub fn names_the_cpu(&self) -> bool {
+        self.use_cpu || self.device == DeviceChoice::Cpu
+    }
+}
+
+/// `--device`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// All GPUs of a build with CUDA, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// `cuda`, or `cuda:N`.
+    Cuda(Option<usize>),
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => write!(formatter, "auto"),
+            Self::Cpu => write!(formatter, "cpu"),
+            Self::Cuda(None) => write!(formatter, "cuda"),
+            Self::Cuda(Some(index)) => write!(formatter, "cuda:{index}"),
+        }
+    }
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(name: &str) -> std::result::Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(None)),
+            _ => name
+                .strip_prefix("cuda:")
+                .and_then(|index| index.parse().ok())
+                .map(|index| Self::Cuda(Some(index)))
+                .ok_or_else(|| "devices are auto, cpu, cuda and cuda:N".to_string()),
+        }
+    }
+}
+
+/// `--device-map`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DeviceMapChoice {
+    /// `auto`, `balanced` or `sequential`.
+    Named(DeviceMap),
+    /// A JSON file of modules and devices.
+    File(PathBuf),
+}
+
+impl Default for DeviceMapChoice {
+    fn default() -> Self {
+        Self::Named(DeviceMap::Auto)
+    }
+}
+
+/// Names of the device maps.
+const DEVICE_MAPS: [(&str, DeviceMap); 3] = [
+    ("auto", DeviceMap::Auto),
+    ("balanced", DeviceMap::Balanced),
+    ("sequential", DeviceMap::Sequential),
+];
+
+impl fmt::Display for DeviceMapChoice {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(file) => write!(formatter, "{}", file.display()),
+            Self::Named(map) => {
+                let name = DEVICE_MAPS.iter().find(|(_, named)| named == map);
+                formatter.write_str(name.map_or("auto", |(name, _)| name))
+            }
+        }
+    }
+}
+
+impl FromStr for DeviceMapChoice {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
+        let named = DEVICE_MAPS.into_iter().find(|(name, _)| *name == text);
+        Ok(named.map_or_else(|| Self::File(text.into()), |(_, map)| Self::Named(map)))
+    }
+}
+
+impl DeviceMapChoice {
+    /// The map; reads the file where there is one.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read or holds no device map.
+    pub fn load(&self) -> Result<DeviceMap> {
+        Ok(match self {
+            Self::Named(map) => map.clone(),
+            Self::File(file) => DeviceMap::Manual(Prefixes::load(file)?),
+        })
+    }
+}
+
+/// Output flags.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct OutputSettings {
+    /// `--save`: the run folder.
+    pub save: Option<PathBuf>,
+    /// `--save-model`: the model's folder; `None` for `model` in the run folder.
+    pub save_model: Option<PathBuf>,
+    /// `--no-save-model`.
+    pub no_save_model: bool,
+    /// `--save-masks`.
+    pub save_masks: bool,
+    /// `--force`: replace a finished run.
+    pub force: bool,
+    /// `--resume`: fail where there is nothing to resume.
+    pub resume: bool,
+    /// `--log-memory`.
+    pub log_memory: bool,
+    /// `--profile`: measure the peak of the CPU as well.
+    pub profile: bool,
+    /// `--verify`.
+    pub verify: VerifyLevel,
+}
+
+/// Settings of `prune generate`.
+#[derive(Debug, Clone)]
+pub struct GenerateSettings {
+    /// The checkpoints that write, one after the other.
+    pub models: Vec<ModelSettings>,
+    /// Threads and memory.
+    pub device: DeviceSettings,
+    /// The text to continue, or with `chat` the user's message.
+    pub prompt: String,
+    /// `--chat`: the prompt goes through the model's chat template.
+    pub chat: bool,
+    /// `--system`: the system's message of the chat.
+    pub system: Option<String>,
+    /// Choice of tokens.
+    pub sampling: Sampling,
+    /// `--max-tokens`.
+    pub max_tokens: usize,
+    /// `--ignore-eos`.
+    pub ignore_eos: bool,
+}
+
+/// Settings of `prune plan`.
+#[derive(Debug, Clone)]
+pub struct PlanSettings {
+    /// The models to plan for.
+    pub subject: PlanSubject,
+    /// The run to plan.
+    pub run: Settings,
+    /// `--inventory`: the description of another machine.
+    pub inventory: Option<PathBuf>,
+}
+
+/// Models of `prune plan`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PlanSubject {
+    /// The checkpoint of the settings.
+    Model,
+    /// A published shape by its name.
+    Shape(String),
+    /// All published shapes.
+    Table,
+}
+
+fn as_text<T: fmt::Display, S: Serializer>(
+    value: &T,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
+}
+
+/// Refuses devices this build lacks, and flags that contradict each other.
+///
+/// # Errors
+/// Fails with exit code 2, naming the flags.
+pub fn check_device(device: &DeviceSettings) -> Result<()> {
+    let DeviceChoice::Cuda(_) = device.device else {
+        return Ok(());
+    };
+    let name = &device.device;
+    if device.use_cpu {
+        return Err(Failure::usage(format!(
+            "--use-cpu and --device {name} contradict each other"
+        ))
+        .hint("leave one of them out")
+        .into());
+    }
+    if !cfg!(feature = "cuda") && device.simulate.is_none() {
+        return Err(Failure::usage(format!("--device {name}: this build has no CUDA"))
+            .hint("use --use-cpu, or leave --device out; docs/building.md says how to build with CUDA")
+            .into());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_decides_unless_it_is_listed() {
+        let settings = Settings::pruning("m");
+        let all = settings.by_name().unwrap();
+        for name in NOT_DECIDING {
+            assert!(all.contains_key(name), "{name} is no setting");
+        }
+        let deciding: Vec<String> = settings.deciding().unwrap().into_keys().collect();
+        assert_eq!(deciding.len() + NOT_DECIDING.len(), all.len());
+        let expected = [
+            "eval",
+            "exclude",
+            "include",
+            "layer-ratios",
+            "no-save-model",
+            "nsamples",
+        ];
+        assert_eq!(deciding[..6], expected);
+    }
+
+    #[test]
+    fn devices_and_maps_read_as_they_are_shown() {
+        for text in ["auto", "cpu", "cuda", "cuda:3"] {
+            assert_eq!(text.parse::<DeviceChoice>().unwrap().to_string(), text);
+        }
+        assert!("gpu".parse::<DeviceChoice>().is_err());
+        for text in ["auto", "balanced", "sequential", "map.json"] {
+            let Ok(map) = text.parse::<DeviceMapChoice>();
+            assert_eq!(map.to_string(), text);
+        }
+    }
+}
