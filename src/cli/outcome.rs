@@ -19,10 +19,18 @@ impl Outcome {
     pub(super) fn of(manifest: &Manifest, console: &Console) -> Self {
         match manifest.gate {
             Some(gate) if !gate.is_met => {
-                console.error(&format!(
-                    "gate missed: perplexity {:.4} is above --max-perplexity {}",
-                    gate.perplexity, gate.max_perplexity
-                ));
+                let why = if gate.perplexity.is_finite() {
+                    format!(
+                        "perplexity {:.4} is above --max-perplexity {}",
+                        gate.perplexity, gate.max_perplexity
+                    )
+                } else {
+                    format!(
+                        "the perplexity is not finite (--max-perplexity {})",
+                        gate.max_perplexity
+                    )
+                };
+                console.error(&format!("gate missed: {why}"));
                 Self::GateMissed
             }
             _ => Self::Done,

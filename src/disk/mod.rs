@@ -6,13 +6,24 @@
 
 #[cfg(feature = "faults")]
 mod faults;
+mod gate;
 pub mod positioned;
 
 use std::fs::{self, File};
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
 use crate::bytes::ByteSize;
+
+/// Every change passes here.
+static GATE: gate::Gate = gate::Gate::new();
+
+/// Ends all changes of this process: waits for those under way, and holds later ones for ever. Returns `false`, and holds nothing,
+/// where one is not done within `patience`. The end of the process calls it before it releases folders.
+pub fn close(patience: Duration) -> bool {
+    GATE.close(patience)
+}
 
 /// Creates an empty file for reading and writing, or empties an existing one.
 ///
@@ -21,6 +32,7 @@ use crate::bytes::ByteSize;
 pub fn create(path: &Path) -> io::Result<File> {
     #[cfg(feature = "faults")]
     faults::before_create(path)?;
+    let _under_way = GATE.pass();
     File::options()
         .read(true)
         .write(true)
@@ -44,6 +56,7 @@ pub fn open(path: &Path) -> io::Result<File> {
 pub fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
     #[cfg(feature = "faults")]
     faults::before_write(file, bytes, offset)?;
+    let _under_way = GATE.pass();
     positioned::write_all_at(file, bytes, offset)
 }
 
@@ -56,6 +69,7 @@ pub fn reserve(file: &File, length: u64) -> io::Result<bool> {
     // A write of no bytes that extends the file.
     #[cfg(feature = "faults")]
     faults::before_write(file, &[], 0)?;
+    let _under_way = GATE.pass();
     #[cfg(target_os = "linux")]
     {
         use rustix::fs::FallocateFlags;
@@ -98,6 +112,7 @@ pub fn sync(file: &File) -> io::Result<()> {
 pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
     #[cfg(feature = "faults")]
     faults::before_rename(from, to)?;
+    let _under_way = GATE.pass();
     fs::rename(from, to)
 }
 
@@ -108,6 +123,7 @@ pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
 pub fn remove(path: &Path) -> io::Result<()> {
     #[cfg(feature = "faults")]
     faults::before_remove(path)?;
+    let _under_way = GATE.pass();
     match fs::remove_file(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed,

@@ -269,8 +269,8 @@ impl GateReport {
         Self {
             max_perplexity,
             perplexity,
-            // False for NaN.
-            is_met: perplexity <= max_perplexity,
+            // NaN and infinity meet no limit, not even an infinite one.
+            is_met: perplexity.is_finite() && perplexity <= max_perplexity,
         }
     }
 }
@@ -336,10 +336,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gate_admits_the_limit_and_no_nan() {
+    fn a_gate_admits_the_limit_and_only_finite_numbers() {
         assert!(GateReport::new(10.0, 10.0).is_met);
         assert!(!GateReport::new(10.0, 10.1).is_met);
         assert!(!GateReport::new(10.0, f64::NAN).is_met);
+        assert!(!GateReport::new(f64::INFINITY, f64::INFINITY).is_met);
     }
 
     #[test]

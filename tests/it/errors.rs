@@ -1,5 +1,4 @@
-//! Everything that can be wrong before a run, one test each: the first line and the hint to the letter, the exit code, and
-//! that nothing was written.
+//! Refusals before a run. Each test checks the first line, the hint, the exit code, and that nothing is written.
 
 mod damage;
 mod model;
@@ -13,7 +12,7 @@ use serde_json::Value;
 
 use crate::support::{Place, arguments, edit_json, refuses, refuses_command, rewrite};
 
-/// As [`refuses`]; and the error is the first thing said.
+/// As [`refuses`], and the error is the first line.
 #[track_caller]
 fn refuses_at_once(place: &Place, more: &str, code: i32, first: &str, hint: &str) {
     let ran = refuses(place, more, code, first, hint);
@@ -169,7 +168,7 @@ fn a_weight_that_is_no_number_is_named_by_layer_tensor_row_and_column() {
             assert!(error.contains(part), "no `{part}`: {error}");
         }
         assert!(!error.contains("panicked"), "{error}");
-        // What was begun never looks finished.
+        // An output that is only begun never looks finished.
         assert!(
             !place.path("out/run.json").exists() && !place.path("out/model/config.json").exists()
         );
@@ -327,15 +326,20 @@ fn eval_refuses_what_prune_refuses() {
     );
 }
 
-#[test]
-fn a_perplexity_that_is_no_number_is_a_warning_and_the_manifest_stays_readable() {
-    let place = Place::new();
-    rewrite(&place, |name, _, bytes| {
-        if name == "lm_head.weight" {
+/// Writes NaN into the first element of a tensor.
+fn spoil(place: &Place, tensor: &str) {
+    rewrite(place, |name, _, bytes| {
+        if name == tensor {
             bytes[..4].copy_from_slice(&f32::NAN.to_le_bytes());
         }
         true
     });
+}
+
+#[test]
+fn a_perplexity_that_is_no_number_is_a_warning_and_the_manifest_stays_readable() {
+    let place = Place::new();
+    spoil(&place, "lm_head.weight");
     let ran = place.run(&arguments("--eval both"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     for side in ["dense", "pruned"] {
@@ -346,4 +350,22 @@ fn a_perplexity_that_is_no_number_is_a_warning_and_the_manifest_stays_readable()
     }
     let report = place.manifest("out").perplexity.pruned.unwrap();
     assert!(!report.perplexity.is_finite(), "{report:?}");
+}
+
+#[test]
+fn a_perplexity_that_is_no_number_misses_every_gate() {
+    for tensor in ["lm_head.weight", "model.norm.weight"] {
+        let place = Place::new();
+        spoil(&place, tensor);
+        let prune = arguments("--prune-method magnitude --max-perplexity 1e300");
+        let eval = "eval --model m --eval-dataset test.txt --seqlen 64 --max-perplexity 1e300";
+        for line in [prune.as_str(), eval] {
+            let ran = place.run(line);
+            assert_eq!(ran.code, 4, "{tensor}: {}", ran.stderr);
+            let missed = "gate missed: the perplexity is not finite (--max-perplexity ";
+            assert!(ran.stderr.contains(missed), "{}", ran.stderr);
+        }
+        let gate = place.manifest("out").gate.expect("it was asked for");
+        assert!(!gate.is_met, "{tensor}");
+    }
 }

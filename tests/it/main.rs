@@ -1,8 +1,8 @@
-//! Everything that runs the whole program, in one binary: the real commands on small checkpoints, the reference's goldens,
-//! candle's Llama as oracle, and the rules the source tree keeps.
+//! The integration tests, in one binary: the real commands on small checkpoints, the goldens of the reference, candle's Llama as
+//! oracle, and the rules of the source tree.
 #![expect(
     clippy::print_stderr,
-    reason = "tests say aloud what they skip and what they measured"
+    reason = "tests print skipped parts and measurements"
 )]
 
 mod arithmetic;
@@ -29,6 +29,7 @@ mod origin;
 mod plan;
 mod report;
 mod resume;
+mod run_folder;
 mod source_tree;
 mod stories;
 mod support;

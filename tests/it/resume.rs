@@ -1,7 +1,7 @@
-//! A run ends where it must not, and the same command goes on: killed at every file operation, refused by the disk, cut off from
-//! power, interrupted by signals. What is there in the end is what a run leaves that nobody disturbed.
+//! Interrupted runs: the same command continues after a kill at every file operation, a failing disk, a power cut or a signal, and
+//! leaves the files of an undisturbed run.
 //!
-//! `PRUNE_FAULT` is the program's own way of ending at its n-th file operation; see `src/disk/faults.rs`.
+//! `PRUNE_FAULT` ends the program at its n-th file operation; see `src/disk/faults.rs`.
 
 mod faults;
 mod settings;
@@ -102,7 +102,7 @@ fn outcome(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     files
 }
 
-/// What an undisturbed run leaves; the folder is removed again.
+/// The files of an undisturbed run; the folder is removed again.
 fn undisturbed(place: &Place, flags: &str) -> BTreeMap<String, Vec<u8>> {
     place.prune(flags);
     let outcome = outcome(&place.path("out"));
@@ -195,7 +195,7 @@ fn waiting(place: &Place, arguments: &str) -> Child {
     child
 }
 
-/// How many layers the state in `out` calls finished.
+/// Number of finished layers in the state of `out`.
 fn finished_layers(place: &Place) -> usize {
     let state = fs::read_to_string(place.path("out/unfinished.json")).unwrap_or_default();
     let state: Value = serde_json::from_str(&state).unwrap_or_default();
@@ -244,19 +244,23 @@ fn going_on_may_be_ended_too() {
     }
 }
 
-#[test]
-fn a_run_cut_off_at_its_last_step_is_finished() {
-    let place = of_layers(2);
-    let expected = undisturbed(&place, MAGNITUDE);
-    place.prune(MAGNITUDE);
+/// Leaves a run that was killed between its last two steps: the record is written, and its state is not removed.
+fn cut_off_at_the_last_step(place: &Place, flags: &str) {
     let is_there = |name: &str| place.path(&format!("out/{name}")).exists();
     let at = (60..400).find(|at| {
         let _ = fs::remove_dir_all(place.path("out"));
-        let ran = with_fault(&place, MAGNITUDE, &format!("kill:{at}"));
+        let ran = with_fault(place, flags, &format!("kill:{at}"));
         assert!(ran.is_none(), "no run ends between its last two steps");
         is_there("run.json") && is_there("unfinished.json")
     });
     assert!(at.is_some() && is_there("model/config.json"));
+}
+
+#[test]
+fn a_run_cut_off_at_its_last_step_is_finished() {
+    let place = of_layers(2);
+    let expected = undisturbed(&place, MAGNITUDE);
+    cut_off_at_the_last_step(&place, MAGNITUDE);
     let ran = place.run(&command(MAGNITUDE));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(
@@ -268,6 +272,17 @@ fn a_run_cut_off_at_its_last_step_is_finished() {
     let found = outcome(&place.path("out"));
     assert_eq!(found["run.json"], expected["run.json"]);
     assert!(!found.contains_key("unfinished.json"));
+}
+
+/// Started before anything of value: its own memory log is no result of another run.
+#[test]
+fn the_memory_log_of_an_unfinished_run_is_its_own() {
+    let place = place();
+    let flags = command(&format!("{MAGNITUDE} --log-memory"));
+    interrupted(&place, &flags);
+    assert!(place.path("out/memory_log.csv").exists());
+    let ran = place.run(&flags);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
 }
 
 #[test]
