@@ -57,7 +57,7 @@ fn against(kernel: Kernel) {
     PEAK.store(peak as u64, Ordering::Relaxed);
 }
 
-/// What follows is not compared with a peak.
+/// Ends the comparison with a peak.
 fn against_nothing() {
     PEAK.store(0, Ordering::Relaxed);
 }

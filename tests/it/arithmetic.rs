@@ -1,4 +1,4 @@
-//! `--dtype`: products in bf16, and in f32 by parts, where the CPU has them, refused with a reason elsewhere.
+//! `--dtype`: products in bf16, and in f32 by parts, on CPUs that have them. Other CPUs refuse with a reason.
 
 use prune::demo::RandomCheckpoint;
 use prune::linalg::{StoredDtype, product::Kernel};

@@ -1,4 +1,4 @@
-//! The real binary on tiny random checkpoints, started as a person would: flags in, run folder, table and messages out.
+//! The real binary on tiny random checkpoints: flags, run folder, table and messages.
 
 mod help;
 mod texts;
@@ -435,7 +435,7 @@ fn threads_come_from_the_flag_then_from_slurm() {
     };
     assert_eq!(threads("3", "", "a"), 3);
     assert_eq!(threads("3", "--threads 1", "b"), 1);
-    // What Slurm writes for heterogeneous jobs is no number: as if it were absent.
+    // The value for heterogeneous jobs is no number and counts as absent.
     let affinity = std::thread::available_parallelism().unwrap().get();
     assert_eq!(threads("2(x2)", "", "c"), affinity);
 }

@@ -1,4 +1,4 @@
-//! docs/cli.md is what clap says: made from the program's own description, and held to it here.
+//! docs/cli.md equals the help texts of the program.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -20,7 +20,8 @@ fn page(place: &Place) -> String {
     let mut section = |arguments: &str| {
         let ran = place.run(&format!("{arguments} --help"));
         assert_eq!(ran.code, 0, "{arguments}: {}", ran.stderr);
-        let name = format!("prune {arguments}");
+        let line = format!("prune {arguments}");
+        let name = line.trim_end();
         let help: String = ran
             .stdout
             .lines()

@@ -1,4 +1,4 @@
-//! `prune demo`: its table, its model, the twin its model was trained with, and its text with other models.
+//! `prune demo`: its table, its model, the differentiable twin that trained the model, and its text with other models.
 
 #[path = "../../examples/train_demo/twin.rs"]
 mod twin;

@@ -1,7 +1,6 @@
-//! The same command gives the same bits: twice, on one thread or two, with hidden states in RAM or on disk.
+//! The same command gives the same bits: twice, with one thread or several, with hidden states in RAM or on disk.
 //!
-//! The checkpoint is large enough that threads share its work, and its sizes are no multiples of anything blocks are made
-//! of.
+//! The checkpoint is large enough for threads to share its work. Its sizes are no multiples of block sizes.
 
 use std::fs;
 

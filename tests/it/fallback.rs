@@ -1,5 +1,5 @@
-//! Devices beside the CPU, simulated: placement by plan and map, and the ladder a unit goes down when its device has no memory,
-//! at every single unit. A simulated GPU computes what the CPU does, so whatever happens the masks must be those of the CPU.
+//! Simulated GPUs: placement by plan and map, and the steps after an out-of-memory, at every unit of work. A simulated GPU computes
+//! what the CPU computes, so the masks must equal those of the CPU.
 
 use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
@@ -34,7 +34,7 @@ fn manifest(place: &Place, flags: &str) -> Manifest {
     place.manifest("out")
 }
 
-/// What must not depend on who computed: masks, and perplexities to the bit.
+/// Results that are equal on every device: masks, and perplexities to the bit.
 fn results(manifest: &Manifest) -> (Vec<Option<String>>, Vec<f64>) {
     let matrices = manifest.layers.iter().flat_map(|layer| &layer.matrices);
     let reports = manifest
@@ -180,7 +180,7 @@ fn the_ladder_has_its_rungs_in_order() {
             "model.layers.0.mlp.up_proj (upload)",
             FallbackOutcome::Retried,
         ),
-        // A matrix is not cut: the layer goes to the CPU.
+        // A matrix is not cut: the CPU computes the layer.
         (
             "6x2",
             "model.layers.0.mlp.up_proj (upload)",

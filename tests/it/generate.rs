@@ -1,4 +1,4 @@
-//! `prune generate`: the tokens are candle's, cached or not, in memory or from disk; the command does what its help says.
+//! `prune generate`: its tokens equal candle's, with and without a cache, from memory and from disk.
 
 mod command;
 
@@ -23,7 +23,7 @@ use serde_json::json;
 use crate::oracle::{Candles, distance, ours, prompt, sharp};
 use crate::support;
 
-/// Where layers may rest: all in memory, some, none.
+/// Places of layers: all in memory, some, none.
 const RESTS: [fn(usize) -> Residency; 2] = [Residency::all, Residency::none];
 
 fn open(folder: &Path, rest: fn(usize) -> Residency) -> Result<Generator> {
@@ -49,7 +49,7 @@ fn written(
     })
 }
 
-/// What candle's Llama goes on with, the likeliest token each time, with its own cache.
+/// The greedy continuation by candle's Llama, with its own cache.
 fn greedy_candles(folder: &Path, prompt: &[u32], tokens: usize) -> Result<Vec<u32>> {
     let mut candles = Candles::load(folder)?;
     let mut logits = candles.read(prompt)?;

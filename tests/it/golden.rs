@@ -1,6 +1,6 @@
-//! The reference's own numbers: every f32 run of locuslab/wanda in `goldens/` is repeated here and compared.
+//! The results of the reference: every f32 run of locuslab/wanda in `goldens/` is repeated and compared.
 //!
-//! `cargo test --test it golden -- --nocapture` prints the tables of docs/parity.md. Where the files are: `support::shared`.
+//! `cargo test --test it golden -- --nocapture` prints the tables of docs/parity.md. `support::shared` finds the files.
 
 mod compare;
 mod reference;
@@ -45,7 +45,7 @@ fn show(text: &str) {
     println!("{text}");
 }
 
-/// What is asked of a run beside what its golden says.
+/// Settings of a run in addition to those of its golden.
 #[derive(Clone, Copy)]
 struct Ask {
     seed: u64,
@@ -215,7 +215,7 @@ fn wikitext_llama_8m_predicts_the_full_test_text_as_the_reference() {
 }
 
 #[test]
-fn every_golden_is_repeated_or_skipped_for_a_reason_said_aloud() {
+fn every_golden_is_repeated_or_skipped_for_a_printed_reason() {
     let Some(shared) = support::shared() else {
         return;
     };

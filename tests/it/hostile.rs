@@ -1,7 +1,7 @@
-//! Input that nobody means well with: files that lie about themselves, never end, grow or nest, and numbers out of every range. Each is
-//! one error with the file and what to do, exit code 1 or 2, in bounded time and memory; nothing is written.
+//! Hostile input: files with false contents, endless or deeply nested ones, and numbers out of range. Each gives one error with the file and
+//! a fix, exit code 1 or 2, in bounded time and memory, and nothing is written.
 //!
-//! `errors` holds the mistakes people make, `hub` what a server can do; these are the rest.
+//! `errors` holds the mistakes of users, `hub` the faults of servers.
 
 mod checkpoints;
 mod mutations;

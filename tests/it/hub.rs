@@ -1,6 +1,6 @@
-//! Models and datasets from a hub on the loopback: what is asked for, what lies in the cache, what is said when it goes wrong.
+//! Models and datasets from a hub on the loopback: requests, cache, errors.
 //!
-//! Whole runs go through the real binary; the ways a transfer can break are tried on the library, in `transfers`.
+//! Whole runs use the real binary. `transfers` tests broken transfers on the library.
 
 mod refusals;
 mod server;
@@ -30,7 +30,7 @@ const TOKEN: &str = "hf_TheTokenOfAPerson";
 const MODEL: &str = "some-owner/Tiny-Llama";
 const REPO: &str = "models/some-owner/Tiny-Llama";
 
-/// A server with a sharded model and what lies beside one.
+/// A server with a sharded model and its other files.
 fn with_model() -> (Server, Place) {
     let place = Place::empty();
     place.checkpoint(
@@ -74,7 +74,7 @@ pub(crate) fn command(place: &Place, server: &Server, arguments: &str) -> Comman
 const QUICK: &str =
     "--model some-owner/Tiny-Llama --sparsity-ratio 0.5 --prune-method magnitude --eval none";
 
-fn nobody_says_the_token(place: &Place, ran: &Ran) {
+fn assert_no_token(place: &Place, ran: &Ran) {
     assert!(!ran.stderr.contains(TOKEN) && !ran.stdout.contains(TOKEN));
     assert!(!ran.stderr.contains("sigsecret"), "{}", ran.stderr);
     let mut folders = vec![place.path(".")];
@@ -121,7 +121,7 @@ fn a_sharded_model_is_pruned_from_the_hub_and_again_offline() {
         let arguments = format!("--model {MODEL} --sparsity-ratio 0.5 --save {save} {TEXTS}");
         let ran = ran(command(&place, &server, &arguments).envs(more.iter().copied()));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
-        nobody_says_the_token(&place, &ran);
+        assert_no_token(&place, &ran);
         ran
     };
     run("first", &[]);
@@ -180,7 +180,7 @@ fn a_sharded_model_is_pruned_from_the_hub_and_again_offline() {
     );
     assert_eq!(named, (Some(MODEL), Some("main"), Some(COMMIT)));
 
-    // What is there is not asked for again, but for the list; offline, nothing is.
+    // Only the list is requested again; offline, nothing is.
     run("second", &[]);
     assert_eq!(server.seen().len(), 1);
     run("third", &[("HF_HUB_OFFLINE", "1")]);
@@ -206,13 +206,13 @@ fn a_plan_needs_the_headers_alone() {
     let plan = |arguments: &str| {
         let ran = ran(&mut command(&place, &server, arguments));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
-        nobody_says_the_token(&place, &ran);
+        assert_no_token(&place, &ran);
         ran.stdout
     };
     let remote = plan(&format!(
         "plan --model {MODEL} --max-memory cpu=4GiB --json"
     ));
-    // What the machine has left changes from one run to the next.
+    // The free memory of the machine differs between runs.
     let settled = |text: &str| {
         let mut plan: serde_json::Value = serde_json::from_str(text).expect("one object");
         plan["inventory"].take();
@@ -406,7 +406,7 @@ fn wikitext2_and_c4_come_from_the_hub_and_again_offline() {
                 "{}",
                 ran.stderr
             );
-            nobody_says_the_token(&place, &ran);
+            assert_no_token(&place, &ran);
             let manifest = place.manifest(&save);
             let calibration = manifest.calibration.expect("wanda calibrates");
             assert!(

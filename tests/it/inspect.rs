@@ -1,4 +1,4 @@
-//! `prune inspect` and `--save-masks`: what the real binary says of what it wrote, and of files that were tampered with.
+//! `prune inspect` and `--save-masks`: reports of the real binary about its output and about changed files.
 
 mod masks;
 

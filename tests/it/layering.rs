@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use crate::source_tree::{Source, sources, tokens};
 
-/// What every room may use: the leaves.
+/// The leaves: rooms that every room may import.
 const LEAVES: &[&str] = &["bytes", "disk", "failure"];
 
 /// Room → what it may import besides itself and [`LEAVES`]. A room that is missing here is refused: a new one needs a line
@@ -173,7 +173,7 @@ fn imports(modules: &[&str], text: &str) -> BTreeSet<String> {
             _ => {}
         }
         let is_start = at == 0 || tokens[at - 1] != "::";
-        // `pub(crate)` and `pub(in super::x)` name nobody's contents.
+        // `pub(crate)` and `pub(in super::x)` are no imports.
         let is_visibility = at >= 2 && tokens[at - 1] == "(" && tokens[at - 2] == "pub";
         let is_followed = matches!(tokens.get(at + 1), Some(&"::" | &"as"));
         if is_start && !is_visibility && is_followed {
@@ -229,7 +229,7 @@ fn below(tokens: &[&str], mut at: usize, mut depth: usize, found: &mut BTreeSet<
     }
 }
 
-/// What is wrong with the imports of one file.
+/// The forbidden imports of one file.
 fn forbidden(source: &Source) -> Vec<String> {
     let modules = source.modules();
     let Some(&room) = modules.first() else {
@@ -241,7 +241,7 @@ fn forbidden(source: &Source) -> Vec<String> {
             source.path
         )];
     };
-    // A leaf may not use the other leaf unless said so: `bytes` returns failures, `failure` knows nobody.
+    // `bytes` and `disk` return failures; `failure` imports nothing.
     let leaves: &[&str] = if room == "failure" { &[] } else { LEAVES };
     imports(&modules, &source.text)
         .into_iter()

@@ -1,12 +1,12 @@
-//! What the program is made of may be passed on: every dependency's licence, as its author declares it, is one of these.
+//! The licences of all dependencies, as their authors declare them, allow redistribution.
 //!
-//! Known weaknesses of dependencies are another matter: their list is on the network, where tests are not (docs/building.md).
+//! Known weaknesses of dependencies are not tested: their list is on the network, and the tests use no network (docs/building.md).
 
 use std::process::Command;
 
 use serde_json::Value;
 
-/// Licences that ask for no more than that they are passed on, and those that reach no further than their own files.
+/// Licences that only ask to be passed on, and licences that cover their own files only.
 const ALLOWED: [&str; 13] = [
     "0BSD",
     "Apache-2.0",
@@ -23,7 +23,7 @@ const ALLOWED: [&str; 13] = [
     "Zlib",
 ];
 
-/// Whether an expression of SPDX can be met: one side of each OR, both of each AND. `/` is how OR was written once.
+/// Returns whether an SPDX expression can be met: one side of each OR, both of each AND. `/` is an old spelling of OR.
 fn is_allowed(expression: &str) -> bool {
     let expression = expression.trim();
     let split = |separator: &str| -> Option<Vec<String>> {

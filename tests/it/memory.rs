@@ -1,7 +1,7 @@
-//! Peak memory does not depend on the number of layers, and is what the plan says; that of tokenising hardly depends on the text,
-//! and is what [`footprint`] says: every byte counted.
+//! Peak memory does not depend on the number of layers and equals the plan. Peak memory of tokenising hardly depends on the text
+//! and equals [`footprint`].
 //!
-//! The allocator of this test binary counts what is alive. Tests share a process, so what is measured runs in a child: this
+//! The allocator of this test binary counts allocated bytes. Tests share a process, so a measurement runs in a child process: this
 //! binary again, with the one test [`child`] or [`tokenising_child`].
 #![expect(
     unsafe_code,
@@ -99,7 +99,7 @@ fn child() {
     fs::write(TAKEN, format!("{peak} {resident}")).unwrap();
 }
 
-/// Tokenises `text.txt` with the tokenizer beside it, on two workers; with a cache where the argument says so.
+/// Tokenises `text.txt` with the tokenizer of the folder, on two workers, with a cache if the argument asks for one.
 #[test]
 #[ignore = "started by the other tests of this module, in a process of its own"]
 fn tokenising_child() {
@@ -124,7 +124,7 @@ fn tokenising_child() {
     fs::write(TAKEN, format!("{peak} {loading}")).unwrap();
 }
 
-/// What a run took, in bytes.
+/// Memory of a run, in bytes.
 #[derive(Debug, Clone, Copy)]
 struct Taken {
     /// Allocated at once, at most.
@@ -217,7 +217,7 @@ fn flat_in_depth(dtype: StoredDtype, hidden_states: &str) -> (Place, Taken) {
     (place, twelve)
 }
 
-/// How a run without `--dtype` multiplies here.
+/// The arithmetic of a run without `--dtype` on this CPU.
 fn automatic(dtype: StoredDtype) -> Products {
     match (dtype, Kernel::best_bf16()) {
         (StoredDtype::Bf16, Some(kernel)) => Products::Bf16(kernel),
@@ -258,7 +258,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         .expect("a run has phases")
 }
 
-/// What the plan has for the program itself, which the allocator of this binary does not know.
+/// Bytes of the plan for the program itself, which the allocator of this binary does not count.
 fn program(memory: &PhaseMemory) -> u64 {
     memory.of(PartKind::Program).0
 }
@@ -275,14 +275,14 @@ fn the_peak_with_hidden_states_on_disk_is_smaller_by_them() {
     within(&place, taken, StoredDtype::Bf16, HiddenStatesStorage::Disk);
 }
 
-/// What the plan leaves out: the tokenizer.
+/// Bytes outside the plan: the tokenizer.
 const SLACK: u64 = 2 << 20;
 
-/// What is allocated but never touched is not resident, and between phases nobody looks. Measured: the resident peak was
+/// Memory that is allocated and never touched is not resident, and the peak between phases is not measured. Measured: the resident peak was
 /// 1.8 to 3.2 MiB above the counted one, which does not know the program itself.
 const MARGIN: u64 = 1 << 20;
 
-/// What lies free in the heaps of threads. Measured: nothing beyond the plan; 6 MiB where hidden states are allocated by whatever
+/// Free memory in the heaps of threads. Measured: nothing beyond the plan; 6 MiB where hidden states are allocated by whatever
 /// thread computes them.
 const HEAPS: u64 = 3 << 20;
 
@@ -374,7 +374,7 @@ fn tokenising_takes_what_was_planned_however_long_the_text_is() {
         (peak, loading, planned.0, text.0)
     };
     let (peak, loading, _, _) = of(20_000, "no cache");
-    // What is resident when a tokenizer is loaded, and planned, is above what is counted: see the formula.
+    // The resident and planned memory of a tokenizer is above the counted one: see the formula.
     let planned = footprint::load_tokenizer(size).0;
     assert!(
         loading <= planned && loading >= planned / 2,

@@ -1,8 +1,8 @@
-//! No setting of the memory plan changes a result: masks, written models and perplexities are those of the default, with every setting
-//! at its extreme alone and with all of them.
+//! No memory setting changes a result: masks, models and perplexities equal those of the default, with every setting at its extreme
+//! alone and with all of them.
 //!
-//! Perplexity is the same to the bit, but for a head that is read in parts: there the exponentials of the parts before the one with
-//! the largest logit are rounded relative to another number.
+//! A head that is read in parts is the exception: the exponentials before the largest logit are rounded relative to another number,
+//! so the perplexity may differ in its last digits.
 
 use std::fs;
 
@@ -27,7 +27,7 @@ const EXTREMES: [&str; 8] = [
 /// these tests, each of which sums 523 exponentials that are rounded to f32; the more predictions, the less.
 const IN_PARTS: f64 = 5e-9;
 
-/// What must not depend on settings.
+/// Results that are equal under every setting.
 struct Results {
     masks: Vec<Option<String>>,
     zeros: Vec<u64>,

@@ -1,4 +1,4 @@
-//! What a run tells while it works, and how it ends: quiet, verbose, JSON, gates, memory checkpoints, interruption.
+//! Messages of a run and its end: quiet, verbose, JSON, gates, memory checkpoints, interruption.
 
 use std::fs;
 use std::io::{BufRead, BufReader};

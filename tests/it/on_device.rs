@@ -1,5 +1,5 @@
-//! What a GPU computes, computed by candle on the CPU: layers, observations and the head against our own, however the work is cut
-//! up. `prune selftest --device cuda:0` holds the same on a GPU.
+//! The GPU's part of a run, computed by candle on the CPU: layers, observations and the head agree with our own, for every division of
+//! the work. `prune selftest --device cuda:0` checks the same on a GPU.
 
 use std::sync::Arc;
 

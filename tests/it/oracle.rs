@@ -1,7 +1,7 @@
-//! Other people's Llama as oracle: candle-transformers' for the whole model, the formulas in f64 for what that one lacks.
+//! Independent implementations of Llama: candle-transformers for the whole model, and formulas in f64 for the rest.
 //!
-//! candle's Llama knows grouped queries, tied embeddings and llama3 rotary scaling, but takes head_dim as hidden_size / heads,
-//! has no biases and no other scaling: those are compared with the plain layer of `oracle/plain.rs`.
+//! candle's Llama has grouped queries, tied embeddings and llama3 rotary scaling. It has no head_dim of its own, no biases and no
+//! other scaling: the plain layer of `oracle/plain.rs` has them.
 
 mod formulas;
 mod output;
@@ -30,7 +30,7 @@ use crate::support;
 /// other kernels, while a wrong formula moves logits by more than 1 (tested below).
 const LOGITS: f32 = 1e-4;
 
-/// What every weight of a random model is multiplied by: fresh weights make attention uniform and layers nearly the
+/// The factor of every weight of a random model: fresh weights make attention uniform and layers nearly the
 /// identity, so that hardly any mistake would show. A power of two, exact in every dtype.
 const SHARPER: f64 = 8.0;
 

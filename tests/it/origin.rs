@@ -1,5 +1,5 @@
-//! The command lines of the Python original's guides, run as they stand but for `python main.py`. A hub on the loopback has tiny
-//! models under the published names, and WikiText-2.
+//! The command lines of the Python original's guides run unchanged, except for `python main.py`. A hub on the loopback has tiny models
+//! under the published names, and WikiText-2.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,11 +10,11 @@ use prune::demo::RandomCheckpoint;
 use crate::hub::{Server, command, parquet};
 use crate::support::{self, Place, ran, words};
 
-/// What is made of a command of the guides.
+/// The treatment of a command of the guides.
 enum Fate {
     /// Its arguments, to be run.
     Run(Vec<String>),
-    /// Why not.
+    /// The reason for leaving it out.
     Skip(&'static str),
 }
 

@@ -1,4 +1,4 @@
-//! `prune plan`, and that runs keep to their plan: budgets, refusals with flags that work, maps that can be read again.
+//! `prune plan`, and runs that keep their plan: budgets, refusals with flags that work, device maps that can be read again.
 
 use std::fs;
 use std::time::Instant;

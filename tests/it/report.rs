@@ -1,4 +1,4 @@
-//! `prune report` on real runs of a tiny model: the files, what they hold, and what is refused. And the output errors it draws.
+//! `prune report` on real runs of a tiny model: files, their contents, refusals, and the output errors in them.
 
 use std::fs;
 
@@ -64,7 +64,7 @@ fn assert_well_formed(text: &str) {
     assert!(open.is_empty() && elements > 1, "left open: {open:?}");
 }
 
-/// Where the tag ends: the first `>` outside quotes.
+/// The end of the tag: the first `>` outside quotes.
 fn end_of_tag(text: &str) -> usize {
     let mut is_quoted = false;
     for (at, character) in text.char_indices() {

@@ -1,4 +1,4 @@
-//! The files of `src` as text and as tokens, for the tests that hold rules about the code.
+//! The files of `src` as text and as tokens, for the tests of code rules.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -18,7 +18,8 @@ use safetensors::tensor::TensorInfo;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Real texts, models and goldens: `PRUNE_SHARED`, else `../shared` beside the checkout. `None`, said aloud, where absent.
+/// The folder of real texts, models and goldens: `PRUNE_SHARED`, else `../shared` beside the checkout. Prints a line and returns
+/// `None` where it is absent.
 pub(crate) fn shared() -> Option<PathBuf> {
     let folder = std::env::var_os("PRUNE_SHARED").map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"),
@@ -54,7 +55,7 @@ pub(crate) struct Place {
     folder: TempDir,
 }
 
-/// What a command left: exit code and the two streams.
+/// Exit code and output of a command.
 pub(crate) struct Ran {
     pub(crate) code: i32,
     pub(crate) stdout: String,
@@ -65,7 +66,7 @@ pub(crate) struct Ran {
 pub(crate) const TEXTS: &str =
     "--dataset train.txt --eval-dataset test.txt --nsamples 4 --seqlen 64 --eval-windows 5";
 
-/// What would lead the program to somebody's hub, token or proxy.
+/// Variables that would lead the program to a real hub, token or proxy.
 const NOT_INHERITED: [&str; 12] = [
     "HF_ENDPOINT",
     "HF_TOKEN",
@@ -298,7 +299,7 @@ pub(crate) fn refuses_command(
     let ran = place.run(line);
     let shown = &ran.stderr;
     assert!(!shown.contains("panicked"), "{shown}");
-    // What was said before (tokens cached, the plan) is no part of the error.
+    // Earlier lines (cached tokens, the plan) are no part of the error.
     let error = shown.find("error: ").map_or("", |at| &shown[at..]);
     assert_eq!(error.lines().next(), Some(first), "{shown}");
     let last = error

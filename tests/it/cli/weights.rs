@@ -1,4 +1,4 @@
-//! The weights of the output: pruned matrices hold the zeros that were asked for, and every other byte is the source's.
+//! The weights of the output: pruned matrices hold the requested zeros, and every other byte equals the source's.
 
 use std::fs;
 

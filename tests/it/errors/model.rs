@@ -228,7 +228,7 @@ fn a_missing_tensor_is_named() {
         assert_eq!(planned.code, 1, "{name}: {}", planned.stdout);
         assert!(planned.stderr.starts_with(&first), "{}", planned.stderr);
     }
-    // What a run does not read need not be there.
+    // Files that a run does not read may be missing.
     let place = Place::new();
     rewrite(&place, |found, _, _| found != "lm_head.weight");
     let ran = place.run("plan --model m --eval none");

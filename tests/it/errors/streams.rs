@@ -19,7 +19,7 @@ fn a_reader_who_left_is_no_panic() {
     assert!(!messages.contains("panicked"), "{messages}");
 }
 
-/// A result that nobody gets is no success, unless nobody wants it.
+/// A lost result is no success, unless the reader left.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_full_disk_behind_standard_output_is_an_error() {
@@ -59,7 +59,7 @@ fn listens(pid: u32) {
 /// Whoever reads the messages may have stopped reading, and their pipe is full: a signal ends the process all the same.
 #[test]
 #[cfg(unix)]
-fn a_signal_is_heard_while_nobody_reads() {
+fn a_signal_works_while_the_messages_are_not_read() {
     use std::io::Write;
     let place = Place::new();
     let (reader, mut writer) = std::io::pipe().unwrap();

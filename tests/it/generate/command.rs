@@ -199,7 +199,7 @@ fn a_reader_who_leaves_ends_the_writing() {
     );
 }
 
-/// What is wrong, in the words a person reads.
+/// The fault, in words.
 #[test]
 fn mistakes_are_told_with_the_way_out() {
     let place = Place::new();
@@ -423,7 +423,7 @@ fn a_budget_streams_layers_and_changes_no_word() {
     let budget = hint
         .and_then(|hint| hint.split([',', ' ']).next())
         .expect("a budget to type");
-    // What the process holds differs a little from run to run.
+    // The memory of the process differs a little between runs.
     let enough: ByteSize = budget
         .trim_start_matches("cpu=")
         .parse()

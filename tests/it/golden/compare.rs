@@ -1,4 +1,4 @@
-//! Our run against the reference's: samples, statistics, masks bit by bit, perplexity.
+//! Comparison of a run with the reference's: samples, statistics, masks bit by bit, perplexity.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use super::reference::Golden;
 /// Of all bits of a model, and of those of any one matrix, this many must be equal.
 const EQUAL_IN_MODEL: f64 = 0.9999;
 const EQUAL_IN_MATRIX: f64 = 0.999;
-/// How far, relative to its threshold, the score of a differing bit may lie on the other side: a few steps of f32 (1.2e-7),
+/// The largest distance, relative to the threshold, of the score of a differing bit: a few steps of f32 (1.2e-7),
 /// since statistics summed in another order move scores by about that.
 const NEAR_TIE: f64 = 1e-6;
 /// Relative error of statistics: f32 rounding in the middle; cancelled columns, fed by earlier layers' rounding, at most.
@@ -30,7 +30,7 @@ pub(super) struct Difference {
     column: usize,
     we_prune: bool,
     score: f32,
-    /// What the score had to reach: the lowest score we keep where we prune, the highest we prune where we keep.
+    /// The score of the threshold: the lowest score we keep where we prune, the highest we prune where we keep.
     threshold: f32,
 }
 
@@ -149,7 +149,7 @@ pub(super) struct Comparison<'a> {
     matrices: Vec<Matrix>,
     statistics: Vec<f64>,
     statistics_seen: BTreeSet<String>,
-    /// What is not as it must be, one line each.
+    /// Deviations, one line each.
     pub(super) failures: Vec<String>,
     /// Differing bits that are near-ties, one line each.
     pub(super) notes: Vec<String>,
@@ -303,7 +303,7 @@ impl<'a> Comparison<'a> {
         )
     }
 
-    /// Which tokens statistics are computed from; nothing where neither side has any, or where the reference drew
+    /// Compares the tokens behind the statistics; nothing where neither side has any, or where the reference drew
     /// samples that no one used (magnitude, dense).
     fn check_calibration(&mut self, record: Option<&Value>) {
         let Some(record) = record else {

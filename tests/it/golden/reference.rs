@@ -1,4 +1,4 @@
-//! What the reference computed, as it lies in `goldens/<folder>/<name>.json` and the tensors beside it.
+//! Results of the reference, as stored in `goldens/<folder>/<name>.json` and the tensors beside it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -51,7 +51,7 @@ pub(super) struct Golden {
 }
 
 impl Golden {
-    /// Reads a run and what was saved beside it.
+    /// Reads a run and the files beside it.
     pub(super) fn load(json: &Path) -> Result<Self> {
         let place = || json.display().to_string();
         let text = std::fs::read_to_string(json).with_context(place)?;
@@ -81,7 +81,7 @@ impl Golden {
 
     /// Why this run is no target of ours, where it is none.
     ///
-    /// Fails for a method or dtype that nobody decided about, so that no new golden passes by unseen.
+    /// Fails for an unknown method or dtype, so that no new golden is left out unnoticed.
     pub(super) fn skipped_because(&self) -> Result<Option<&'static str>> {
         Ok(
             match (self.settings.dtype.as_str(), self.settings.method.as_str()) {

@@ -263,7 +263,7 @@ fn what_is_no_regular_file_is_not_read() {
         .arg(place.path("pipe.txt"))
         .status();
     let mut texts = vec!["/dev/zero", "z.jsonl"];
-    // Where there is no such program, the devices will do.
+    // Without that program, the devices are enough.
     texts.extend(
         made.is_ok_and(|status| status.success())
             .then_some("pipe.txt"),

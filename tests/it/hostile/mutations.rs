@@ -1,4 +1,4 @@
-//! Spoilt files of every kind a person may hand over: each is read or refused, quickly, and nothing panics.
+//! Damaged files of every kind: each is read or refused quickly, without a panic.
 //!
 //! `fuzz/` does the same for longer (docs/reliability.md).
 

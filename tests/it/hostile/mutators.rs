@@ -1,7 +1,7 @@
-//! Ways to spoil a file: bits flipped, ends cut off, parts copied over parts, numbers replaced by those that nobody tests.
+//! Kinds of damage to a file: flipped bits, cut ends, parts copied over parts, extreme numbers.
 //!
-//! Shared by the property tests beside this file and by the fuzz targets of `fuzz/`, which mix them with the fuzzer's own. Nothing of
-//! the crate is used here. A seed decides everything, so a failure is told by its seed.
+//! The property tests and the fuzz targets of `fuzz/` share this file, so it uses nothing of the crate. A seed decides everything, so
+//! a failure is reproduced by its seed.
 
 /// Numbers as text, for JSON; some of them JSON does not have.
 const NUMBERS: [&str; 16] = [

@@ -65,7 +65,7 @@ fn lines_that_are_no_documents_are_named() {
         "{}",
         ran.stderr
     );
-    // What a line holds instead is quoted in part.
+    // A part of the line is quoted.
     for line in [format!("\"{}\"\n", "x".repeat(5_000_000)), {
         let fields: Vec<String> = (0..100_000).map(|at| format!("\"f{at}\":1")).collect();
         format!("{{{}}}\n", fields.join(","))

@@ -1,4 +1,4 @@
-//! Refusals of the hub, and networks that fail: the message names the repository, the reason and the way out.
+//! Refusals of the hub, and failing networks: the message names the repository, the reason and the fix.
 
 use std::fs;
 use std::process::Command;

@@ -1,7 +1,7 @@
-//! A hub on the loopback: lists, describes and serves files as the real one does, and misbehaves as told.
+//! A hub on the loopback. It lists, describes and serves files as the real one does, and produces faults on request.
 //!
-//! Two addresses. The *home* answers for repositories; large files (weights, parquet, gzip) it only describes, and redirects to
-//! the *storage*, another host, whose addresses carry a signature and which must never see a token. Every request is kept.
+//! It has two addresses. The *home* answers for repositories. It redirects requests for large files (weights, parquet, gzip) to the
+//! *storage*, another host with signed addresses, which must never see a token. The server records every request.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -15,10 +15,10 @@ use sha2::{Digest, Sha256};
 
 /// The commit of every repository here.
 pub(crate) const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
-/// What stands in the query of the storage's addresses.
+/// The query of the storage's addresses.
 const SIGNATURE: &str = "Signature=sigsecret";
 
-/// How an answer goes wrong.
+/// Faults of an answer.
 #[derive(Debug, Clone)]
 pub(crate) enum Fault {
     /// This status with these headers, and no body.
@@ -208,7 +208,7 @@ impl Server {
         }
     }
 
-    /// What the home answers: a list, or a file, or where the file is.
+    /// The answer of the home: a list, a file, or the address of a file.
     fn home(&self, request: &Seen, repos: &BTreeMap<String, BTreeMap<String, Vec<u8>>>) -> Answer {
         let path = request.path.split('?').next().unwrap_or_default();
         let not_found = |code: &str| Answer::of(404, &[("X-Error-Code", code.to_string())]);
@@ -271,7 +271,7 @@ impl Server {
         answer
     }
 
-    /// What the storage answers; its ETag is its own. `/bounce/...` sends back to the home.
+    /// The answer of the storage, with its own ETag. `/bounce/...` redirects to the home.
     fn stored(
         &self,
         request: &Seen,

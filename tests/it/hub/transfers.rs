@@ -1,4 +1,4 @@
-//! The ways a transfer can break, one file of a dataset each, on the library: a case takes milliseconds.
+//! Broken transfers, on the library: each case transfers one file of a dataset and takes milliseconds.
 
 use std::ffi::OsString;
 use std::fs;
@@ -15,7 +15,7 @@ use super::server::{Fault, Server, sha256};
 
 const FILE: &str = "en/c4-train.00000-of-01024.json.gz";
 
-/// A hub with one large file, a cache, and what was said.
+/// A hub with one large file, a cache, and the messages.
 struct Bench {
     server: Server,
     folder: TempDir,

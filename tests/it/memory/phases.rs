@@ -1,6 +1,6 @@
-//! What each phase allocates is what `footprint` says, by default and with every setting at its extreme.
+//! Each phase allocates the bytes that `footprint` computes, by default and with every setting at its extreme.
 //!
-//! One phase runs in a child of its own, so that what an earlier one left behind (scratch of threads) does not hide.
+//! Each phase runs in a child process, so that scratch memory of an earlier phase does not hide anything.
 
 use std::process::Command;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Our decoder layer against the plain one: what candle's Llama lacks, and what observers are shown.
+//! The decoder layer against the plain one: the features that candle's Llama lacks, and the inputs of observers.
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! The folder a run leaves behind, read by someone else.
+//! The output folder, read by candle and by the safetensors crate.
 
 use std::collections::HashMap;
 use std::path::Path;

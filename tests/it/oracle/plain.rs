@@ -1,7 +1,7 @@
-//! A decoder layer as the papers write it: f64, one loop per sum, no blocks, no scratch, no candle.
+//! A decoder layer as the papers define it: f64, one loop per sum, no blocks, no scratch memory, no candle.
 //!
-//! For what candle's Llama cannot do: biases, a head_dim that is not hidden_size / heads, linear and dynamic rotary scaling.
-//! Only the rotary angles are rounded to f32, frequency and product, because the model was trained with those.
+//! It has the features that candle's Llama lacks: biases, a head_dim other than hidden_size / heads, linear and dynamic rotary
+//! scaling. Only the rotary angles are rounded to f32, frequency and product, because the model was trained with those.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -16,7 +16,7 @@ pub(super) struct PlainLayer {
     tensors: HashMap<String, Vec<f64>>,
 }
 
-/// What the seven linears were given, and what left the layer.
+/// Inputs of the seven linears, and the output of the layer.
 pub(super) struct Passed {
     pub(super) inputs: Vec<(Projection, Vec<f64>)>,
     pub(super) hidden: Vec<f64>,

@@ -10,7 +10,7 @@ use super::{
 /// Runs without a consequence, one after the other, after which no later fault is expected to have any.
 const WITHOUT_CONSEQUENCE: usize = 4;
 
-/// Ends a run by each `what` in turn, goes on, and compares. Returns how often.
+/// Ends a run by each fault of the kind `what` in turn, continues it, and compares. Returns the number of faults.
 fn at_every_operation(what: &str, flags: &str) -> usize {
     let place = of_layers(2);
     let expected = undisturbed(&place, flags);
@@ -124,7 +124,7 @@ fn too_little_room_is_refused_before_anything_is_written() {
     );
     assert!(ran.stderr.contains("the masks "), "{}", ran.stderr);
     assert!(!place.path("out").exists());
-    // What is replaced makes room for what replaces it.
+    // The files of the replaced run make room for the files of this one.
     place.prune(WANDA);
     let forced = format!("{WANDA} --force");
     let ran = with_fault(&place, &forced, "room:100000").expect("an exit code");

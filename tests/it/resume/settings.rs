@@ -121,7 +121,7 @@ fn other_settings_are_refused_with_the_difference() {
     );
     let ran = place.run(&other("m", "other"));
     assert!(ran.stderr.contains("source: "), "{}", ran.stderr);
-    // The one that was begun goes on all the same, and from there.
+    // The unfinished run still continues from its finished layers.
     let ran = place.run(&command(WANDA));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(
