@@ -179,12 +179,12 @@ pub(super) fn allocate_file(
     Ok(file)
 }
 
-/// Refuses an output folder in which the output would replace its source or mix with it.
+/// Refuses an output folder inside the source's folder, and returns its path without links and dots.
 ///
 /// # Errors
 ///
 /// Fails when `target` is the source's folder or lies inside it, through links too.
-pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<()> {
+pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<PathBuf> {
     let cannot = |error: io::Error| {
         Failure::new(format!("cannot open `{}`", source.display())).detail(error.to_string())
     };
@@ -204,7 +204,7 @@ pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<()> 
         .hint("choose another folder with --save or --save-model")
         .into());
     }
-    Ok(())
+    Ok(resolved)
 }
 
 /// Resolves links and dots in a path whose last parts may not exist yet.

@@ -82,7 +82,8 @@ impl Job {
         }
         if let Some(state) = unfinished.take() {
             unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
-            if let Some(manifest) = folder.record_of_the_last_step()? {
+            let max_perplexity = settings.evaluation.max_perplexity;
+            if let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? {
                 events.note("this run is finished; only a file of its state was left".to_string());
                 return Ok(Settled::Finished(Box::new(manifest)));
             }

@@ -4,6 +4,8 @@
 //! Comments and strings do not count. Tests inside the source keep the same table.
 
 use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
 
 use crate::source_tree::{Source, sources, tokens};
 
@@ -282,6 +284,38 @@ fn the_table_names_the_rooms_that_exist() {
             );
         }
     }
+}
+
+#[test]
+fn the_documentation_shows_the_same_table() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/architecture.md");
+    let page = fs::read_to_string(page).expect("the page is in the repository");
+    let shown: Vec<(String, Vec<String>)> = page
+        .lines()
+        .filter(|line| line.starts_with("| `"))
+        .map(|line| {
+            let cells: Vec<&str> = line.trim_matches('|').split('|').collect();
+            let names = |cell: &str| {
+                cell.split('`')
+                    .skip(1)
+                    .step_by(2)
+                    .map(String::from)
+                    .collect()
+            };
+            let room: Vec<String> = names(cells[0]);
+            (room[0].clone(), names(cells[2]))
+        })
+        .collect();
+    let table: Vec<(String, Vec<String>)> = MAY_IMPORT
+        .iter()
+        .map(|(room, may)| {
+            (
+                room.to_string(),
+                may.iter().map(ToString::to_string).collect(),
+            )
+        })
+        .collect();
+    assert_eq!(shown, table);
 }
 
 #[test]

@@ -274,6 +274,26 @@ fn a_run_cut_off_at_its_last_step_is_finished() {
     assert!(!found.contains_key("unfinished.json"));
 }
 
+/// The record of the first command had no gate, or another one.
+#[test]
+fn a_finished_run_is_compared_with_the_gate_of_the_command() {
+    let place = of_layers(2);
+    let flags = "--model m --prune-method magnitude --sparsity-type 2:4 --eval pruned --save out";
+    cut_off_at_the_last_step(&place, flags);
+    // Random weights have a perplexity near the size of the vocabulary, 320.
+    let ran = place.run(&command(&format!("{flags} --max-perplexity 1.5 --json")));
+    assert_eq!(ran.code, 4, "{}", ran.stderr);
+    assert!(ran.stderr.contains("gate missed: "), "{}", ran.stderr);
+    let gate = place.manifest("out").gate.expect("the command has a gate");
+    assert!(!gate.is_met && gate.max_perplexity == 1.5, "{gate:?}");
+    let printed: Value = serde_json::from_str(&ran.stdout).expect("one JSON object");
+    let saved = fs::read(place.path("out/run.json")).expect("a record");
+    assert_eq!(
+        printed,
+        serde_json::from_slice::<Value>(&saved).expect("JSON")
+    );
+}
+
 /// Started before anything of value: its own memory log is no result of another run.
 #[test]
 fn the_memory_log_of_an_unfinished_run_is_its_own() {

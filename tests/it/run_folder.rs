@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::support::{Place, arguments, refuses};
+use crate::support::{Place, arguments, refuses, refuses_command};
 
 /// Files of a run folder without a record, as the Python original leaves them.
 const RESULTS: [&str; 4] = [
@@ -11,6 +11,7 @@ const RESULTS: [&str; 4] = [
     "masks.safetensors",
     "memory_log.csv",
 ];
+const HINT: &str = "hint: choose another --save folder, or replace these files with --force";
 
 /// A place whose folder `out` holds these files.
 fn with_results(names: &[&str]) -> Place {
@@ -20,6 +21,25 @@ fn with_results(names: &[&str]) -> Place {
         fs::write(place.path("out").join(name), "of the original").expect("a new file");
     }
     place
+}
+
+#[test]
+fn results_without_a_record_are_named_and_not_replaced() {
+    let eval = "eval --model m --eval-dataset test.txt --seqlen 64 --eval-windows 2 --save out";
+    for name in RESULTS {
+        let place = with_results(&[name]);
+        let first = format!("error: `out` holds results of another run: {name}");
+        for more in ["", "--no-save-model --eval none", "--save-model elsewhere"] {
+            refuses(&place, more, 1, &first, HINT);
+        }
+        refuses_command(&place, eval, 1, &first, HINT);
+    }
+    let place = with_results(&RESULTS);
+    let first = format!(
+        "error: `out` holds results of another run: {}",
+        RESULTS.join(", ")
+    );
+    refuses(&place, "--save-masks --log-memory", 1, &first, HINT);
 }
 
 #[test]
@@ -51,4 +71,27 @@ fn forced_results_are_replaced_only_by_a_run_that_begins() {
     );
     let log = fs::read_to_string(place.path("out/log_wanda.txt")).expect("written by the run");
     assert!(log.starts_with("method\t"), "{log}");
+}
+
+#[test]
+fn one_folder_in_two_spellings_is_one_folder() {
+    for model in ["./out", "out/.", "absent/../out"] {
+        let place = Place::new();
+        let ran = place.run(&arguments(&format!("--eval none --save-model {model}")));
+        assert_eq!(ran.code, 0, "{model}: {}", ran.stderr);
+        assert!(place.path("out/run.json").exists(), "{model}");
+        assert!(place.path("out/config.json").exists(), "{model}");
+        assert!(!place.path("absent").exists());
+    }
+}
+
+#[test]
+#[cfg(unix)]
+fn a_folder_and_a_link_to_it_are_one_folder() {
+    let place = Place::new();
+    fs::create_dir(place.path("real")).expect("a new folder");
+    std::os::unix::fs::symlink("real", place.path("link")).expect("a new link");
+    let ran = place.run(&arguments("--eval none --save link --save-model real"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(place.path("real/run.json").exists() && place.path("real/config.json").exists());
 }

@@ -54,10 +54,18 @@ const LOOK: Duration = Duration::from_millis(500);
 /// The locks of this process, in the order they were taken.
 static HELD: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
-/// Releases all folders of this process, the inner ones first. The end of the process calls it.
+/// Longest wait for changes under way at the end of the process.
+const LAST_CHANGES: Duration = Duration::from_secs(2);
+
+/// Releases all folders of this process, the inner ones first. The end of the process calls it. Other threads still run, so no
+/// change of a file may follow; where one does not end, the locks stay and are stale once the process is gone.
 pub(crate) fn release_all() {
     let held = std::mem::take(&mut *HELD.lock().unwrap_or_else(PoisonError::into_inner));
-    for lock in held.into_iter().rev().filter_map(|lock| lock.upgrade()) {
+    let held: Vec<Arc<FolderLock>> = held.into_iter().filter_map(|lock| lock.upgrade()).collect();
+    if held.is_empty() || !disk::close(LAST_CHANGES) {
+        return;
+    }
+    for lock in held.iter().rev() {
         lock.release();
     }
 }

@@ -22,6 +22,7 @@ use crate::disk;
 use crate::failure::Failure;
 use crate::pruning::METHODS;
 use crate::report;
+use crate::run::manifest::GateReport;
 use crate::run::{Events, Manifest, RunState, state};
 use crate::settings::OutputSettings;
 
@@ -64,6 +65,7 @@ impl RunFolder {
         let model = output.save_model.clone();
         let model = model.or_else(|| save.map(|save| save.join(MODEL)));
         let model = model.filter(|_| writes_model && !output.no_save_model);
+        let mut resolved = Vec::new();
         for folder in [save, model.as_deref()].into_iter().flatten() {
             let nearest = folder.ancestors().find(|path| path.exists());
             if let Some(file) = nearest.filter(|path| !path.is_dir()) {
@@ -74,7 +76,7 @@ impl RunFolder {
                 .hint("choose another --save or --save-model folder")
                 .into());
             }
-            refuse_source_folder(source, folder)?;
+            resolved.push(refuse_source_folder(source, folder)?);
         }
         if let Some(record) = save
             .map(|save| save.join(MANIFEST))
@@ -87,9 +89,11 @@ impl RunFolder {
             .hint("remove that folder, or choose another --save folder")
             .into());
         }
+        // One folder in two spellings is one folder.
+        let is_one = matches!(&resolved[..], [save, model] if save == model);
         Ok(Self {
             run: save.map(Path::to_path_buf),
-            model,
+            model: if is_one { output.save.clone() } else { model },
             is_forced: output.force,
             locks: Vec::new(),
         })
@@ -136,12 +140,15 @@ impl RunFolder {
             self.refuse_unfinished()?;
             return match is_finished {
                 true => Err(self.is_finished()),
-                false => Ok(None),
+                false => self.refuse_results().map(|()| None),
             };
         };
         match StateFile::read(folder) {
             Ok(None) if is_finished => Err(self.is_finished()),
-            Ok(None) => self.refuse_files(true).map(|()| None),
+            Ok(None) => {
+                self.refuse_results()?;
+                self.refuse_files(true).map(|()| None)
+            }
             Err(_) if self.is_forced => Ok(None),
             state => state,
         }
@@ -175,6 +182,35 @@ impl RunFolder {
             .into()
     }
 
+    /// Names of the files in the run folder that a new run removes, other than the record.
+    fn results() -> Vec<String> {
+        let logs = METHODS
+            .iter()
+            .map(|method| report::log::file_name(method.name()));
+        let others = [memory_log::FILE, MASKS_FILE].map(String::from);
+        logs.chain(others).collect()
+    }
+
+    /// Refuses, unless forced, a run folder with results that have no record, as the Python original leaves them.
+    fn refuse_results(&self) -> Result<()> {
+        let Some(run) = self.run.as_ref().filter(|_| !self.is_forced) else {
+            return Ok(());
+        };
+        let results = Self::results();
+        let mut files = files_in(run)?;
+        files.retain(|name| results.contains(name));
+        if files.is_empty() {
+            return Ok(());
+        }
+        Err(Failure::new(format!(
+            "`{}` holds results of another run: {}",
+            run.display(),
+            files.join(", ")
+        ))
+        .hint("choose another --save folder, or replace these files with --force")
+        .into())
+    }
+
     /// Refuses a model folder with files in it, unless forced: finished ones, and those of a run whose state is elsewhere where
     /// `partials` count, too.
     ///
@@ -202,12 +238,15 @@ impl RunFolder {
         }
     }
 
-    /// The record of a run that was cut off when only its state was left to remove; removes the state. `None` where the model is not
-    /// what the record says: then the state is what to go on from.
+    /// The record of a run that was cut off when only its state was left to remove, with the gate of this command; removes the state.
+    /// `None` where the model is not the one of the record: then the run continues from the state.
     ///
     /// # Errors
     /// Fails when the record cannot be read.
-    pub(in crate::job) fn record_of_the_last_step(&self) -> Result<Option<Manifest>> {
+    pub(in crate::job) fn record_of_the_last_step(
+        &self,
+        max_perplexity: Option<f64>,
+    ) -> Result<Option<Manifest>> {
         let (Some(run), Some(folder)) = (&self.run, self.state()) else {
             return Ok(None);
         };
@@ -217,9 +256,16 @@ impl RunFolder {
         }
         let reading = || format!("reading `{}`", path.display());
         let text = read_whole(&path, LARGEST_RECORD).with_context(reading)?;
-        let manifest: Manifest = serde_json::from_slice(&text).with_context(reading)?;
+        let mut manifest: Manifest = serde_json::from_slice(&text).with_context(reading)?;
         if !self.has_the_model_of(&manifest) {
             return Ok(None);
+        }
+        let gate = max_perplexity
+            .zip(manifest.perplexity.pruned)
+            .map(|(limit, measured)| GateReport::new(limit, measured.perplexity));
+        if manifest.gate != gate {
+            manifest.gate = gate;
+            self.record(&manifest)?;
         }
         remove(StateFile::path(folder))?;
         Ok(Some(manifest))
@@ -279,11 +325,9 @@ impl RunFolder {
             }
         }
         if let Some(run) = &self.run {
-            remove(run.join(memory_log::FILE))?;
-            remove(run.join(MASKS_FILE))?;
             remove(run.join(format!("{MASKS_FILE}{PARTIAL_SUFFIX}")))?;
-            for method in METHODS {
-                remove(run.join(report::log::file_name(method.name())))?;
+            for name in Self::results() {
+                remove(run.join(name))?;
             }
         }
         self.tidy()
@@ -328,12 +372,7 @@ impl RunFolder {
                 .hint(format!("add --save DIR; the masks become DIR/{MASKS_FILE}"))
                 .into());
         };
-        let absolute = |path: &Path| {
-            std::path::absolute(path).map(|path| path.components().as_path().to_path_buf())
-        };
-        if let Some(model) = &self.model
-            && absolute(model).ok() == absolute(run).ok()
-        {
+        if self.model.as_ref() == Some(run) {
             return Err(Failure::usage(format!(
                 "--save-masks would put {MASKS_FILE} beside the model's weights"
             ))
