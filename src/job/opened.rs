@@ -185,7 +185,8 @@ impl OpenedModel {
             saves: false,
             threads: self.threads,
             products: self.products,
-            tokenising: ByteSize::ZERO,
+            tokenizing: ByteSize::ZERO,
+            retained: ByteSize::ZERO,
             settings: device.memory_settings.clone(),
         }
     }

@@ -119,7 +119,8 @@ fn workload<'a>(
         saves: !run.output.no_save_model,
         threads,
         products: products(settings, subject.dtypes.layers)?,
-        tokenising: ByteSize::ZERO,
+        tokenizing: ByteSize::ZERO,
+        retained: ByteSize::ZERO,
         settings: None,
     })
 }

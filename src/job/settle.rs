@@ -12,6 +12,7 @@ use super::same_run;
 use super::texts::{TextSources, Texts};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{check_sidecars, output_bytes};
+use crate::data::footprint::Encoding;
 use crate::disk::{self, Room};
 use crate::failure::Failure;
 use crate::model::Projection;
@@ -102,10 +103,7 @@ impl Job {
             ..model.workload(&settings.device)
         };
         planning.plan(&workload)?;
-        let sources = TextSources::find(&settings, &model, events)?;
-        workload.tokenising = sources.tokenizer_bytes(&model)?;
-        planning.plan(&workload)?;
-        let texts = sources.tokenise(&settings, &model, events)?;
+        let texts = tokenise(&settings, &model, &planning, &mut workload, events)?;
         memory::release_freed();
         model.clock.mark(Moment::ModelLoaded, events);
         workload.samples = texts.samples();
@@ -357,4 +355,29 @@ fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
         && targets.sparsity_ratio == 0.0
         && targets.uneven_ratios().is_none();
     method.needs() != Needs::Nothing && !prunes_nothing
+}
+
+/// Tokenizes the texts. Their memory is planned before the tokenizer is loaded. Only a loaded tokenizer tells whether texts can be
+/// cut; if they cannot, the memory of a single call is planned, too.
+///
+/// # Errors
+/// Fails when tokenizing does not fit, and for texts that are missing, too short or cannot be read.
+fn tokenise(
+    settings: &Settings,
+    model: &OpenedModel,
+    planning: &Planning<'_>,
+    workload: &mut RunShape<'_>,
+    events: &dyn Events,
+) -> Result<Texts> {
+    let sources = TextSources::find(settings, model, events)?;
+    (workload.tokenizing, workload.retained) = sources.memory(model, Encoding::InPieces)?;
+    planning.plan(workload)?;
+    let Some(tokenizer) = sources.tokenizer(model)? else {
+        return Ok(Texts::default());
+    };
+    if !tokenizer.is_bounded() {
+        (workload.tokenizing, workload.retained) = sources.memory(model, Encoding::InOneCall)?;
+        planning.plan(workload)?;
+    }
+    sources.tokenise(settings, model, &tokenizer, events)
 }

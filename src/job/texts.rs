@@ -5,8 +5,10 @@ use anyhow::Result;
 use super::located;
 use super::opened::OpenedModel;
 use crate::bytes::ByteSize;
-use crate::data::footprint::{self, TokenizerSize};
-use crate::data::{self, Calibration, DatasetSpec, Draw, Evaluation, Role, Source, TextCache};
+use crate::data::footprint::{self, Encoding, TokenizerSize};
+use crate::data::{
+    self, Calibration, DatasetSpec, Draw, Evaluation, Role, Source, TextCache, Tokenizer,
+};
 use crate::failure::Failure;
 use crate::model::Embedding;
 use crate::run::{Events, Phase};
@@ -66,32 +68,56 @@ impl TextSources {
         })
     }
 
-    /// Returns the peak memory of tokenising these texts; zero without texts.
+    /// Returns the memory of tokenizing these texts: the peak, and the bytes that stay until the run ends. Zero without texts.
+    ///
+    /// # Arguments
+    /// * `encoding`: the encoding of texts without ids in the cache
     ///
     /// # Errors
     /// Fails when a text or the tokenizer is missing or cannot be read.
-    pub(super) fn tokenizer_bytes(&self, model: &OpenedModel) -> Result<ByteSize> {
-        let mut texts = self.calibration.iter().chain(&self.evaluation).peekable();
-        if texts.peek().is_none() {
-            return Ok(ByteSize::ZERO);
+    pub(super) fn memory(
+        &self,
+        model: &OpenedModel,
+        encoding: Encoding,
+    ) -> Result<(ByteSize, ByteSize)> {
+        let mut memory = (ByteSize::ZERO, ByteSize::ZERO);
+        if self.is_empty() {
+            return Ok(memory);
         }
         let size = match TokenizerSize::of(&model.folder) {
             Err(error) if error.is::<Failure>() => return Err(error),
             // Loading it tells whether it is a tokenizer at all.
-            Err(_) => return Ok(ByteSize::ZERO),
+            Err(_) => return Ok(memory),
             Ok(size) => size,
         };
-        let mut peak = ByteSize::ZERO;
-        for text in texts {
+        for text in self.calibration.iter().chain(&self.evaluation) {
             let outlook = text.outlook(&model.folder, &self.cache)?;
-            let bytes = outlook.text.unwrap_or(footprint::DOCUMENTS);
-            let needed = footprint::tokenize(size, bytes, model.threads, outlook.is_cached);
-            peak = peak.max(needed);
+            let encoding = match outlook.is_cached {
+                true => Encoding::Cached,
+                false => encoding,
+            };
+            let peak = footprint::tokenize(size, outlook.text, model.threads, encoding);
+            memory.0 = memory.0.max(peak);
+            if encoding != Encoding::Cached {
+                memory.1 = footprint::retained(size, model.threads);
+            }
         }
-        Ok(peak)
+        Ok(memory)
     }
 
-    /// Tokenises both texts; the tokenizer is dropped when this returns.
+    /// Loads the tokenizer; `None` without texts.
+    ///
+    /// # Errors
+    /// Fails when the tokenizer is missing or cannot be read.
+    pub(super) fn tokenizer(&self, model: &OpenedModel) -> Result<Option<Tokenizer>> {
+        (!self.is_empty()).then(|| model.tokenizer()).transpose()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.calibration.is_none() && self.evaluation.is_none()
+    }
+
+    /// Tokenizes both texts.
     ///
     /// # Errors
     /// Fails for a text that is too short or cannot be read, and for ids that the embedding does not have.
@@ -99,13 +125,10 @@ impl TextSources {
         &self,
         settings: &Settings,
         model: &OpenedModel,
+        tokenizer: &Tokenizer,
         events: &dyn Events,
     ) -> Result<Texts> {
         let mut texts = Texts::default();
-        if self.calibration.is_none() && self.evaluation.is_none() {
-            return Ok(texts);
-        }
-        let tokenizer = model.tokenizer()?;
         let (cache, seqlen) = (&self.cache, model.seqlen);
         if let Some((dataset, settings)) =
             self.calibration.as_ref().zip(settings.calibration.as_ref())
@@ -116,18 +139,18 @@ impl TextSources {
                 seed: settings.seed,
             };
             let samples = model.clock.measure(Phase::Tokenise, || {
-                data::calibration(dataset, &tokenizer, draw, cache, events)
+                data::calibration(dataset, tokenizer, draw, cache, events)
             })?;
-            model.check_ids(&samples.tokens, &tokenizer, "calibration")?;
+            model.check_ids(&samples.tokens, tokenizer, "calibration")?;
             texts.calibration = Some(samples);
         }
         if let Some(dataset) = &self.evaluation {
             let windows = settings.evaluation.eval_windows;
             let windows = windows.map(|windows| usize::try_from(windows).unwrap_or(usize::MAX));
             let windows = model.clock.measure(Phase::Tokenise, || {
-                data::evaluation(dataset, &tokenizer, seqlen, windows, cache, events)
+                data::evaluation(dataset, tokenizer, seqlen, windows, cache, events)
             })?;
-            model.check_ids(&windows.tokens, &tokenizer, "evaluation")?;
+            model.check_ids(&windows.tokens, tokenizer, "evaluation")?;
             texts.windows = Some(windows);
         }
         Ok(texts)

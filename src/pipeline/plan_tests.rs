@@ -1,11 +1,13 @@
 //! Plans of real models on machines people have, pinned: placement, settings, peaks.
 
 use crate::bytes::ByteSize;
+use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::shape;
 use crate::model::{Dtypes, ModelConfig};
 use crate::pipeline::RunShape;
 use crate::placement::device_map::Prefixes;
+use crate::placement::planner::least_that_works;
 use crate::placement::{Budget, DeviceMap, Inventory, PlanFailure, Policy, plan};
 use crate::run::memory_settings::WeightsHeld;
 use crate::run::plan::PartKind;
@@ -15,7 +17,7 @@ use serde_json::json;
 
 const GIB: u64 = 1 << 30;
 
-/// The default job: Wanda with 128 samples, the windows of WikiText-2's test text, f16 or bf16 weights, the model saved.
+/// The default run: Wanda with 128 samples, the windows of WikiText-2's test text, f16 or bf16 weights, the model saved.
 fn planned(name: &str, machine: serde_json::Value, policy: &Policy) -> Result<Plan, PlanFailure> {
     let shape = shape(name).unwrap();
     let config = shape.config().unwrap();
@@ -29,7 +31,11 @@ fn planned_for(
     policy: &Policy,
 ) -> Result<Plan, PlanFailure> {
     let machine: Inventory = serde_json::from_value(machine).unwrap();
-    let job = RunShape {
+    plan(&run(config, dtype, machine.cpu.threads), &machine, policy)
+}
+
+fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_> {
+    RunShape {
         config,
         dtypes: Dtypes::all(dtype),
         gpu_dtype: dtype,
@@ -39,12 +45,42 @@ fn planned_for(
         sides: &[Side::Pruned],
         prunes: true,
         saves: true,
-        threads: machine.cpu.threads,
+        threads,
         products: Products::F32,
-        tokenising: ByteSize(300 << 20),
+        tokenizing: ByteSize(300 << 20),
+        retained: ByteSize::ZERO,
         settings: None,
-    };
-    plan(&job, &machine, policy)
+    }
+}
+
+#[test]
+fn a_run_fits_exactly_the_memory_of_its_smallest_combination_of_settings() {
+    for (name, products) in [
+        ("llama-2-7b", Products::F32),
+        ("llama-3.2-1b", Products::Bf16(Kernel::Avx512)),
+    ] {
+        let shape = shape(name).unwrap();
+        let config = shape.config().unwrap();
+        let run = RunShape {
+            products,
+            tokenizing: ByteSize::ZERO,
+            retained: ByteSize::ZERO,
+            ..run(&config, shape.dtype, 4)
+        };
+        let machine = json!({"cpu": {"memory": "64GiB", "threads": 4}});
+        let machine: Inventory = serde_json::from_value(machine).unwrap();
+        // Every combination is looked at, whatever phase its settings belong to.
+        let least = least_that_works(&run).cpu;
+        let with = |bytes| Policy {
+            budget: Budget::of_cpu(bytes),
+            ..Policy::default()
+        };
+        assert_eq!(
+            peak(&plan(&run, &machine, &with(least)).unwrap(), "cpu"),
+            least
+        );
+        assert!(plan(&run, &machine, &with(ByteSize(least.0 - 1))).is_err());
+    }
 }
 
 fn policy(text: &str) -> Policy {
@@ -234,7 +270,7 @@ fn a_layer_bigger_than_the_card_is_computed_on_the_cpu_and_said() {
 }
 
 #[test]
-fn less_memory_turns_more_knobs_and_takes_more_time() {
+fn less_memory_takes_smaller_settings_and_more_time() {
     let machine = json!({"cpu": {"memory": "64GiB", "threads": 4}});
     let at = |limit: u64| {
         let policy = Policy {

@@ -52,8 +52,10 @@ pub struct RunShape<'a> {
     pub threads: usize,
     /// The arithmetic of products on the CPU.
     pub products: Products,
-    /// The peak of tokenising, tokenizer included.
-    pub tokenising: ByteSize,
+    /// The peak of tokenizing, tokenizer included.
+    pub tokenizing: ByteSize,
+    /// The memory that tokenizing leaves until the run ends.
+    pub retained: ByteSize,
     /// Settings given by the user; `None` leaves the choice to the plan.
     pub settings: Option<MemorySettings>,
 }

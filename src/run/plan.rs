@@ -116,6 +116,9 @@ pub enum PartKind {
     /// The tokenizer, and the text it works on.
     #[serde(rename = "tokenizer and texts")]
     Tokenizer,
+    /// Tables of the tokenizer's pattern, which stay after tokenizing.
+    #[serde(rename = "the tokenizer's pattern")]
+    TokenizerPattern,
     /// Token ids of samples and windows.
     #[serde(rename = "token ids")]
     TokenIds,

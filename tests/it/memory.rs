@@ -16,7 +16,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prune::bytes::ByteSize;
-use prune::data::footprint::{self, TokenizerSize};
+use prune::data::footprint::{self, Encoding, TokenizerSize};
 use prune::data::{self, Role, Source, TextCache, Tokenizer};
 use prune::demo::RandomCheckpoint;
 use prune::linalg::product::Kernel;
@@ -241,7 +241,8 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         saves: true,
         threads: THREADS,
         products: automatic(dtype),
-        tokenising: ByteSize::ZERO,
+        tokenizing: ByteSize::ZERO,
+        retained: ByteSize::ZERO,
         settings: None,
     };
     let option = ExecutionOption {
@@ -364,7 +365,11 @@ fn tokenising_takes_what_was_planned_however_long_the_text_is() {
             .and_then(|source| source.outlook(&place.path("."), &cache))
             .unwrap()
             .is_cached;
-        let planned = footprint::tokenize(size, text, THREADS, is_cached);
+        let encoding = match is_cached {
+            true => Encoding::Cached,
+            false => Encoding::InPieces,
+        };
+        let planned = footprint::tokenize(size, Some(text), THREADS, encoding);
         eprintln!(
             "{text} of text, {} entries, cached: {is_cached}: planned {planned}, counted {} of which {} to load",
             size.entries,
@@ -387,7 +392,8 @@ fn tokenising_takes_what_was_planned_however_long_the_text_is() {
         peak <= planned && peak >= planned / 2,
         "{peak} of {planned} planned"
     );
-    assert!(footprint::tokenize_whole(size, ByteSize(text)).0 > 10 * peak);
+    let in_one_call = Encoding::InOneCall;
+    assert!(footprint::tokenize(size, Some(ByteSize(text)), THREADS, in_one_call).0 > 10 * peak);
     let _ = of(2_000_000, "cached");
     let (peak, _, planned, _) = of(2_000_000, "cached");
     assert!(

@@ -9,7 +9,7 @@ use prune::linalg::StoredDtype;
 use prune::run::{HiddenStatesStorage, Plan};
 use serde_json::{Value, json};
 
-use crate::support::{Place, Ran};
+use crate::support::{Place, Ran, edit_json};
 
 fn record(ran: &Ran) -> Value {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
@@ -184,6 +184,23 @@ fn a_budget_is_kept_and_changes_no_result() {
     let perplexity =
         |run: &prune::run::Manifest| run.perplexity.pruned.expect("it was measured").perplexity;
     assert!((perplexity(&free) / perplexity(&tight) - 1.0).abs() < 1e-8);
+}
+
+#[test]
+fn a_tokenizer_whose_texts_cannot_be_cut_is_part_of_the_plan() {
+    let place = Place::new();
+    fs::write(place.path("long.txt"), "ab cd ".repeat(200_000)).unwrap();
+    let eval = "eval --model m --eval-dataset long.txt --eval-windows 2 --seqlen 64 --threads 2 --max-memory cpu=64MiB";
+    let ran = place.run(eval);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    // With a normalizer no cut is proven safe. 1.2 MB of text in one call take 120 bytes each: 137 MiB.
+    edit_json(&place.path("m/tokenizer.json"), |json| {
+        json["normalizer"] = json!({"type": "Lowercase"});
+    });
+    let ran = place.run(eval);
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    let needed = "\"tokenise\" needs at least 14";
+    assert!(ran.stderr.contains(needed), "{}", ran.stderr);
 }
 
 #[test]

@@ -52,7 +52,7 @@ impl<'r> Host<'r> {
         };
         let mut phases = vec![self.phase(
             Phase::Tokenise,
-            vec![part(PartKind::Tokenizer, run.tokenising)],
+            vec![part(PartKind::Tokenizer, run.tokenizing)],
         )];
         if run.passes_samples() {
             phases.push(self.phase(Phase::Embed, self.samples(Alive::All)));
@@ -167,6 +167,7 @@ impl<'r> Host<'r> {
             }
         };
         vec![
+            part(PartKind::TokenizerPattern, run.retained),
             part(PartKind::TokenIds, ByteSize::of(tokens, size_of::<u32>())),
             states,
         ]
