@@ -165,7 +165,7 @@ impl Header {
                     .into());
             }
             if start > end {
-                return Err(bad(format!("a hole lies before tensor `{name}`"))
+                return Err(bad(format!("there is a hole before tensor `{name}`"))
                     .detail(format!("data bytes {end} to {start} belong to no tensor"))
                     .into());
             }
@@ -300,7 +300,7 @@ impl<'de> Deserialize<'de> for RawHeader {
                 let mut seen = HashSet::new();
                 while let Some(name) = map.next_key::<String>()? {
                     if !seen.insert(name.clone()) {
-                        return Err(A::Error::custom(format!("`{name}` stands there twice")));
+                        return Err(A::Error::custom(format!("`{name}` appears twice")));
                     }
                     if name == METADATA_KEY {
                         metadata = map

@@ -94,7 +94,7 @@ fn offsets_that_overlap_leave_holes_or_run_backwards_are_refused() {
     );
     assert_eq!(
         says("[12,20]"),
-        "cannot read `model.safetensors`: a hole lies before tensor `b`"
+        "cannot read `model.safetensors`: there is a hole before tensor `b`"
     );
     assert_eq!(
         says("[16,8]"),
@@ -137,7 +137,7 @@ fn shapes_that_overflow_or_do_not_fit_their_bytes_are_refused() {
 #[test]
 fn a_name_twice_in_one_header_is_refused() {
     let json = r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
-    assert!(message(&file_with_header(json, 1)).contains("`a` stands there twice"));
+    assert!(message(&file_with_header(json, 1)).contains("`a` appears twice"));
 }
 
 /// Every tensor of an accepted header can be read: no range leaves its file.

@@ -37,12 +37,11 @@ impl HeadersOnly {
             let header = Header::of(json, file_bytes, Path::new(&name))?;
             for entry in entries_of(&header, found.files.len()) {
                 if let Some(other) = found.entries.insert(entry.name.clone(), entry) {
-                    return Err(Failure::new(format!(
-                        "tensor `{}` stands in two files",
-                        other.name
-                    ))
-                    .detail(format!("one is `{name}` of `{place}`"))
-                    .into());
+                    return Err(
+                        Failure::new(format!("tensor `{}` is in two files", other.name))
+                            .detail(format!("one is `{name}` of `{place}`"))
+                            .into(),
+                    );
                 }
             }
             found.files.push(name);

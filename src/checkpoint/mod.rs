@@ -45,6 +45,8 @@ mod source_tests;
 mod test_files;
 // These put symbolic links and positioned writes to work, which have other names elsewhere.
 #[cfg(all(test, unix))]
+mod reopen_tests;
+#[cfg(all(test, unix))]
 mod writer_tests;
 
 pub use atomic::{sync_folder, write_atomic};

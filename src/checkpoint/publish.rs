@@ -30,9 +30,9 @@ pub(super) fn publish(
     for OutputShard { partial, file, .. } in &shards {
         if !disk::is_at(file, partial).map_err(|error| cannot_write(partial, &error))? {
             return Err(
-                Failure::new(format!("`{}` is not there any more", partial.display()))
+                Failure::new(format!("`{}` has disappeared", partial.display()))
                     .detail("another process has finished this model, or removed the file")
-                    .hint("give the same command again: it goes on from what is there")
+                    .hint("run the same command again: it continues from the existing files")
                     .into(),
             );
         }

@@ -84,7 +84,7 @@ pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
         File::open(&path).map_err(|error| {
             Failure::new(format!("cannot open `{}`", path.display()))
                 .detail(error.to_string())
-                .hint("it is copied beside the weights: make it readable, or remove it")
+                .hint("it is copied with the weights: make it readable, or remove it")
         })?;
     }
     Ok(())

@@ -126,17 +126,16 @@ impl Checkpoint {
                 if let Some(first) = by_name.insert(entry.name.clone(), entries.len()) {
                     // `first` indexes an entry pushed earlier, whose shard is open.
                     let other = &shards[entries[first].shard].file_name;
-                    return Err(Failure::new(format!(
-                        "tensor `{}` stands in two files",
-                        entry.name
-                    ))
-                    .detail(format!(
-                        "`{other}` and `{}` in `{}`",
-                        shard.file_name,
-                        folder.display()
-                    ))
-                    .hint("download the checkpoint again into an empty folder")
-                    .into());
+                    return Err(
+                        Failure::new(format!("tensor `{}` is in two files", entry.name))
+                            .detail(format!(
+                                "`{other}` and `{}` in `{}`",
+                                shard.file_name,
+                                folder.display()
+                            ))
+                            .hint("download the checkpoint again into an empty folder")
+                            .into(),
+                    );
                 }
                 entries.push(entry);
             }

@@ -232,7 +232,7 @@ fn tensor_in_two_shards_is_refused() {
     write(dir.path(), "model-00002-of-00002.safetensors", &again);
     assert_eq!(
         refusal(dir.path()),
-        "tensor `a.weight` stands in two files\n  \
+        "tensor `a.weight` is in two files\n  \
          `model-00001-of-00002.safetensors` and `model-00002-of-00002.safetensors` in `DIR`\n\
          hint: download the checkpoint again into an empty folder"
     );

@@ -164,7 +164,7 @@ pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
             path.display()
         ))
         .hint(format!(
-            "free space there, or {elsewhere}; what was downloaded is kept"
+            "free space there, or {elsewhere}; the downloaded part is kept"
         ));
     }
     Failure::new(format!("cannot write `{}`", path.display()))

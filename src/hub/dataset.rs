@@ -34,7 +34,7 @@ impl Hub {
             .filter(|commit| is_plain_commit(commit));
         let commit = commit.ok_or_else(|| {
             Failure::new(format!(
-                "`{}` does not answer as a hub does",
+                "`{}` does not answer like a hub",
                 self.client.settings().origin
             ))
             .detail(format!("`{file}` of the dataset `{id}`: no X-Repo-Commit"))

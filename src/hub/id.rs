@@ -58,7 +58,7 @@ impl HubRepo {
         };
         if !revision.split('/').all(is_plain) {
             return Err(Failure::usage(format!(
-                "`--revision {revision}` is no branch, tag or commit"
+                "`--revision {revision}` is not a branch, tag or commit"
             ))
             .hint("use a name like main, v1.0 or refs/pr/1, or a commit's hash"));
         }

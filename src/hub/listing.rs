@@ -54,7 +54,7 @@ pub(super) fn listing(client: &Client, repo: &HubRepo) -> Result<Listing, Reques
             refusal::unanswered(client.settings(), &origin, &ureq::Error::from(error))
         })?;
     let unlike = |why: String| {
-        Failure::new(format!("`{origin}` does not answer as a hub does"))
+        Failure::new(format!("`{origin}` does not answer like a hub"))
             .detail(format!("its list of files: {why}"))
             .hint("check HF_ENDPOINT; a login page of the network may answer in its place")
     };

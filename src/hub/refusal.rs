@@ -83,13 +83,13 @@ pub(super) fn refused(
     );
     let said = said(settings, headers);
     let explained = |failure: Failure| match &said {
-        Some(said) => failure.detail(format!("it says: {said}")),
+        Some(said) => failure.detail(format!("its message: {said}")),
         None => failure,
     };
     match status.as_u16() {
         429 => {
             let hint = if settings.token.is_some() {
-                "wait some minutes; what was downloaded is kept"
+                "wait some minutes; the downloaded part is kept"
             } else {
                 "wait some minutes, or set HF_TOKEN: with a token more is allowed"
             };
@@ -103,7 +103,7 @@ pub(super) fn refused(
         }
         408 | 500..=599 => RequestError::Transient(Box::new(Transient {
             failure: explained(
-                Failure::new(answered).hint("try again later; what was downloaded is kept"),
+                Failure::new(answered).hint("try again later; the downloaded part is kept"),
             ),
             wait: wait(headers),
             is_unreachable: false,
@@ -112,7 +112,7 @@ pub(super) fn refused(
         // Signed addresses expire; the next try gets a new one.
         400..=499 if !is_home => RequestError::transient(explained(
             Failure::new(format!("{answered} for {}", what(asked)))
-                .hint("try again later; what was downloaded is kept"),
+                .hint("try again later; the downloaded part is kept"),
         )),
         401 | 403 | 404 => {
             let code = header(headers, "x-error-code").unwrap_or_default();
@@ -155,7 +155,7 @@ fn denied(
                 ))
         }
         (_, "GatedRepo") | (403, _) => Failure::new(format!(
-            "the {noun} `{id}` is gated: its files are for those who accepted its licence"
+            "the {noun} `{id}` is gated: only users who accepted its licence may download its files"
         ))
         .hint(format!(
             "accept the licence at {page}, then set HF_TOKEN to your token"
@@ -267,7 +267,7 @@ pub(super) fn unanswered(
         }
         E::Io(broken) if broke_off(broken) => RequestError::transient(
             Failure::new(format!("the connection to `{origin}` broke off"))
-                .hint("try again later; what was downloaded is kept"),
+                .hint("try again later; the downloaded part is kept"),
         ),
         E::Timeout(timeout) if !matches!(timeout, T::Resolve | T::Connect) => {
             RequestError::transient(silent(settings, origin))
@@ -280,7 +280,7 @@ pub(super) fn unanswered(
             failure: Failure::new(format!("cannot reach `{origin}`"))
                 .detail(error.to_string())
                 .hint(format!(
-                    "{elsewhere}, or HF_HUB_OFFLINE=1 to use what lies in `{}`",
+                    "{elsewhere}, or HF_HUB_OFFLINE=1 to use the cache `{}`",
                     settings.cache.display()
                 )),
             wait: None,
@@ -301,7 +301,7 @@ pub(super) fn silent(settings: &Settings, origin: &Origin) -> Failure {
         "`{origin}` is silent for {} s",
         settings.silence.as_secs_f64()
     ))
-    .hint("try again later, what was downloaded is kept; or allow longer with HF_HUB_DOWNLOAD_TIMEOUT=120")
+    .hint("try again later, the downloaded part is kept; or allow longer with HF_HUB_DOWNLOAD_TIMEOUT=120")
 }
 
 #[cfg(test)]

@@ -174,7 +174,7 @@ fn endpoint(lookup: Lookup<'_>) -> Result<(String, Origin)> {
     };
     let uri: Uri = endpoint.parse().map_err(|_| wrong("is not an address"))?;
     if endpoint.contains('@') {
-        return Err(wrong("holds a user name or a password; a token goes into HF_TOKEN").into());
+        return Err(wrong("holds a user name or a password; use HF_TOKEN for a token").into());
     }
     if uri.query().is_some() {
         return Err(wrong("holds a question mark").into());
@@ -249,7 +249,7 @@ fn checked(token: String, place: &str) -> Result<Token> {
     Err(Failure::usage(format!(
         "{place} holds no token: spaces or letters no token has"
     ))
-    .hint("copy the token again; it is one word that begins with hf_")
+    .hint("copy the token again; a token is one word that begins with hf_")
     .into())
 }
 

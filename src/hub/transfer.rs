@@ -157,7 +157,7 @@ impl Transfer<'_> {
                 .all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
         if !is_name {
             return Err(
-                Failure::new(format!("`{}` does not answer as a hub does", answer.origin))
+                Failure::new(format!("`{}` does not answer like a hub", answer.origin))
                     .detail(format!(
                         "{}: no usable ETag",
                         refusal::what(self.asked(file))
@@ -251,7 +251,7 @@ impl Transfer<'_> {
             if missing.is_some_and(|missing| read as u64 > missing) {
                 partial.keep(0)?;
                 let failure = Failure::new(format!(
-                    "more of {} arrives than its {}",
+                    "more bytes of {} arrive than its {}",
                     refusal::what(self.asked(file)),
                     ByteSize(size.unwrap_or_default())
                 ));
@@ -312,7 +312,7 @@ impl Transfer<'_> {
     /// The failure for an answer that does not fit the file.
     fn unfit(&self, file: &str, answer: &Answer, why: &str) -> Failure {
         Failure::new(format!(
-            "what `{}` sends is not {}",
+            "`{}` sends something other than {}",
             answer.origin,
             refusal::what(self.asked(file))
         ))
@@ -337,7 +337,7 @@ impl Transfer<'_> {
             refusal::what(self.asked(wanted.file)),
             ByteSize(have)
         ))
-        .hint("start again: what was downloaded is kept, and the rest is asked for");
+        .hint("start again: the downloaded part is kept, and the rest is requested");
         if let Some(cause) = cause {
             failure = failure.detail(match cause {
                 RequestError::Transient(transient) => transient.failure.message,
@@ -354,7 +354,7 @@ impl Transfer<'_> {
 
     fn damaged(&self, file: &str, expected: &str, found: &str) -> Failure {
         Failure::new(format!(
-            "{} arrived damaged: its hash is another one",
+            "{} arrived damaged: its hash is wrong",
             refusal::what(self.asked(file))
         ))
         .detail(format!("SHA-256 {found}, the hub says {expected}"))

@@ -361,6 +361,7 @@ mod tests {
 
     #[test]
     fn contradictions_are_usage_errors_that_say_what_to_type() {
+        assert_eq!(check_ratio("x", -0.0).unwrap().to_bits(), 0);
         let refusals = [
             (
                 Selection {

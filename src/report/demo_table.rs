@@ -40,7 +40,7 @@ impl DemoTable {
         let mut text = String::new();
         // Writing to a String cannot fail.
         for line in wrapped(
-            &format!("Each model goes on after \"{}\"", self.prompt),
+            &format!("Each model continues \"{}\"", self.prompt),
             COLUMNS,
         ) {
             let _ = writeln!(text, "{line}");
@@ -117,7 +117,7 @@ mod tests {
         };
         let expected = format!(
             "\
-Each model goes on after \"One {}day
+Each model continues \"One {}day
 {}\"
 
 model              zeros   perplexity times dense

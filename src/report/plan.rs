@@ -69,7 +69,7 @@ pub fn text(plan: &Plan) -> String {
     for device in &plan.devices {
         let of = match device.budget {
             Some(budget) => format!("of {budget}"),
-            None => "(nobody says how much there is)".to_string(),
+            None => "(of unknown size)".to_string(),
         };
         let phase = device
             .peak_phase
@@ -143,7 +143,7 @@ fn time(time: &TimeEstimate) -> String {
         of.push(format!("transfers {}", duration(time.transfers)));
     }
     format!(
-        "about {}: {}; some of it overlaps",
+        "about {}: {}; some of them overlap",
         duration(time.seconds),
         of.join(", ")
     )

@@ -269,7 +269,7 @@ fn a_plan_uses_the_cache_offline_and_without_a_network() {
     assert_eq!(online.code, 0, "{}", online.stderr);
     let fetched = ran(&mut command(&place, &server, QUICK));
     assert_eq!(fetched.code, 0, "{}", fetched.stderr);
-    let asked = server.seen().len();
+    assert!(!server.seen().is_empty());
     let offline = ran(command(&place, &server, &plan).env("HF_HUB_OFFLINE", "1"));
     assert_eq!(offline.code, 0, "{}", offline.stderr);
     assert_eq!(settled(&offline), settled(&online));
@@ -286,7 +286,7 @@ fn a_plan_uses_the_cache_offline_and_without_a_network() {
         "{}",
         cut_off.stderr
     );
-    assert_eq!(server.seen().len(), asked, "neither plan asked the hub");
+    assert!(server.seen().is_empty(), "neither plan asked the hub");
 }
 
 #[test]

@@ -241,7 +241,7 @@ fn a_tensor_that_should_be_untouched_a_missing_one_and_another_dtype_are_named()
     };
     says(
         &|tensors| named(tensors, norm).data[0] ^= 1,
-        &["beside the decoder linears that differ: 1 of 7", norm],
+        &["other tensors that differ: 1 of 7", norm],
     );
     let ran = says(
         &|tensors| tensors.retain(|tensor| tensor.name != linear),

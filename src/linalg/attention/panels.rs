@@ -326,30 +326,8 @@ fn soften<S: Simd, const WIDE: usize>(
         larger_of(simd, &mut most, scores);
     }
     let wide_scale = simd.splat_f32s(scale);
-    let (before, _) = S::as_mut_simd_f32s(&mut running.largest);
-    let mut offsets = [lowest; WIDE];
-    let mut shrinks = [lowest; WIDE];
-    for (((before, most), offset), shrink) in before
-        .iter_mut()
-        .zip(most)
-        .zip(&mut offsets)
-        .zip(&mut shrinks)
-    {
-        let most = simd.mul_f32s(most, wide_scale);
-        let is_larger = simd.greater_than_f32s(most, *before);
-        let now = simd.select_f32s(is_larger, most, *before);
-        *shrink = simd.sub_f32s(*before, now);
-        *offset = simd.neg_f32s(now);
-        *before = now;
-    }
-    let [shrinks] = exp::exps(simd, [shrinks]);
-
-    let width = WIDE * S::F32_LANES;
-    let mut narrow = [1.0; WIDEST];
-    S::as_mut_simd_f32s(&mut narrow).0[..WIDE].copy_from_slice(&shrinks);
-    for (sum, shrink) in running.sums[..width].iter_mut().zip(narrow) {
-        *sum *= f64::from(shrink);
-    }
+    let (offsets, shrinks) = rescale(simd, most, wide_scale, running);
+    let (width, mut narrow) = (WIDE * S::F32_LANES, [0.0; WIDEST]);
     for (chunk, scores) in scores.chunks_mut(SHORT).enumerate() {
         let first = chunk * SHORT;
         let common = all_see.saturating_sub(first).min(scores.len());
@@ -388,6 +366,43 @@ fn soften<S: Simd, const WIDE: usize>(
         }
     }
     shrinks
+}
+
+/// Updates the largest scores of a panel with those of a block, `most`, and scales its sums. Returns the offsets for the block's
+/// exponentials, and the factor of earlier sums.
+#[inline(always)]
+fn rescale<S: Simd, const WIDE: usize>(
+    simd: S,
+    most: [S::f32s; WIDE],
+    scale: S::f32s,
+    running: &mut PanelSums,
+) -> ([S::f32s; WIDE], [S::f32s; WIDE]) {
+    let lowest = simd.splat_f32s(f32::NEG_INFINITY);
+    let (before, _) = S::as_mut_simd_f32s(&mut running.largest);
+    let mut offsets = [lowest; WIDE];
+    let mut shrinks = [lowest; WIDE];
+    for (((before, most), offset), shrink) in before
+        .iter_mut()
+        .zip(most)
+        .zip(&mut offsets)
+        .zip(&mut shrinks)
+    {
+        let most = simd.mul_f32s(most, scale);
+        let is_larger = simd.greater_than_f32s(most, *before);
+        let now = simd.select_f32s(is_larger, most, *before);
+        *shrink = simd.sub_f32s(*before, now);
+        *offset = simd.neg_f32s(now);
+        *before = now;
+    }
+    let [shrinks] = exp::exps(simd, [shrinks]);
+
+    let width = WIDE * S::F32_LANES;
+    let mut narrow = [1.0; WIDEST];
+    S::as_mut_simd_f32s(&mut narrow).0[..WIDE].copy_from_slice(&shrinks);
+    for (sum, shrink) in running.sums[..width].iter_mut().zip(narrow) {
+        *sum *= f64::from(shrink);
+    }
+    (offsets, shrinks)
 }
 
 /// Keeps the larger of each pair, and the old value if the other is a NaN.

@@ -181,7 +181,7 @@ fn an_index_names_files_in_its_folder_and_tensors_that_are_there() {
     assert!(
         ran.code == 1
             && ran.stderr.starts_with("error: tensor `")
-            && ran.stderr.contains("` stands in two files\n"),
+            && ran.stderr.contains("` is in two files\n"),
         "{}",
         ran.stderr
     );

@@ -25,7 +25,7 @@ fn a_gated_model_asks_for_the_licence_and_the_token() {
             command(&place, &server, QUICK).env_remove("HF_TOKEN"),
             1,
             &format!(
-                "error: the model `{MODEL}` is gated: its files are for those who accepted its licence"
+                "error: the model `{MODEL}` is gated: only users who accepted its licence may download its files"
             ),
             &format!("hint: accept the licence at {page}, then set HF_TOKEN to your token"),
         );
@@ -53,7 +53,7 @@ fn a_gated_model_asks_for_the_licence_and_the_token() {
     );
     assert!(
         ran.stderr
-            .contains("it says: Access to model is restricted, not for (token)"),
+            .contains("its message: Access to model is restricted, not for (token)"),
         "{}",
         ran.stderr
     );
@@ -123,7 +123,7 @@ fn what_is_not_there_and_tokens_that_are_not_valid_are_told_apart() {
     refuses(
         &mut command(&place, &server, &format!("{QUICK} --revision 'a b'")),
         2,
-        "error: `--revision a b` is no branch, tag or commit",
+        "error: `--revision a b` is not a branch, tag or commit",
         "hint: use a name like main, v1.0 or refs/pr/1, or a commit's hash",
     );
     server.home_fails(
@@ -162,7 +162,7 @@ fn a_busy_or_failing_hub_is_asked_again_and_then_reported() {
         ran.stderr
     );
     server.behave();
-    let patience = "hint: wait some minutes; what was downloaded is kept";
+    let patience = "hint: wait some minutes; the downloaded part is kept";
     server.home_fails("/api/", 9, Fault::Status(429, wait("0")));
     let slow = format!("error: `{host}` answered 429 Too Many Requests: it asks to slow down");
     let ran = refuses(&mut command(&place, &server, QUICK), 1, &slow, patience);
@@ -181,7 +181,7 @@ fn a_busy_or_failing_hub_is_asked_again_and_then_reported() {
         &mut command(&place, &server, QUICK),
         1,
         &format!("error: `{host}` answered 503 Service Unavailable"),
-        "hint: try again later; what was downloaded is kept",
+        "hint: try again later; the downloaded part is kept",
     );
     assert!(ran.stderr.contains("\n  tried 3 times\n"), "{}", ran.stderr);
 }
@@ -210,7 +210,7 @@ fn odd_redirects_end_in_an_error() {
     refuses(
         &mut command(&place, &server, QUICK),
         1,
-        &format!("error: `{host}` does not answer as a hub does"),
+        &format!("error: `{host}` does not answer like a hub"),
         "hint: check HF_ENDPOINT; a login page of the network may answer in its place",
     );
 }
@@ -259,7 +259,7 @@ fn without_network_or_offline_the_ways_out_are_named() {
             1,
             &format!("error: cannot reach `{host}`"),
             &format!(
-                "hint: name a local folder, or set HF_ENDPOINT to a mirror you can reach, or HF_HUB_OFFLINE=1 to use what lies in `{}`",
+                "hint: name a local folder, or set HF_ENDPOINT to a mirror you can reach, or HF_HUB_OFFLINE=1 to use the cache `{}`",
                 cache.display()
             ),
         )
@@ -308,7 +308,7 @@ fn without_network_or_offline_the_ways_out_are_named() {
             "error: `{}` answered 500 Internal Server Error",
             server.storage()
         ),
-        "hint: try again later; what was downloaded is kept",
+        "hint: try again later; the downloaded part is kept",
     );
     server.behave();
     let commit = format!("{QUICK} --revision {COMMIT}");

@@ -145,7 +145,7 @@ fn a_broken_download_is_resumed_by_the_next_run() {
         error,
         format!(
             "the download of `{FILE}` of the dataset `allenai/c4` broke off after 195.31 KiB of 488.28 KiB\n  the connection to `{}` \
-             broke off\n  tried 1 time\nhint: start again: what was downloaded is kept, and the rest is asked for",
+             broke off\n  tried 1 time\nhint: start again: the downloaded part is kept, and the rest is requested",
             bench.server.storage()
         )
     );
@@ -241,7 +241,9 @@ fn damaged_and_wrongly_announced_files_never_reach_the_cache() {
     bench.server.storage_fails("c4-train", 9, Fault::Damage);
     let error = bench.fails(&[]);
     assert!(
-        error.starts_with(&format!("`{FILE}` of the dataset `allenai/c4` arrived damaged: its hash is another one\n  SHA-256 ")),
+        error.starts_with(&format!(
+            "`{FILE}` of the dataset `allenai/c4` arrived damaged: its hash is wrong\n  SHA-256 "
+        )),
         "{error}"
     );
     assert!(
@@ -257,7 +259,7 @@ fn damaged_and_wrongly_announced_files_never_reach_the_cache() {
         assert_eq!(
             error,
             format!(
-                "what `{}` sends is not `{FILE}` of the dataset `allenai/c4`\n  {announced} bytes are announced, the repository says \
+                "`{}` sends something other than `{FILE}` of the dataset `allenai/c4`\n  {announced} bytes are announced, the repository says \
                  10000\nhint: check HF_ENDPOINT and the proxy; or name a local folder",
                 bench.server.storage()
             )
@@ -302,7 +304,7 @@ fn a_full_disk_is_one_error() {
         error,
         format!(
             "the disk is full: cannot write `{}`\n  9.77 KiB are still to be written\nhint: free space there, or choose another cache with \
-             --cache-dir or HF_HUB_CACHE; what was downloaded is kept",
+             --cache-dir or HF_HUB_CACHE; the downloaded part is kept",
             bench.partial().display()
         )
     );

@@ -183,7 +183,7 @@ fn masks_lie_in_the_file_as_the_reference_saved_them() {
             "none --no-save-model --save out --save-masks",
             flags,
         ];
-        let ran = place.run(&arguments.concat());
+        let ran = place.run(&arguments.join(" "));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let name = format!("goldens/stories260k/stories260k-float32-magnitude-{golden}");
         let reference = fs::read(shared.join(format!("{name}.masks.safetensors"))).unwrap();
