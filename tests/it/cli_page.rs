@@ -6,12 +6,12 @@ use std::path::Path;
 
 use crate::support::Place;
 
-/// Environment variables and exit codes stand in the help of `prune` itself.
+/// The help of `prune` itself has the environment variables and exit codes.
 const HEAD: &str = "\
 # Command line
 
-What `prune --help` and the `--help` of each command print. This page is made from the program by
-`UPDATE_SNAPSHOTS=1 cargo test --test it cli_page`, and a test holds it to the program.
+The output of `prune --help` and of `--help` of each command. `UPDATE_SNAPSHOTS=1 cargo test --test it cli_page` writes this
+page, and a test compares it with the program.
 ";
 
 /// The page, from the binary.
