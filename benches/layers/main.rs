@@ -303,7 +303,7 @@ fn layer_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Product
         &[seqlen, config.hidden_size],
     )
     .expect("the shape fits");
-    let context = LayerContext::new(&config, seqlen).expect("tables fit");
+    let context = LayerContext::new(&config, seqlen);
     let mut context = context.with_products(products);
     let products = 2 * seqlen * (4 * 4096 * 4096 + 3 * 4096 * 11008);
     let attention = 2 * seqlen * seqlen * 4096;

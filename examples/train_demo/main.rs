@@ -218,7 +218,7 @@ fn initial(config: &ModelConfig, random: &mut PythonRandom) -> Result<BTreeMap<S
         values.insert(name.clone(), of_tensor);
     }
     for layer in 0..config.num_hidden_layers {
-        for projection in Projection::ALL {
+        for projection in config.projections() {
             let norm = match projection {
                 Projection::Q | Projection::K | Projection::V => "input_layernorm",
                 Projection::Gate | Projection::Up => "post_attention_layernorm",

@@ -165,13 +165,7 @@ pub(crate) fn shapes(config: &ModelConfig) -> BTreeMap<String, Vec<usize>> {
         ("model.norm.weight".to_string(), vec![hidden]),
     ]);
     for layer in 0..config.num_hidden_layers {
-        for projection in Projection::ALL {
-            let (rows, columns) = projection.shape(config);
-            shapes.insert(projection.tensor_name(layer), vec![rows, columns]);
-        }
-        for norm in ["input_layernorm", "post_attention_layernorm"] {
-            shapes.insert(format!("model.layers.{layer}.{norm}.weight"), vec![hidden]);
-        }
+        shapes.extend(config.layer_tensors(layer));
     }
     shapes
 }

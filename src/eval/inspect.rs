@@ -37,7 +37,7 @@ pub fn inspect(
     events: &dyn Events,
 ) -> Result<Inspection> {
     let places = linears(config);
-    let mut found: BTreeMap<(usize, usize), InspectedMatrix> = BTreeMap::new();
+    let mut found: BTreeMap<(usize, Projection), InspectedMatrix> = BTreeMap::new();
     let mut other: Vec<OtherTensors> = KINDS.iter().map(|kind| nothing_of(kind)).collect();
     let mut against = dense.map(Against::new);
     let mut problems = Vec::new();
@@ -53,7 +53,7 @@ pub fn inspect(
         match place {
             Some((layer, projection)) => {
                 problems.extend(problem_of(entry, projection.shape(config)));
-                found.insert((layer, projection as usize), matrix_of(entry, &scan));
+                found.insert((layer, projection), matrix_of(entry, &scan));
             }
             None => add_to(&mut other[kind_of(&entry.name)], entry, &scan),
         }
@@ -61,8 +61,8 @@ pub fn inspect(
     }
     meter.finish();
     for layer in 0..config.num_hidden_layers {
-        for projection in Projection::ALL {
-            if !found.contains_key(&(layer, projection as usize)) {
+        for projection in config.projections() {
+            if !found.contains_key(&(layer, projection)) {
                 problems.push(Problem {
                     tensor: projection.tensor_name(layer),
                     problem: "missing".into(),
@@ -118,7 +118,11 @@ pub fn inspect(
 /// The tensors of the decoder linears, by name.
 fn linears(config: &ModelConfig) -> HashMap<String, (usize, Projection)> {
     (0..config.num_hidden_layers)
-        .flat_map(|layer| Projection::ALL.map(|projection| (layer, projection)))
+        .flat_map(|layer| {
+            config
+                .projections()
+                .map(move |projection| (layer, projection))
+        })
         .map(|(layer, projection)| (projection.tensor_name(layer), (layer, projection)))
         .collect()
 }

@@ -99,14 +99,14 @@ impl Generator {
     /// # Errors
     /// Fails when the model has fewer positions, and when the memory cannot be allocated.
     pub fn begin(&self, capacity: usize) -> Result<Sequence> {
-        let positions = self.config.max_position_embeddings;
+        let positions = self.config.context_length();
         ensure!(
             capacity <= positions,
             "a sequence of {capacity} tokens does not fit the model's {positions} positions"
         );
         Ok(Sequence {
             cache: KvCache::new(&self.config, capacity)?,
-            context: LayerContext::new(&self.config, capacity)?,
+            context: LayerContext::new(&self.config, capacity),
             logits: Vec::new(),
             capacity,
         })

@@ -140,7 +140,7 @@ impl Writer {
             max_tokens,
             stop_ids: &stop_ids,
         };
-        let capacity = request.capacity(model.config.max_position_embeddings)?;
+        let capacity = request.capacity(model.config.context_length())?;
         memory::release_freed();
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
         let sizes = Generator::sizes(&model.config, model.dtypes(), capacity, model.threads, held);

@@ -13,7 +13,7 @@ use crate::checkpoint::Checkpoint;
 use crate::data::Tokenizer;
 use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
-use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, Projection};
+use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig};
 use crate::pipeline::RunShape;
 use crate::run::{Events, Moment, Phase};
 use crate::runtime::Clock;
@@ -223,11 +223,10 @@ fn warn_of_unused(checkpoint: &Checkpoint, config: &ModelConfig, events: &dyn Ev
         let is_beyond = layer
             .parse::<usize>()
             .is_ok_and(|layer| layer >= config.num_hidden_layers);
-        let biases = Projection::ALL
-            .iter()
-            .filter(|projection| !projection.has_bias(config));
-        let is_bias = |projection: &Projection| rest == format!("{}.bias", projection.name());
-        is_beyond || biases.into_iter().any(is_bias)
+        let mut without_bias = config
+            .projections()
+            .filter(|&projection| !config.has_bias(projection));
+        is_beyond || without_bias.any(|projection| rest == format!("{}.bias", projection.name()))
     };
     let names = checkpoint.tensors().map(|entry| entry.name.as_str());
     let unused: Vec<&str> = names.filter(is_unused).collect();
@@ -248,6 +247,14 @@ pub(super) fn check_seqlen(seqlen: Option<usize>, config: &ModelConfig) -> Resul
         return Err(Failure::usage(format!(
             "--seqlen is {seqlen}; at least 2 tokens are needed to predict one"
         ))
+        .into());
+    }
+    if let Some(window) = config.sliding_window.filter(|&window| seqlen > window) {
+        return Err(Failure::usage(format!(
+            "--seqlen {seqlen} is longer than the model's sliding window of {window} tokens"
+        ))
+        .detail("attention over a sliding window is not computed; up to the window it equals attention over all tokens")
+        .hint(format!("use --seqlen {limit} or less"))
         .into());
     }
     if seqlen > limit {

@@ -136,7 +136,7 @@ impl Job {
             include: selection.include.clone(),
             exclude: selection.exclude.clone(),
             matrices: targets.matrices(),
-            matrices_in_model: self.model.config.num_hidden_layers * 7,
+            matrices_in_model: targets.matrices_in_model,
             layer_ratios: targets.uneven_ratios(),
             propagate: "pruned".to_string(),
         })

@@ -15,7 +15,6 @@ use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::data::footprint::Encoding;
 use crate::disk::{self, Room};
 use crate::failure::Failure;
-use crate::model::Projection;
 use crate::pipeline::{LayerRatios, RunShape, TargetPlan};
 use crate::pruning::{self, Needs, Pattern, PruningMethod};
 use crate::report;
@@ -198,14 +197,14 @@ impl Job {
         };
         let config = &self.model.config;
         let layers = 0..config.num_hidden_layers;
-        let matrices =
-            layers.flat_map(|layer| Projection::ALL.map(|projection| (layer, projection)));
+        let matrices = layers.flat_map(|layer| {
+            config
+                .projections()
+                .map(move |projection| (layer, projection))
+        });
         let bytes = matrices
             .filter(|(layer, projection)| targets.of(*layer, *projection).is_some())
-            .map(|(_, projection)| {
-                let (rows, columns) = projection.shape(config);
-                ByteSize((rows * columns).div_ceil(8) as u64)
-            });
+            .map(|(_, projection)| ByteSize(projection.elements(config).div_ceil(8) as u64));
         bytes.sum()
     }
 

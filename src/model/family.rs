@@ -1,32 +1,105 @@
-//! The model families we know, and everything else refused by name.
+//! The model families: one record each, which holds everything that distinguishes a family from the others.
 //!
-//! A new family whose layers are Llama's is one line in [`FAMILIES`]; one with other layers brings a file beside
-//! `layer.rs` as well.
+//! [`identify`] finds the record of a `config.json`, and [`ModelConfig`](super::ModelConfig) keeps it. The configuration, the
+//! layers on CPU and GPU, the memory formulas and the random checkpoints of tests read the record; none of them asks for a
+//! family's name. A record can express only what the arithmetic of a layer computes. docs/adding-a-family.md shows how to add one.
 
 use anyhow::Result;
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 
+use super::projection::Projection::{self, Down, Gate, K, O, Q, Up, V};
 use crate::failure::Failure;
 
-/// A model family: how `config.json` names it.
-#[derive(Debug, Clone, Copy)]
+/// A model family.
+#[derive(Debug, PartialEq)]
 pub struct Family {
     /// `architectures[0]` in `config.json`.
     pub architecture: &'static str,
     /// `model_type` in `config.json`.
     pub model_type: &'static str,
-    /// What a person calls it.
+    /// Published models of the family, for messages.
     pub models: &'static str,
+    /// Linears of a decoder layer, in the order of the reference, each with the rule for its bias.
+    pub linears: &'static [(Projection, Bias)],
+    /// Names of the two RMS norms of a layer: before attention, and before the MLP.
+    pub norms: [&'static str; 2],
+    /// Activation of the MLP's gate.
+    pub activation: Activation,
+    /// Attention window of the layers.
+    pub sliding_window: SlidingWindow,
+    /// `num_key_value_heads` of a `config.json` without this key; `None` means as many as query heads.
+    pub default_key_value_heads: Option<usize>,
+    /// `max_position_embeddings` of a `config.json` without this key.
+    pub default_positions: usize,
 }
 
-/// Every family that can be pruned.
-pub const FAMILIES: &[Family] = &[Family {
+/// Rule for the bias of a linear.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bias {
+    /// No bias, whatever `config.json` says.
+    Never,
+    /// A bias if this key of `config.json` is true.
+    IfSet(&'static str),
+}
+
+/// Activation of an MLP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// x / (1 + e⁻ˣ)
+    Silu,
+}
+
+impl Activation {
+    /// The value of `hidden_act` in `config.json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Silu => "silu",
+        }
+    }
+}
+
+/// Attention window of a family's layers, in tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SlidingWindow {
+    /// Every token sees all tokens before it. The key `sliding_window` is ignored, as transformers ignores it.
+    Never,
+    /// All layers have the window that the key `sliding_window` gives; null means none.
+    AllLayers {
+        /// The window of a `config.json` without this key.
+        default: usize,
+    },
+}
+
+impl Serialize for Family {
+    /// Writes the model type, which names the record.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.model_type)
+    }
+}
+
+/// All families that can be pruned.
+pub static FAMILIES: [Family; 1] = [Family {
     architecture: "LlamaForCausalLM",
     model_type: "llama",
     models: "Llama 1, 2, 3, 3.1, 3.2, TinyLlama, and others with Llama's decoder",
+    linears: &[
+        (Q, Bias::IfSet("attention_bias")),
+        (K, Bias::IfSet("attention_bias")),
+        (V, Bias::IfSet("attention_bias")),
+        (O, Bias::IfSet("attention_bias")),
+        (Gate, Bias::IfSet("mlp_bias")),
+        (Up, Bias::IfSet("mlp_bias")),
+        (Down, Bias::IfSet("mlp_bias")),
+    ],
+    norms: ["input_layernorm", "post_attention_layernorm"],
+    activation: Activation::Silu,
+    sliding_window: SlidingWindow::Never,
+    default_key_value_heads: None,
+    default_positions: 2048,
 }];
 
-/// Finds the family a `config.json` belongs to.
+/// Finds the family of a `config.json`.
 ///
 /// # Errors
 /// Fails for every other architecture, by its name.
@@ -48,14 +121,22 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
     let name = architecture
         .or(model_type)
         .unwrap_or("(neither `architectures` nor `model_type` is given)");
-    let known: Vec<_> = FAMILIES
-        .iter()
-        .map(|family| format!("{}: {}", family.architecture, family.models))
-        .collect();
+    let list = |text: fn(&Family) -> String, separator: &str| {
+        FAMILIES
+            .iter()
+            .map(text)
+            .collect::<Vec<_>>()
+            .join(separator)
+    };
+    let supported = list(|one| format!("{}: {}", one.architecture, one.models), "; ");
+    let types = list(
+        |one| format!("`\"model_type\": \"{}\"`", one.model_type),
+        " or ",
+    );
     Err(
         Failure::new(format!("the architecture `{name}` is not supported"))
-            .detail(format!("supported: {}", known.join("; ")))
-            .hint("use a checkpoint whose config.json says `\"model_type\": \"llama\"`")
+            .detail(format!("supported: {supported}"))
+            .hint(format!("use a checkpoint whose config.json says {types}"))
             .into(),
     )
 }

@@ -19,9 +19,10 @@
 //! [`score`] comes on top of it ([`workspace`]), and [`head`] takes it over. Not counted here, because others own it: statistics
 //! and rows for output errors (`pipeline`), one state per stream on its way to disk, the program, tokens and tokenizer.
 
+use super::attention_layout::AttentionLayout;
 use super::config::ModelConfig;
 use super::head::{largest_chunk, largest_tokens};
-use super::layer::{AttentionLayout, Projection};
+use super::observe::Observation;
 use super::rotary::Rotary;
 use crate::bytes::ByteSize;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
@@ -62,15 +63,15 @@ pub fn layer_weights(
     dtype: StoredDtype,
     settings: &MemorySettings,
 ) -> ByteSize {
-    let mut bytes = ByteSize::of(2 * config.hidden_size, F32);
-    for projection in Projection::ALL {
+    let mut bytes = ByteSize::of(config.norm_weights(), F32);
+    for projection in config.projections() {
         let (rows, columns) = projection.shape(config);
         bytes = bytes
             + match settings.weights {
                 WeightsHeld::Layer => ByteSize::of(rows * columns, dtype.bytes()),
                 WeightsHeld::Matrix => ByteSize::of((rows * columns).div_ceil(8), 1),
             };
-        if projection.has_bias(config) {
+        if config.has_bias(projection) {
             bytes = bytes + ByteSize::of(rows, F32);
         }
     }
@@ -80,23 +81,18 @@ pub fn layer_weights(
 /// One decoder layer's weights packed, beside [`layer_weights`]: 2·p · (2·H·Q + 2·H·K + 3·H·I), rows rounded up to 32 and columns to
 /// 32; p parts of an element, 1 in bf16, and as many as hold its bits where f32 is split (bf16 1, f16 2, f32 3).
 pub fn layer_packed(config: &ModelConfig, kernel: Kernel) -> ByteSize {
-    let bytes = Projection::ALL.map(|projection| {
+    let bytes = config.projections().map(|projection| {
         let (rows, columns) = projection.shape(config);
         ByteSize::of(PackedWeight::bytes(kernel, rows, columns), 1)
     });
-    bytes.into_iter().sum()
+    bytes.sum()
 }
 
 /// All weights of a model without biases: decoder linears, norms, embedding and, where it has one of its own, the head.
 pub fn parameters(config: &ModelConfig) -> u64 {
-    let linears: usize = Projection::ALL
-        .iter()
-        .map(|projection| projection.shape(config))
-        .map(|(rows, columns)| rows * columns)
-        .sum();
     let hidden = config.hidden_size as u64;
     let ends = if config.tie_word_embeddings { 1 } else { 2 };
-    config.num_hidden_layers as u64 * (linears as u64 + 2 * hidden)
+    config.num_hidden_layers as u64 * (config.layer_weights() + config.norm_weights()) as u64
         + hidden
         + ends * config.vocab_size as u64 * hidden
 }
@@ -111,14 +107,6 @@ pub fn hidden_states(config: &ModelConfig, seqlen: usize) -> ByteSize {
 pub fn context(config: &ModelConfig, seqlen: usize) -> ByteSize {
     ByteSize::of(Rotary::bytes(config.head_dim, seqlen), 1)
 }
-
-/// The linears of a layer whose products are made together, because they read the same.
-const TOGETHER: [&[Projection]; 4] = [
-    &[Projection::Q, Projection::K, Projection::V],
-    &[Projection::O],
-    &[Projection::Gate, Projection::Up],
-    &[Projection::Down],
-];
 
 /// Whether a layer's weights stay packed while it is in use.
 pub fn keeps_packed(kernel: Kernel, settings: &MemorySettings) -> bool {
@@ -142,11 +130,15 @@ pub fn products(
     let begins_within =
         settings.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
     let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
-    let of_layer = TOGETHER.iter().flat_map(|projections| {
-        let is_mlp = !projections[0].is_attention();
-        let shapes = projections.iter().map(|one| one.shape(config));
-        let columns: Vec<Vec<usize>> = match projections {
-            [Projection::Q, ..] => layout.group_columns().map(Vec::from).collect(),
+    // Linears with the same input are multiplied together.
+    let of_layer = Observation::ALL.into_iter().flat_map(|point| {
+        let is_mlp = matches!(point, Observation::MlpInput | Observation::DownInput);
+        let shapes = config
+            .projections()
+            .filter(move |projection| projection.observed_at() == point)
+            .map(|projection| projection.shape(config));
+        let columns: Vec<Vec<usize>> = match point {
+            Observation::AttentionInput => layout.group_columns().map(Vec::from).collect(),
             _ => vec![shapes.clone().map(|(rows, _)| rows).collect()],
         };
         let product = move |columns| Product {
@@ -208,11 +200,11 @@ pub fn widest_panel(
     if settings.weights == WeightsHeld::Layer {
         return ByteSize::ZERO;
     }
-    let panels = Projection::ALL.map(|projection| {
+    let panels = config.projections().map(|projection| {
         let (rows, columns) = projection.shape(config);
         ByteSize::of(Linear::panel_rows(columns, rows) * columns, dtype.bytes())
     });
-    panels.into_iter().max().unwrap_or_default()
+    panels.max().unwrap_or_default()
 }
 
 /// A sample passes a layer (propagate, evaluate): the [`workspace`]; the larger of what attention works on
@@ -282,7 +274,7 @@ pub fn score(
     threads: usize,
     settings: &MemorySettings,
 ) -> ByteSize {
-    let scored = Projection::ALL.map(|projection| {
+    let scored = config.projections().map(|projection| {
         let (rows, columns) = projection.shape(config);
         let matrix = match settings.weights {
             WeightsHeld::Layer => ByteSize::ZERO,
@@ -294,7 +286,7 @@ pub fn score(
             + ByteSize::of(rows, size_of::<usize>())
             + ByteSize::of(columns, F32)
     });
-    scored.into_iter().max().unwrap_or_default()
+    scored.max().unwrap_or_default()
 }
 
 /// A histogram of 2¹⁶ counters of 8 bytes.

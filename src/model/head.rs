@@ -11,8 +11,8 @@ use anyhow::{Result, ensure};
 use candle_core::Tensor;
 
 use super::config::ModelConfig;
+use super::context::LayerContext;
 use super::embedding::EMBEDDING;
-use super::layer::LayerContext;
 use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;

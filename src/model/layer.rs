@@ -23,168 +23,27 @@
 //! The lines of attention and MLP share the workspace. Beside them stand the panel of weights being multiplied
 //! ([`Linear::panel_rows`]) and what the products pack (`footprint`).
 
-use std::ops::Range;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 use candle_core::Tensor;
 
+use super::attention_layout::AttentionLayout;
 use super::config::ModelConfig;
+use super::context::LayerContext;
+use super::family::{Activation, Family};
 use super::kv_cache::LayerCache;
 use super::observe::{Need, Observation, Observer};
-use super::rotary::Rotary;
+use super::projection::Projection;
 use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::checkpoint::WeightSource;
 use crate::linalg::attention::{self, Heads};
 use crate::linalg::linear::forward_all;
-use crate::linalg::parts::{LEAST_COLUMNS, LEAST_ROWS, parts};
+use crate::linalg::parts::{LEAST_ROWS, parts};
 use crate::linalg::profile::{Part, Watch};
-use crate::linalg::{Linear, Panel, Products, Weight, Workspace, elementwise, tensor};
+use crate::linalg::{Linear, Panel, Weight, elementwise, tensor};
 use crate::run::MemorySettings;
-
-/// The seven linear layers of a decoder layer, in the order of the reference.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[expect(missing_docs, reason = "the names are those of the tensors")]
-pub enum Projection {
-    Q,
-    K,
-    V,
-    O,
-    Gate,
-    Up,
-    Down,
-}
-
-impl Projection {
-    /// All seven, in the reference's order.
-    pub const ALL: [Self; 7] = [
-        Self::Q,
-        Self::K,
-        Self::V,
-        Self::O,
-        Self::Gate,
-        Self::Up,
-        Self::Down,
-    ];
-
-    /// The name inside the layer: `self_attn.q_proj`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Q => "self_attn.q_proj",
-            Self::K => "self_attn.k_proj",
-            Self::V => "self_attn.v_proj",
-            Self::O => "self_attn.o_proj",
-            Self::Gate => "mlp.gate_proj",
-            Self::Up => "mlp.up_proj",
-            Self::Down => "mlp.down_proj",
-        }
-    }
-
-    /// Returns whether the projection belongs to attention, not to the MLP.
-    pub fn is_attention(self) -> bool {
-        matches!(self, Self::Q | Self::K | Self::V | Self::O)
-    }
-
-    /// The module's full name: `model.layers.3.self_attn.q_proj`.
-    pub fn full_name(self, layer: usize) -> String {
-        format!("model.layers.{layer}.{}", self.name())
-    }
-
-    /// The tensor that holds its weight: `model.layers.3.self_attn.q_proj.weight`.
-    pub fn tensor_name(self, layer: usize) -> String {
-        format!("{}.weight", self.full_name(layer))
-    }
-
-    /// Where its input is observed.
-    pub fn observed_at(self) -> Observation {
-        match self {
-            Self::Q | Self::K | Self::V => Observation::AttentionInput,
-            Self::O => Observation::OInput,
-            Self::Gate | Self::Up => Observation::MlpInput,
-            Self::Down => Observation::DownInput,
-        }
-    }
-
-    /// (out_features, in_features) in a model of this configuration.
-    pub fn shape(self, config: &ModelConfig) -> (usize, usize) {
-        let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
-        let queries = config.num_attention_heads * config.head_dim;
-        let keys = config.num_key_value_heads * config.head_dim;
-        match self {
-            Self::Q => (queries, hidden),
-            Self::K | Self::V => (keys, hidden),
-            Self::O => (hidden, queries),
-            Self::Gate | Self::Up => (intermediate, hidden),
-            Self::Down => (hidden, intermediate),
-        }
-    }
-
-    /// Whether the configuration says that there is a bias.
-    pub fn has_bias(self, config: &ModelConfig) -> bool {
-        match self {
-            Self::Q | Self::K | Self::V | Self::O => config.attention_bias,
-            Self::Gate | Self::Up | Self::Down => config.mlp_bias,
-        }
-    }
-}
-
-/// What every layer of a model shares: rotary tables, scratch, and how the work is cut up.
-#[derive(Debug)]
-pub struct LayerContext {
-    rotary: Rotary,
-    workspace: Workspace,
-    settings: MemorySettings,
-}
-
-impl LayerContext {
-    /// For sequences of up to `seqlen` tokens, cached ones included, the work cut up as by default.
-    ///
-    /// # Errors
-    /// None so far.
-    pub fn new(config: &ModelConfig, seqlen: usize) -> Result<Self> {
-        Self::with_settings(config, seqlen, MemorySettings::default())
-    }
-
-    /// For sequences of up to `seqlen` tokens.
-    ///
-    /// # Errors
-    /// None so far.
-    pub fn with_settings(
-        config: &ModelConfig,
-        seqlen: usize,
-        settings: MemorySettings,
-    ) -> Result<Self> {
-        Ok(Self {
-            rotary: Rotary::new(config, seqlen),
-            workspace: Workspace::new(),
-            settings,
-        })
-    }
-
-    /// The same with products computed otherwise.
-    #[must_use]
-    pub fn with_products(mut self, products: Products) -> Self {
-        let panel = self.workspace.panel();
-        panel.products = products;
-        panel.keeps_packed = self.settings.keep_packed;
-        self
-    }
-
-    /// How the work is cut up.
-    pub fn settings(&self) -> &MemorySettings {
-        &self.settings
-    }
-
-    /// The rotary tables.
-    pub(super) fn rotary(&self) -> &Rotary {
-        &self.rotary
-    }
-
-    /// The scratch memory, for products outside a layer.
-    pub fn workspace(&mut self) -> &mut Workspace {
-        &mut self.workspace
-    }
-}
 
 /// A decoder layer in its stored dtype.
 #[derive(Debug, Clone)]
@@ -193,9 +52,10 @@ pub struct DecoderLayer {
     revision: u64,
     heads: Heads,
     rms_norm_eps: f32,
-    input_layernorm: Vec<f32>,
-    post_attention_layernorm: Vec<f32>,
-    linears: [Linear; 7],
+    family: &'static Family,
+    /// Weights of the norms before attention and before the MLP.
+    norms: [Vec<f32>; 2],
+    linears: BTreeMap<Projection, Linear>,
 }
 
 impl DecoderLayer {
@@ -204,18 +64,8 @@ impl DecoderLayer {
     /// # Errors
     /// Fails for the first tensor that is missing or of another shape, by its name.
     pub fn check(source: &dyn WeightSource, config: &ModelConfig, index: usize) -> Result<()> {
-        for projection in Projection::ALL {
-            let (rows, columns) = projection.shape(config);
-            super::stored_dtype(source.require(&projection.tensor_name(index), &[rows, columns])?)?;
-            if projection.has_bias(config) {
-                source.require(&format!("{}.bias", projection.full_name(index)), &[rows])?;
-            }
-        }
-        for norm in ["input_layernorm", "post_attention_layernorm"] {
-            source.require(
-                &format!("model.layers.{index}.{norm}.weight"),
-                &[config.hidden_size],
-            )?;
+        for (name, shape) in config.layer_tensors(index) {
+            super::stored_dtype(source.require(&name, &shape)?)?;
         }
         Ok(())
     }
@@ -250,39 +100,29 @@ impl DecoderLayer {
         index: usize,
         weight: impl Fn(&str, usize, usize) -> Result<Weight>,
     ) -> Result<Self> {
-        let mut linears = Vec::with_capacity(7);
-        for projection in Projection::ALL {
+        let mut linears = BTreeMap::new();
+        for projection in config.projections() {
             let (rows, columns) = projection.shape(config);
             let weight = weight(&projection.tensor_name(index), rows, columns)?;
-            let bias = projection
-                .has_bias(config)
-                .then(|| {
-                    read_vector(
-                        source,
-                        &format!("{}.bias", projection.full_name(index)),
-                        rows,
-                    )
-                })
+            let bias = config
+                .has_bias(projection)
+                .then(|| read_vector(source, &projection.bias_name(index), rows))
                 .transpose()?;
-            linears.push(Linear::new(weight, bias).reused());
+            linears.insert(projection, Linear::new(weight, bias).reused());
         }
         let norm = |name: &str| {
-            read_vector(
-                source,
-                &format!("model.layers.{index}.{name}.weight"),
-                config.hidden_size,
-            )
+            let name = format!("model.layers.{index}.{name}.weight");
+            read_vector(source, &name, config.hidden_size)
         };
+        let [before_attention, before_mlp] = config.family.norms;
         Ok(Self {
             index,
             revision: 0,
             heads: config.heads(),
             rms_norm_eps: config.rms_norm_eps as f32,
-            input_layernorm: norm("input_layernorm")?,
-            post_attention_layernorm: norm("post_attention_layernorm")?,
-            linears: linears
-                .try_into()
-                .map_err(|_| anyhow::anyhow!("a layer has seven linears"))?,
+            family: config.family,
+            norms: [norm(before_attention)?, norm(before_mlp)?],
+            linears,
         })
     }
 
@@ -291,9 +131,17 @@ impl DecoderLayer {
         self.index
     }
 
+    /// Its linears, in the order of the reference.
+    pub fn projections(&self) -> impl Iterator<Item = Projection> + use<'_> {
+        self.linears.keys().copied()
+    }
+
     /// One of its linears.
+    ///
+    /// # Panics
+    /// When the family has no such linear.
     pub fn linear(&self, projection: Projection) -> &Linear {
-        &self.linears[projection as usize]
+        &self.linears[&projection]
     }
 
     /// How many times its weights were given out to be changed: copies of another revision are out of date.
@@ -303,12 +151,17 @@ impl DecoderLayer {
 
     /// Weights of the norms before attention and before the MLP.
     pub(super) fn norms(&self) -> [&[f32]; 2] {
-        [&self.input_layernorm, &self.post_attention_layernorm]
+        self.norms.each_ref().map(Vec::as_slice)
     }
 
     /// ε of its norms.
     pub(super) fn rms_norm_eps(&self) -> f32 {
         self.rms_norm_eps
+    }
+
+    /// Activation of the MLP's gate.
+    pub(super) fn activation(&self) -> Activation {
+        self.family.activation
     }
 
     /// Its heads.
@@ -317,9 +170,14 @@ impl DecoderLayer {
     }
 
     /// One of its linears, to be changed.
+    ///
+    /// # Panics
+    /// When the family has no such linear.
     pub fn linear_mut(&mut self, projection: Projection) -> &mut Linear {
         self.revision += 1;
-        &mut self.linears[projection as usize]
+        self.linears
+            .get_mut(&projection)
+            .expect("callers name linears of the layer's family")
     }
 
     /// Passes one sample through: `[seqlen, hidden_size]` in, the same shape out.
@@ -397,7 +255,7 @@ impl DecoderLayer {
         out: &mut [f32],
     ) -> Result<()> {
         let (_, width) = hidden.dims2()?;
-        let hidden_size = self.input_layernorm.len();
+        let hidden_size = self.norms[0].len();
         ensure!(
             width == hidden_size,
             "hidden states are {width} wide, the layer takes {hidden_size}"
@@ -417,7 +275,7 @@ impl DecoderLayer {
     ) -> Result<()> {
         let product = Product::of(cache.is_some());
         let past = cache.as_ref().map_or(0, |cache| cache.tokens());
-        let hidden_size = self.input_layernorm.len();
+        let hidden_size = self.norms[0].len();
         let seqlen = hidden.len() / hidden_size;
         let LayerContext {
             rotary,
@@ -434,7 +292,7 @@ impl DecoderLayer {
         let ([shared, q, k, v, apart], panel) = workspace.buffers(layout.buffers());
         panel.watch.enter(Part::Qkv);
         let normed = &mut shared[..seqlen * hidden_size];
-        elementwise::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps, normed);
+        elementwise::rms_norm(hidden, &self.norms[0], self.rms_norm_eps, normed);
         show(
             &mut observer,
             Observation::AttentionInput,
@@ -498,7 +356,7 @@ impl DecoderLayer {
         product: Product,
         mut observer: Option<&mut dyn Observer>,
     ) -> Result<()> {
-        let norm = &self.post_attention_layernorm;
+        let norm = &self.norms[1];
         let hidden_size = norm.len();
         let intermediate_size = self.linear(Projection::Gate).out_features();
         let seqlen = hidden.len() / hidden_size;
@@ -524,7 +382,9 @@ impl DecoderLayer {
                 (project(Projection::Up), 0..intermediate_size, &mut *up),
             ];
             product.of_several(&mut linears, normed, panel)?;
-            elementwise::silu_times(gate, up);
+            match self.activation() {
+                Activation::Silu => elementwise::silu_times(gate, up),
+            }
             show(
                 &mut observer,
                 Observation::DownInput,
@@ -539,101 +399,6 @@ impl DecoderLayer {
             panel.watch.enter(Part::Elsewhere);
         }
         Ok(())
-    }
-}
-
-/// How attention lies in the workspace, and in which groups of key/value heads it is computed.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct AttentionLayout {
-    heads: Heads,
-    seqlen: usize,
-    hidden_size: usize,
-    /// Key/value heads per group, at most, and at least.
-    at_most: usize,
-    at_least: usize,
-}
-
-impl AttentionLayout {
-    pub(super) fn new(
-        heads: Heads,
-        seqlen: usize,
-        hidden_size: usize,
-        settings: &MemorySettings,
-    ) -> Self {
-        Self {
-            heads,
-            seqlen,
-            hidden_size,
-            at_most: settings.attention_heads.unwrap_or(usize::MAX),
-            // The keys of a group are a part of a product.
-            at_least: LEAST_COLUMNS.div_ceil(heads.head_dim.max(1)),
-        }
-    }
-
-    /// Ranges of key/value heads.
-    fn groups(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
-        parts(self.heads.num_key_value_heads, self.at_most, self.at_least)
-    }
-
-    /// Columns of the products that queries, keys and values of a group are made by.
-    pub(super) fn group_columns(&self) -> impl Iterator<Item = [usize; 3]> + use<> {
-        let layout = *self;
-        layout.groups().map(move |group| {
-            let keys = layout.key_columns(&group).len();
-            [layout.query_columns(&group).len(), keys, keys]
-        })
-    }
-
-    fn queries_per_key(&self) -> usize {
-        self.heads.num_heads / self.heads.num_key_value_heads.max(1)
-    }
-
-    fn query_width(&self) -> usize {
-        self.heads.num_heads * self.heads.head_dim
-    }
-
-    fn heads(&self, group: &Range<usize>) -> Heads {
-        Heads {
-            num_heads: group.len() * self.queries_per_key(),
-            num_key_value_heads: group.len(),
-            head_dim: self.heads.head_dim,
-        }
-    }
-
-    /// The columns of all keys, so the rows of their weight, that belong to a group.
-    fn key_columns(&self, group: &Range<usize>) -> Range<usize> {
-        group.start * self.heads.head_dim..group.end * self.heads.head_dim
-    }
-
-    fn query_columns(&self, group: &Range<usize>) -> Range<usize> {
-        let keys = self.key_columns(group);
-        keys.start * self.queries_per_key()..keys.end * self.queries_per_key()
-    }
-
-    /// Elements of: normed states, which become the context where there is one group only; q, k and v of the largest group;
-    /// the context where there are several.
-    pub(super) fn buffers(&self) -> [usize; 5] {
-        let largest = self.groups().map(|group| group.len()).max().unwrap_or(0);
-        let keys = self.seqlen * largest * self.heads.head_dim;
-        let queries = keys * self.queries_per_key();
-        let (normed, context) = (
-            self.seqlen * self.hidden_size,
-            self.seqlen * self.query_width(),
-        );
-        if self.groups().len() > 1 {
-            [normed, queries, keys, keys, context]
-        } else {
-            [normed.max(context), queries, keys, keys, 0]
-        }
-    }
-
-    fn context<'a>(&self, shared: &'a mut [f32], apart: &'a mut [f32]) -> &'a mut [f32] {
-        let length = self.seqlen * self.query_width();
-        if self.groups().len() > 1 {
-            apart
-        } else {
-            &mut shared[..length]
-        }
     }
 }
 

@@ -3,7 +3,9 @@
 //! A layer is loaded, run and dropped by itself; nothing here ever holds a model. [`family`] is the one table to add a
 //! model family to.
 
+mod attention_layout;
 pub mod config;
+mod context;
 pub mod embedding;
 pub mod family;
 pub mod footprint;
@@ -12,16 +14,19 @@ pub mod kv_cache;
 pub mod layer;
 pub mod observe;
 pub mod on_device;
+pub mod projection;
 pub mod rotary;
 pub mod shapes;
 
 pub use config::{ModelConfig, RopeScaling};
+pub use context::LayerContext;
 pub use embedding::Embedding;
 pub use footprint::Dtypes;
 pub use head::Head;
 pub use kv_cache::{KvCache, LayerCache};
-pub use layer::{DecoderLayer, LayerContext, Projection};
+pub use layer::DecoderLayer;
 pub use observe::{Observation, Observer};
+pub use projection::Projection;
 pub use rotary::Rotary;
 
 use std::sync::Arc;
@@ -55,7 +60,7 @@ pub fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype> {
 pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes {
     let of = |name: &str| stored_dtype(source.entry(name)?).ok();
     let layers = (0..config.num_hidden_layers)
-        .flat_map(|layer| Projection::ALL.map(|projection| projection.tensor_name(layer)))
+        .flat_map(|layer| config.projections().map(move |one| one.tensor_name(layer)))
         .filter_map(|name| of(&name))
         .reduce(StoredDtype::wider)
         .unwrap_or(StoredDtype::F32);

@@ -40,8 +40,8 @@ pub(super) fn widths(config: &ModelConfig) -> [usize; 4] {
 /// matrix twice.
 pub(super) fn bytes(config: &ModelConfig, samples: usize, seqlen: usize) -> ByteSize {
     let tokens = samples * seqlen;
-    let widest = Projection::ALL
-        .iter()
+    let widest = config
+        .projections()
         .map(|projection| projection.shape(config).0)
         .max()
         .unwrap_or(0);
@@ -195,6 +195,7 @@ fn product(linear: &Linear, rows: &[f32], panel: &mut Panel) -> Result<Vec<f32>>
 mod tests {
     use super::*;
     use crate::linalg::{StoredDtype, StoredMatrix};
+    use crate::model::family::FAMILIES;
 
     /// Numbers without much of a pattern in [-1, 1).
     fn noise(count: usize, seed: u64) -> Vec<f32> {
@@ -324,7 +325,7 @@ mod tests {
             kept
         };
         let (whole, split) = (kept(seqlen), kept(7));
-        for projection in Projection::ALL {
+        for &(projection, _) in FAMILIES[0].linears {
             assert_eq!(whole.of(projection), split.of(projection));
             let width = widths[projection.observed_at() as usize];
             assert_eq!(whole.of(projection).len(), TOKENS * width);

@@ -246,10 +246,10 @@ impl Pruner<'_> {
         statistics: Option<&LayerStatistics>,
         compute: &mut Compute<'_>,
     ) -> Result<(Vec<MatrixReport>, Vec<Projection>)> {
-        let mut matrices = Vec::with_capacity(Projection::ALL.len());
+        let mut matrices = Vec::new();
         let mut unwritten = Vec::new();
         let clock = self.clock;
-        for projection in Projection::ALL {
+        for projection in layer.projections().collect::<Vec<_>>() {
             let at_rest = match layer.linear(projection).weight() {
                 Weight::Held(_) => None,
                 Weight::AtRest(_) => clock.measure(Phase::Read, || {

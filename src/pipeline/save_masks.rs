@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::prune::{PrunedMatrix, Watcher};
 use super::targets::TargetPlan;
 use crate::checkpoint::MaskWriter;
-use crate::model::{ModelConfig, Projection};
+use crate::model::ModelConfig;
 use crate::pruning::PruningMethod;
 use crate::run::Events;
 
@@ -74,7 +74,7 @@ fn layout(
 ) -> (BTreeMap<String, [usize; 2]>, BTreeMap<String, String>) {
     let mut matrices = BTreeMap::new();
     for layer in 0..config.num_hidden_layers {
-        for projection in Projection::ALL {
+        for projection in config.projections() {
             if targets.of(layer, projection).is_some() {
                 let (rows, columns) = projection.shape(config);
                 matrices.insert(projection.full_name(layer), [rows, columns]);

@@ -1,5 +1,7 @@
 //! Which matrices lose how much: ratio, pattern, per-layer ratios and globs, resolved into a list before anything runs.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 use glob::Pattern as Glob;
 use serde::Serialize;
@@ -30,8 +32,10 @@ pub struct Selection {
 /// For every layer and projection, what goes.
 #[derive(Debug, Clone)]
 pub struct TargetPlan {
-    /// `[num_hidden_layers]`, seven each in the reference's order; `None` where the matrix is left alone.
-    targets: Vec<[Option<Target>; 7]>,
+    /// `[num_hidden_layers]`: the targets of a layer's chosen matrices. The others are left alone.
+    targets: Vec<BTreeMap<Projection, Target>>,
+    /// All matrices of the model's layers, chosen or not.
+    pub matrices_in_model: usize,
     /// The overall ratio asked for.
     pub sparsity_ratio: f64,
     /// The pattern asked for.
@@ -73,8 +77,8 @@ impl TargetPlan {
         );
         let mut targets = Vec::with_capacity(ratios.len());
         for (layer, &ratio) in ratios.iter().enumerate() {
-            let mut row = [None; 7];
-            for projection in Projection::ALL {
+            let mut row = BTreeMap::new();
+            for projection in config.projections() {
                 let name = projection.full_name(layer);
                 let is_included =
                     include.matches(&name, &mut matched.0) || include.globs.is_empty();
@@ -85,13 +89,14 @@ impl TargetPlan {
                 if let Pattern::NOfM { n, m } = pattern {
                     check_groups(&name, projection.shape(config).1, n, m)?;
                 }
-                row[projection as usize] = Some(Target { ratio, pattern });
+                row.insert(projection, Target { ratio, pattern });
             }
             targets.push(row);
         }
         include.all_matched(&matched.0)?;
         exclude.all_matched(&matched.1)?;
         let plan = Self {
+            matrices_in_model: targets.len() * config.projections().len(),
             targets,
             sparsity_ratio,
             pattern,
@@ -111,24 +116,22 @@ impl TargetPlan {
 
     /// What one matrix loses; `None` where it is left alone.
     pub fn of(&self, layer: usize, projection: Projection) -> Option<Target> {
-        self.targets.get(layer)?[projection as usize]
+        self.targets.get(layer)?.get(&projection).copied()
     }
 
     /// The names of the tensors that lose weights.
     pub fn tensors(&self) -> Vec<String> {
         let rows = self.targets.iter().enumerate();
         rows.flat_map(|(layer, row)| {
-            let chosen = Projection::ALL
-                .into_iter()
-                .filter(|&projection| row[projection as usize].is_some());
-            chosen.map(move |projection| projection.tensor_name(layer))
+            row.keys()
+                .map(move |projection| projection.tensor_name(layer))
         })
         .collect()
     }
 
     /// Matrices chosen.
     pub fn matrices(&self) -> usize {
-        self.targets.iter().flatten().flatten().count()
+        self.targets.iter().map(BTreeMap::len).sum()
     }
 
     /// The ratio of each layer, where not all are alike.
@@ -136,12 +139,7 @@ impl TargetPlan {
         let ratios: Vec<f64> = self
             .targets
             .iter()
-            .map(|row| {
-                row.iter()
-                    .flatten()
-                    .next()
-                    .map_or(0.0, |target| target.ratio)
-            })
+            .map(|row| row.values().next().map_or(0.0, |target| target.ratio))
             .collect();
         ratios
             .iter()
@@ -151,17 +149,16 @@ impl TargetPlan {
 
     /// What was chosen, for a person: one line where all layers are alike, else one per run of equal layers.
     pub fn describe(&self) -> Vec<String> {
-        let total = self.targets.len() * 7;
+        let total = self.matrices_in_model;
         if self.matrices() == total {
             return vec![format!(
                 "all {total} matrices of {} layers",
                 self.targets.len()
             )];
         }
-        let names = |row: &[Option<Target>; 7]| {
-            let chosen: Vec<_> = Projection::ALL
-                .iter()
-                .filter(|p| row[**p as usize].is_some())
+        let names = |row: &BTreeMap<Projection, Target>| {
+            let chosen: Vec<_> = row
+                .keys()
                 .map(|p| p.name().rsplit('.').next().unwrap_or_default())
                 .collect();
             if chosen.is_empty() {

@@ -7,17 +7,6 @@ use crate::bytes::ByteSize;
 use crate::failure::printable;
 use crate::run::inspection::{DenseComparison, InspectedLayer, Inspection, PatternCount, Zeros};
 
-/// The seven linears as columns: heading, and the end of the module's name.
-const COLUMNS: [(&str, &str); 7] = [
-    ("q", ".q_proj"),
-    ("k", ".k_proj"),
-    ("v", ".v_proj"),
-    ("o", ".o_proj"),
-    ("gate", ".gate_proj"),
-    ("up", ".up_proj"),
-    ("down", ".down_proj"),
-];
-
 /// Names in a list before it is cut short.
 const NAMES_SHOWN: usize = 3;
 
@@ -208,7 +197,8 @@ fn patterns(counts: &[PatternCount]) -> String {
 }
 
 fn layers(inspection: &Inspection) -> String {
-    let headings = COLUMNS.iter().map(|(heading, _)| format!("{heading:>7}"));
+    let columns = columns(inspection);
+    let headings = columns.iter().map(|heading| format!("{heading:>7}"));
     let mut text = format!(
         "{:<10}{}{:>7}  pattern\n",
         "zeros %",
@@ -216,29 +206,46 @@ fn layers(inspection: &Inspection) -> String {
         "all"
     );
     for layer in &inspection.layers {
-        let cells = COLUMNS.map(|(_, end)| {
-            let matrix = layer
-                .matrices
-                .iter()
-                .find(|matrix| matrix.name.ends_with(end));
+        let cell = |column: &&str| {
+            let mut matrices = layer.matrices.iter();
+            let matrix = matrices.find(|matrix| short_name(&matrix.name) == *column);
             matrix.map(|matrix| matrix.sparsity)
-        });
+        };
+        let cells: Vec<_> = columns.iter().map(cell).collect();
         let name = format!("layer {}", layer.layer);
         text += &row(&name, &cells, layer.sparsity, &pattern_of(layer));
     }
-    let columns = COLUMNS.map(|(_, end)| {
+    let all = |column: &&str| {
         let matrices = inspection.layers.iter().flat_map(|layer| &layer.matrices);
-        let column: Vec<Zeros> = matrices
-            .filter(|matrix| matrix.name.ends_with(end))
-            .map(|matrix| matrix.sparsity)
-            .collect();
-        (!column.is_empty()).then(|| Zeros::sum(&column))
-    });
-    text += &row("all", &columns, inspection.sparsity, "");
+        let of_column = matrices.filter(|matrix| short_name(&matrix.name) == *column);
+        let zeros: Vec<Zeros> = of_column.map(|matrix| matrix.sparsity).collect();
+        Some(Zeros::sum(&zeros))
+    };
+    let all: Vec<_> = columns.iter().map(all).collect();
+    text += &row("all", &all, inspection.sparsity, "");
     text
 }
 
-fn row(name: &str, cells: &[Option<Zeros>; 7], all: Zeros, pattern: &str) -> String {
+/// Columns of the table: the linears of the layer that has most of them.
+fn columns(inspection: &Inspection) -> Vec<&str> {
+    let fullest = inspection
+        .layers
+        .iter()
+        .max_by_key(|layer| layer.matrices.len());
+    let matrices = fullest.map(|layer| &layer.matrices[..]).unwrap_or_default();
+    matrices
+        .iter()
+        .map(|matrix| short_name(&matrix.name))
+        .collect()
+}
+
+/// A linear's short name: `q` of `model.layers.0.self_attn.q_proj`.
+fn short_name(name: &str) -> &str {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    last.strip_suffix("_proj").unwrap_or(last)
+}
+
+fn row(name: &str, cells: &[Option<Zeros>], all: Zeros, pattern: &str) -> String {
     let cells: String = cells
         .iter()
         .map(|cell| format!("{:>7}", cell.map_or("-".to_string(), percent)))

@@ -118,7 +118,7 @@ impl<'a> DeviceWorker<'a> {
         self.drop_weights();
         self.failed = wanted;
         let element = self.engine.element();
-        let norms = ByteSize::of(2 * self.config.hidden_size, element);
+        let norms = ByteSize::of(self.config.norm_weights(), element);
         let cast = |projection: Projection, elements: usize| match layer.linear(projection).weight()
         {
             Weight::Held(matrix) => cast_bytes(elements, matrix.dtype().bytes(), element),
@@ -135,7 +135,7 @@ impl<'a> DeviceWorker<'a> {
             return Ok(false);
         }
         let config = Arc::clone(&self.config);
-        for projection in Projection::ALL {
+        for projection in config.projections() {
             let (rows, columns) = projection.shape(&config);
             let bytes = ByteSize::of(rows * columns, element);
             let unit = format!("{} (upload)", projection.full_name(layer.index()));

@@ -128,7 +128,7 @@ impl Sweep<'_> {
     ) -> Result<SweepReport> {
         let context = || -> Result<LayerContext> {
             let settings = self.settings.clone();
-            let context = LayerContext::with_settings(&self.config, self.seqlen, settings)?;
+            let context = LayerContext::with_settings(&self.config, self.seqlen, settings);
             Ok(context.with_products(self.products))
         };
         let workers = self.devices.workers(

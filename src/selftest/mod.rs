@@ -19,7 +19,7 @@ use crate::demo::embedded;
 use crate::failure::Failure;
 use crate::job;
 use crate::model::on_device::{Cut, LogSumExpPart};
-use crate::model::{Head, LayerContext, Projection};
+use crate::model::{Head, LayerContext};
 use crate::run::fallback::FallbackOutcome;
 use crate::run::{Events, MemorySettings, Phase, Silent};
 use crate::runtime::device_worker::DeviceWorker;
@@ -159,7 +159,7 @@ impl Bench {
     fn loaded(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
         let mut engine = self.engine(model, dtype)?;
         engine.begin(&model.layer)?;
-        for projection in Projection::ALL {
+        for projection in model.layer.projections() {
             engine.take_up(&model.layer, projection)?;
         }
         Ok(engine)
@@ -210,7 +210,7 @@ impl Bench {
             engine.drop_weights();
             engine.adopt();
             engine.begin(layer)?;
-            for projection in Projection::ALL {
+            for projection in layer.projections() {
                 engine.take_up(layer, projection)?;
             }
             let ahead = engine.forward(layer, state, cut)?;
@@ -288,7 +288,7 @@ impl Bench {
             DType::F32,
         )?;
         hidden.put(0, model.state.clone())?;
-        let context = LayerContext::new(&model.config, seqlen)?;
+        let context = LayerContext::new(&model.config, seqlen);
         let by_layer = vec![vec![self.name.clone()]];
         let mut compute = Compute::new(context, vec![worker], by_layer, &Silent);
         compute.forward(Phase::Propagate, &model.layer, &mut hidden, &|_| ())?;

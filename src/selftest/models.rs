@@ -31,7 +31,7 @@ impl Model {
         let config = ModelConfig::load(folder)?;
         let source: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder)?);
         let layer = DecoderLayer::load(&*source, &config, 0)?;
-        let context = LayerContext::new(&config, seqlen)?;
+        let context = LayerContext::new(&config, seqlen);
         let vocabulary = config.vocab_size as u32;
         let tokens: Vec<u32> = (0..seqlen as u32).map(|t| t * 7919 % vocabulary).collect();
         let state = Embedding::open(&*source, &config)?.rows(&tokens)?;

@@ -13,6 +13,7 @@ use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::model::Projection;
+use prune::model::family::FAMILIES;
 use safetensors::Dtype;
 
 use crate::support::{Place, TEXTS, ran, split};
@@ -49,9 +50,8 @@ fn tensors(folder: &Path) -> Vec<(String, Stored)> {
 
 /// A module's weight, without `.weight`: `self_attn.q_proj` and the like are what is pruned.
 fn is_linear(name: &str) -> bool {
-    Projection::ALL
-        .iter()
-        .any(|projection| name.ends_with(&format!("{}.weight", projection.name())))
+    let mut linears = FAMILIES.iter().flat_map(|family| family.linears);
+    linears.any(|(projection, _)| name.ends_with(&format!("{}.weight", projection.name())))
 }
 
 /// Holds an output to its source: same names, order, files, dtypes and shapes; where `may_change`, every element is the

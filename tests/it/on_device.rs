@@ -112,7 +112,7 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
         model(folder.path(), stored)?;
         let config = ModelConfig::load(folder.path())?;
         let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
-        let mut context = LayerContext::new(&config, SEQLEN)?;
+        let mut context = LayerContext::new(&config, SEQLEN);
         let tokens: Vec<u32> = (0..SEQLEN as u32).map(|t| t * 31 % 307).collect();
         let state = Embedding::open(&*checkpoint, &config)?.rows(&tokens)?;
         let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
@@ -131,7 +131,7 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
         };
         layer.capture(&state, &mut context, &mut expected)?;
         engine.begin(&layer)?;
-        for projection in Projection::ALL {
+        for projection in layer.projections() {
             engine.take_up(&layer, projection)?;
         }
         let whole = Cut::of(&MemorySettings::default(), &config);
@@ -232,7 +232,7 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     model(folder.path(), StoredDtype::F32)?;
     let config = ModelConfig::load(folder.path())?;
     let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
-    let mut context = LayerContext::new(&config, SEQLEN)?;
+    let mut context = LayerContext::new(&config, SEQLEN);
     let tokens: Vec<u32> = (0..SEQLEN as u32).collect();
     let state = Embedding::open(&*checkpoint, &config)?.rows(&tokens)?;
     let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
@@ -243,7 +243,7 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     // From here on nothing can be copied: the weights are not in memory.
     let elsewhere = DecoderLayer::at_rest(&checkpoint, &config, 1)?;
     engine.begin(&elsewhere)?;
-    for projection in Projection::ALL {
+    for projection in elsewhere.projections() {
         engine.take_up(&elsewhere, projection)?;
     }
     let cut = Cut::of(&MemorySettings::default(), &config);
@@ -271,7 +271,7 @@ fn a_weight_that_is_not_in_memory_is_an_error() -> Result<()> {
     model(folder.path(), StoredDtype::F32)?;
     let config = ModelConfig::load(folder.path())?;
     let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
-    let context = LayerContext::new(&config, SEQLEN)?;
+    let context = LayerContext::new(&config, SEQLEN);
     let layer = DecoderLayer::at_rest(&checkpoint, &config, 0)?;
     let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &config, &context)?;
     engine.begin(&layer)?;

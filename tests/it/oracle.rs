@@ -38,7 +38,7 @@ const SHARPER: f64 = 8.0;
 pub(crate) fn ours(folder: &Path, tokens: &[u32]) -> Result<Vec<f32>> {
     let config = ModelConfig::load(folder)?;
     let checkpoint = Checkpoint::open(folder)?;
-    let mut context = LayerContext::new(&config, tokens.len())?;
+    let mut context = LayerContext::new(&config, tokens.len());
     let mut hidden = Embedding::open(&checkpoint, &config)?.rows(tokens)?;
     for index in 0..config.num_hidden_layers {
         let layer = DecoderLayer::load(&checkpoint, &config, index)?;

@@ -13,7 +13,7 @@
 //! ```
 
 use crate::bytes::ByteSize;
-use crate::model::{ModelConfig, Projection};
+use crate::model::ModelConfig;
 use crate::run::MemorySettings;
 
 /// What a device takes before anything is computed: CUDA context, cuBLAS workspace, kernels. From the literature (0.3 to 0.6 GiB);
@@ -141,22 +141,16 @@ impl Cut {
         if stored == element {
             return ByteSize::ZERO;
         }
-        let largest = Projection::ALL
-            .iter()
-            .map(|projection| projection.shape(config))
-            .map(|(rows, columns)| rows * columns)
+        let largest = config
+            .projections()
+            .map(|projection| projection.elements(config))
             .max();
         ByteSize::of(largest.unwrap_or(0), stored)
     }
 
     /// A layer's weights on a device: e · (2·H·Q + 2·H·K + 3·H·I + 2·H).
     pub fn layer_bytes(config: &ModelConfig, element: usize) -> ByteSize {
-        let matrices: usize = Projection::ALL
-            .iter()
-            .map(|projection| projection.shape(config))
-            .map(|(rows, columns)| rows * columns)
-            .sum();
-        ByteSize::of(element, matrices + 2 * config.hidden_size)
+        ByteSize::of(element, config.layer_weights() + config.norm_weights())
     }
 }
 

@@ -9,12 +9,15 @@
 //! `[heads, queries, keys]` exist for one block, in f32, with the keys up to its last query only. The MLP goes over some tokens
 //! at a time. What is observed leaves the device as column sums of squares and a few rows, never as the activations themselves.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result};
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops;
 
 use super::{CopyMatrix, Cut, upload_vector};
 use crate::linalg::attention::Heads;
+use crate::model::family::Activation;
 use crate::model::observe::{Need, Observation, Observer};
 use crate::model::{DecoderLayer, LayerContext, ModelConfig, Projection};
 
@@ -81,9 +84,10 @@ pub struct DeviceLayer {
     rms_norm_eps: f32,
     device: Device,
     dtype: DType,
+    activation: Activation,
     input_layernorm: Tensor,
     post_attention_layernorm: Tensor,
-    linears: [Option<DeviceLinear>; 7],
+    linears: BTreeMap<Projection, DeviceLinear>,
 }
 
 impl DeviceLayer {
@@ -103,7 +107,8 @@ impl DeviceLayer {
             dtype,
             input_layernorm: input_layernorm?,
             post_attention_layernorm: post_attention_layernorm?,
-            linears: Default::default(),
+            activation: layer.activation(),
+            linears: BTreeMap::new(),
         })
     }
 
@@ -122,26 +127,26 @@ impl DeviceLayer {
         projection: Projection,
         copy: CopyMatrix<'_>,
     ) -> Result<()> {
-        let place = &mut self.linears[projection as usize];
-        if place.is_some() {
+        if self.linears.contains_key(&projection) {
             return Ok(());
         }
         let linear = layer.linear(projection);
         let weight = linear.weight().held();
         let weight = copy(weight.context("a device takes weights from memory")?)?;
         let bias = linear.bias();
-        *place = Some(DeviceLinear {
+        let linear = DeviceLinear {
             weight: weight.to_dtype(self.dtype)?,
             bias: bias
                 .map(|bias| upload_vector(bias, self.dtype, &self.device))
                 .transpose()?,
-        });
+        };
+        self.linears.insert(projection, linear);
         Ok(())
     }
 
     fn linear(&self, projection: Projection) -> Result<&DeviceLinear> {
-        self.linears[projection as usize]
-            .as_ref()
+        self.linears
+            .get(&projection)
             .with_context(|| format!("{} is not on the device", projection.full_name(self.index)))
     }
 
@@ -320,7 +325,9 @@ impl DeviceLayer {
             show(&mut observer, Observation::MlpInput, first, &normed, cut)?;
             let gate = {
                 let gate = self.linear(Projection::Gate)?.forward(&normed)?;
-                ops::silu(&gate)?
+                match self.activation {
+                    Activation::Silu => ops::silu(&gate)?,
+                }
             };
             let up = self.linear(Projection::Up)?.forward(&normed)?;
             drop(normed);

@@ -109,7 +109,7 @@ impl Operations {
         // Two products with half the keys on average, for every query head.
         let scores = 2.0 * seqlen as f64 * (config.num_attention_heads * config.head_dim) as f64;
         Self {
-            all: Projection::ALL.into_iter().map(product).sum::<f64>() + scores,
+            all: config.projections().map(product).sum::<f64>() + scores,
             down: product(Projection::Down),
         }
     }
@@ -131,8 +131,9 @@ fn weights(run: &RunShape<'_>, projection: Projection) -> f64 {
 
 /// Bytes of a layer's matrices as stored.
 fn layer_bytes(run: &RunShape<'_>) -> f64 {
-    let weights = Projection::ALL.map(|projection| weights(run, projection));
-    weights.iter().sum::<f64>() * run.dtypes.layers.bytes() as f64
+    let projections = run.config.projections();
+    let weights = projections.map(|projection| weights(run, projection));
+    weights.sum::<f64>() * run.dtypes.layers.bytes() as f64
 }
 
 /// Bytes of the head's matrix as stored.

@@ -143,7 +143,7 @@ impl Engine for OnCandle {
             }
             let copied = (|| -> Result<DeviceLayer> {
                 let mut copied = DeviceLayer::begin(layer, dtype, &device)?;
-                for projection in Projection::ALL {
+                for projection in layer.projections() {
                     let copy = |matrix: &StoredMatrix| copy_in_parallel(matrix, dtype, &device);
                     copied.take_up(layer, projection, &copy)?;
                 }

@@ -14,13 +14,13 @@ use crate::support::{Place, arguments, edit_json, refuses, rewrite, sharded};
 fn another_architecture_is_refused_by_name() {
     let place = Place::new();
     edit_config(&place, |config| {
-        config["architectures"] = json!(["MistralForCausalLM"])
+        config["architectures"] = json!(["Qwen2ForCausalLM"])
     });
     refuses_at_once(
         &place,
         "",
         1,
-        "error: the architecture `MistralForCausalLM` is not supported",
+        "error: the architecture `Qwen2ForCausalLM` is not supported",
         "hint: use a checkpoint whose config.json says `\"model_type\": \"llama\"`",
     );
 }

@@ -137,13 +137,9 @@ fn phase(
     match name {
         "layer" => {
             // Masks come later.
-            let weights = Projection::ALL.map(|projection| {
-                let (rows, columns) = projection.shape(config);
-                rows * columns
-            });
             let masks = match settings.weights {
                 WeightsHeld::Layer => 0,
-                WeightsHeld::Matrix => weights.iter().sum::<usize>() / 8,
+                WeightsHeld::Matrix => config.layer_weights() / 8,
             };
             let layer = footprint::layer_weights(config, dtype, settings).0;
             Ok((ByteSize(layer - masks as u64), held))
@@ -153,7 +149,7 @@ fn phase(
             let predicted =
                 footprint::forward(config, dtype, SEQLEN, THREADS, settings, kernel) + beside;
             let counted = counted(|| {
-                let mut context = context()?;
+                let mut context = context();
                 // A second sample meets a workspace that the first one's MLP grew.
                 drop(layer.forward(&state, &mut context)?);
                 drop(layer.forward(&state, &mut context)?);
@@ -166,7 +162,7 @@ fn phase(
             let predicted =
                 footprint::capture(config, dtype, SEQLEN, THREADS, settings, kernel) + beside;
             let counted = counted(|| {
-                let mut context = context()?;
+                let mut context = context();
                 layer.capture(&state, &mut context, &mut Nobody)?;
                 layer.capture(&state, &mut context, &mut Nobody)
             })?;
@@ -176,7 +172,7 @@ fn phase(
             let predicted = footprint::score(config, dtype, THREADS, settings);
             let counted = counted(|| {
                 for method in ["wanda", "magnitude"] {
-                    for projection in Projection::ALL {
+                    for projection in config.projections() {
                         score(&mut layer, method, projection)?;
                     }
                 }
@@ -198,7 +194,7 @@ fn phase(
             let predicted =
                 footprint::head(config, Dtypes::all(dtype), SEQLEN, WINDOWS, settings) + beside;
             let before = ALIVE.load(Ordering::Relaxed);
-            let mut context = context()?;
+            let mut context = context();
             drop(layer.forward(&state, &mut context)?);
             let left = ALIVE.load(Ordering::Relaxed) - before;
             let mut perplexity =

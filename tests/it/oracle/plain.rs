@@ -101,11 +101,9 @@ impl PlainLayer {
         let name = projection.name();
         let (_, columns) = projection.shape(&self.config);
         let weight = self.tensor(&format!("{name}.weight"))?;
-        let has_bias = match projection {
-            Projection::Gate | Projection::Up | Projection::Down => self.config.mlp_bias,
-            _ => self.config.attention_bias,
-        };
-        let bias = has_bias
+        let bias = self
+            .config
+            .has_bias(projection)
             .then(|| self.tensor(&format!("{name}.bias")))
             .transpose()?;
         let mut out = Vec::new();

@@ -1,0 +1,72 @@
+//! The keys of a `config.json`: typed reads with bounds, and errors that name the key and the value found.
+
+use anyhow::Result;
+use serde_json::Value;
+
+use crate::failure::Failure;
+
+/// Upper bound of sizes. Products of two of them, and of a byte count, fit a u64 with room for the layers.
+pub(super) const LARGEST_SIZE: u64 = 1 << 24;
+
+/// A JSON object whose keys are read.
+pub(super) struct Keys<'a>(pub(super) &'a Value);
+
+impl Keys<'_> {
+    /// The value of a key that exists and is not null.
+    pub(super) fn given(&self, key: &str) -> Option<&Value> {
+        self.0.get(key).filter(|value| !value.is_null())
+    }
+
+    /// A whole number from 1 to [`LARGEST_SIZE`].
+    pub(super) fn size(&self, key: &str, default: Option<usize>) -> Result<usize> {
+        self.size_up_to(LARGEST_SIZE, key, default)
+    }
+
+    /// A whole number from 1 to `largest`.
+    pub(super) fn size_up_to(
+        &self,
+        largest: u64,
+        key: &str,
+        default: Option<usize>,
+    ) -> Result<usize> {
+        let value = match (self.given(key), default) {
+            (None, Some(default)) => return Ok(default),
+            (None, None) => return Err(Failure::new(format!("`{key}` is missing")).into()),
+            (Some(value), _) => value,
+        };
+        match value.as_u64() {
+            Some(size) if (1..=largest).contains(&size) => Ok(size as usize),
+            _ => Err(Failure::new(format!(
+                "`{key}` is {value}; it must be a whole number from 1 to {largest}"
+            ))
+            .into()),
+        }
+    }
+
+    /// A number within bounds. The error is the value found instead.
+    pub(super) fn number(
+        &self,
+        key: &str,
+        default: Option<f64>,
+        is_within: impl Fn(f64) -> bool,
+    ) -> Result<f64, &Value> {
+        let Some(value) = self.given(key) else {
+            return default.ok_or(&Value::Null);
+        };
+        value
+            .as_f64()
+            .filter(|&number| is_within(number))
+            .ok_or(value)
+    }
+
+    /// A truth value; false if the key is missing.
+    pub(super) fn flag(&self, key: &str) -> Result<bool> {
+        match self.given(key) {
+            None => Ok(false),
+            Some(Value::Bool(flag)) => Ok(*flag),
+            Some(value) => {
+                Err(Failure::new(format!("`{key}` is {value}; it must be true or false")).into())
+            }
+        }
+    }
+}

@@ -1,0 +1,135 @@
+use super::*;
+use serde_json::json;
+
+fn tiny() -> Value {
+    json!({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 172,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 512})
+}
+
+fn with(key: &str, value: Value) -> Value {
+    let mut config = tiny();
+    config[key] = value;
+    config
+}
+
+#[test]
+fn defaults_are_those_of_transformers() {
+    let config = ModelConfig::from_json(&tiny()).unwrap();
+    assert_eq!(
+        (
+            config.num_key_value_heads,
+            config.head_dim,
+            config.max_position_embeddings
+        ),
+        (8, 8, 2048)
+    );
+    assert_eq!(
+        (config.rope_theta, config.rope_scaling),
+        (10_000.0, RopeScaling::Default)
+    );
+    assert!(!config.tie_word_embeddings && config.biases.is_empty());
+}
+
+#[test]
+fn rotary_scaling_is_read_under_the_old_and_the_new_key() {
+    let llama3 = json!({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192});
+    let old = ModelConfig::from_json(&with("rope_scaling", llama3.clone())).unwrap();
+    let mut new = llama3;
+    new["rope_theta"] = json!(500_000.0);
+    let new = ModelConfig::from_json(&with("rope_parameters", new)).unwrap();
+    assert_eq!(old.rope_scaling, new.rope_scaling);
+    assert_eq!(new.rope_theta, 500_000.0);
+    let linear = ModelConfig::from_json(&with(
+        "rope_scaling",
+        json!({"type": "linear", "factor": 2.0}),
+    ))
+    .unwrap();
+    assert_eq!(linear.rope_scaling, RopeScaling::Linear { factor: 2.0 });
+}
+
+#[test]
+fn what_cannot_be_computed_is_refused_by_name() {
+    let refusals = [
+        (
+            with("architectures", json!(["Qwen2ForCausalLM"])),
+            "the architecture `Qwen2ForCausalLM` is not supported",
+        ),
+        (with("model_type", json!("qwen2")), "is not supported"),
+        (
+            with("rope_scaling", json!({"rope_type": "yarn", "factor": 2.0})),
+            "rotary scaling `yarn` is not supported",
+        ),
+        (
+            with("rope_scaling", json!({"rope_type": "linear"})),
+            "`rope_scaling.factor` is null; it must be a number from 1 to 1e12",
+        ),
+        (
+            with("quantization_config", json!({"quant_method": "gptq"})),
+            "the checkpoint is quantised (gptq)",
+        ),
+        (
+            with("hidden_act", json!("gelu")),
+            "`hidden_act` is \"gelu\"",
+        ),
+        (with("hidden_act", json!(5)), "`hidden_act` is 5"),
+        (with("hidden_size", json!(0)), "`hidden_size` is 0"),
+        (with("hidden_size", json!(-5)), "`hidden_size` is -5"),
+        (with("vocab_size", json!(1u64 << 60)), "`vocab_size` is"),
+        (
+            with("num_key_value_heads", json!(3)),
+            "is not a multiple of `num_key_value_heads` 3",
+        ),
+        (with("head_dim", json!(7)), "`head_dim` 7 is odd"),
+        (with("hidden_size", json!(60)), "there is no `head_dim`"),
+        (
+            with("num_hidden_layers", json!(1_000_000_000)),
+            "from 1 to 4096",
+        ),
+        (
+            with("head_dim", json!(1 << 22)),
+            "times `head_dim` 4194304 is more than",
+        ),
+        (with("rms_norm_eps", json!(0.0)), "`rms_norm_eps` is 0"),
+        (
+            with("rms_norm_eps", json!(1e-300)),
+            "`rms_norm_eps` is 1e-300",
+        ),
+        (with("rms_norm_eps", json!("x")), "`rms_norm_eps` is \"x\""),
+        (
+            with("attention_bias", json!("no")),
+            "`attention_bias` is \"no\"",
+        ),
+        (with("rope_theta", json!(1e300)), "`rope_theta` is 1e+300"),
+        (with("rope_scaling", json!(2.0)), "`rope_scaling` is 2.0"),
+        (
+            with("rope_scaling", json!({"type": 7})),
+            "is 7; it must be a name",
+        ),
+        (
+            with("rope_scaling", json!({"type": "dynamic", "factor": 1e-300})),
+            "`rope_scaling.factor` is 1e-300",
+        ),
+        (
+            with(
+                "rope_scaling",
+                json!({"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 1.0 + 1e-12,
+                "original_max_position_embeddings": 8192}),
+            ),
+            "must be smaller than high_freq_factor",
+        ),
+        (
+            with(
+                "rope_scaling",
+                json!({"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+                "original_max_position_embeddings": 1e300}),
+            ),
+            "`original_max_position_embeddings` is 1e+300",
+        ),
+        (with("rope_theta", json!("x")), "`rope_theta` is \"x\""),
+    ];
+    for (config, message) in refusals {
+        let error = ModelConfig::from_json(&config).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    }
+}

@@ -1,0 +1,55 @@
+//! The state that all layers of a model share: rotary tables, scratch memory and memory settings.
+
+use super::config::ModelConfig;
+use super::rotary::Rotary;
+use crate::linalg::{Products, Workspace};
+use crate::run::MemorySettings;
+
+/// Rotary tables, scratch memory and memory settings of a model's layers.
+#[derive(Debug)]
+pub struct LayerContext {
+    pub(super) rotary: Rotary,
+    pub(super) workspace: Workspace,
+    pub(super) settings: MemorySettings,
+}
+
+impl LayerContext {
+    /// A context for sequences of up to `seqlen` tokens, cached ones included, with the default memory settings.
+    pub fn new(config: &ModelConfig, seqlen: usize) -> Self {
+        Self::with_settings(config, seqlen, MemorySettings::default())
+    }
+
+    /// A context for sequences of up to `seqlen` tokens.
+    pub fn with_settings(config: &ModelConfig, seqlen: usize, settings: MemorySettings) -> Self {
+        Self {
+            rotary: Rotary::new(config, seqlen),
+            workspace: Workspace::new(),
+            settings,
+        }
+    }
+
+    /// The same context with another arithmetic of products. Weights stay packed where the memory settings say so; without this
+    /// call they never do.
+    #[must_use]
+    pub fn with_products(mut self, products: Products) -> Self {
+        let panel = self.workspace.panel();
+        panel.products = products;
+        panel.keeps_packed = self.settings.keep_packed;
+        self
+    }
+
+    /// The memory settings.
+    pub fn settings(&self) -> &MemorySettings {
+        &self.settings
+    }
+
+    /// The rotary tables.
+    pub(super) fn rotary(&self) -> &Rotary {
+        &self.rotary
+    }
+
+    /// The scratch memory, for products outside a layer.
+    pub fn workspace(&mut self) -> &mut Workspace {
+        &mut self.workspace
+    }
+}
