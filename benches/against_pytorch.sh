@@ -21,7 +21,7 @@ threads=${THREADS:-2}
 windows=${EVAL:-0}
 prune=${PRUNE:-}
 if [ -z "$prune" ]; then
-  cargo build --release --quiet
+  cargo build --release --features synthetic --quiet
   prune=target/release/prune
 fi
 mkdir -p "$folder"

@@ -14,7 +14,7 @@ text=wikitext2:$shared/data/wikitext2
 seven_b=(--hidden-size 4096 --intermediate-size 11008 --num-attention-heads 32 --vocab-size 32000 --max-position-embeddings 4096
   --tokenizer "$shared/data/tokenizers/llama2" --dtype bf16)
 
-cargo build --release --quiet
+cargo build --release --features synthetic --quiet
 prune=target/release/prune
 mkdir -p "$folder"
 

@@ -15,7 +15,7 @@ text=wikitext2:$shared/data/wikitext2
 layers=${LAYERS:-4}
 prune=${PRUNE:-}
 if [ -z "$prune" ]; then
-  cargo build --release --quiet
+  cargo build --release --features synthetic --quiet
   prune=target/release/prune
 fi
 mkdir -p "$folder"

@@ -23,6 +23,8 @@ pub mod runtime;
 #[cfg(feature = "selftest")]
 pub mod selftest;
 pub mod settings;
+#[cfg(feature = "synthetic")]
+pub mod synthetic;
 
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are little-endian and are read without conversion");

@@ -22,7 +22,6 @@ use criterion::measurement::{Measurement, ValueFormatter, WallTime};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSource};
-use prune::demo::RandomCheckpoint;
 use prune::linalg::attention::{self, Heads};
 use prune::linalg::matmul::{Threads, View, matmul};
 use prune::linalg::peak;
@@ -31,6 +30,7 @@ use prune::linalg::{Linear, Panel, Products, StoredDtype, StoredMatrix, tensor};
 use prune::model::{DecoderLayer, LayerContext, ModelConfig, Observation, Observer, observe::Need};
 use prune::pruning::{METHODS, Pattern, Request, Target};
 use prune::run::Silent;
+use prune::synthetic::RandomCheckpoint;
 
 /// Values without pattern in [-0.5, 0.5), the same in every run.
 fn noise(count: usize) -> Vec<f32> {

@@ -165,7 +165,8 @@ pub(crate) fn shapes(config: &ModelConfig) -> BTreeMap<String, Vec<usize>> {
         ("model.norm.weight".to_string(), vec![hidden]),
     ]);
     for layer in 0..config.num_hidden_layers {
-        shapes.extend(config.layer_tensors(layer));
+        let tensors = config.layer_tensors(layer);
+        shapes.extend(tensors.map(|tensor| (tensor.name, tensor.shape)));
     }
     shapes
 }

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::data::{self, Role, TextCache, Tokenizer};
-use prune::demo::RandomCheckpoint;
+use prune::synthetic::RandomCheckpoint;
 use prune::model::{DecoderLayer, Head, ModelConfig};
 use prune::run::Silent;
 use tempfile::TempDir;

@@ -1,4 +1,4 @@
-//! `prune make-checkpoint` (hidden): a random Llama of any shape, for tests, benches and scale runs.
+//! `prune make-checkpoint` (hidden): a random model of any shape, for tests, benches and scale runs.
 
 use std::path::PathBuf;
 
@@ -7,9 +7,9 @@ use clap::{Args, ValueEnum};
 
 use super::console::Console;
 use crate::bytes::ByteSize;
-use crate::demo::RandomCheckpoint;
 use crate::linalg::StoredDtype;
 use crate::run::Events;
+use crate::synthetic::RandomCheckpoint;
 
 /// Flags of `prune make-checkpoint`.
 #[derive(Debug, Clone, Args)]
@@ -17,6 +17,9 @@ pub struct MakeCheckpointArgs {
     /// Folder to write; must not exist or be empty
     #[arg(value_name = "DIR")]
     target: PathBuf,
+    /// Family: `model_type` of config.json
+    #[arg(long, value_name = "NAME", default_value = "llama")]
+    model_type: String,
     /// Width of the residual stream
     #[arg(long, default_value_t = 64)]
     hidden_size: usize,
@@ -80,7 +83,7 @@ enum Dtype {
 /// Writes the checkpoint.
 ///
 /// # Errors
-/// Fails for shapes that are no Llama, a folder that is not empty, and when writing fails.
+/// Fails for impossible shapes, a folder that is not empty, and when writing fails.
 pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
     let console = Console::default();
     let rope_scaling = args
@@ -111,6 +114,7 @@ pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
         max_shard: args.max_shard,
         seed: args.seed,
         tokenizer: args.tokenizer.clone(),
+        ..RandomCheckpoint::of_family(&args.model_type)?
     };
     checkpoint.write(&args.target, &console)?;
     console.clear();

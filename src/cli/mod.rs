@@ -10,6 +10,7 @@ pub mod eval;
 pub mod generate;
 pub mod inspect;
 mod interrupt;
+#[cfg(feature = "synthetic")]
 pub mod make_checkpoint;
 pub mod outcome;
 pub mod plan;
@@ -91,7 +92,8 @@ enum Command {
     /// Print the man page
     #[command(after_help = shell::MAN_EXAMPLES)]
     Man,
-    /// Write a random Llama of any shape, for tests, benches and scale runs
+    /// Write a random model of any shape, for tests, benches and scale runs
+    #[cfg(feature = "synthetic")]
     #[command(hide = true)]
     MakeCheckpoint(make_checkpoint::MakeCheckpointArgs),
     /// Compare a device with the CPU
@@ -171,6 +173,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         Some(Command::Report(args)) => report::command(args, console),
         Some(Command::Completions(args)) => shell::completions(args, command(), console),
         Some(Command::Man) => shell::man(command(), console),
+        #[cfg(feature = "synthetic")]
         Some(Command::MakeCheckpoint(args)) => make_checkpoint::command(args),
         #[cfg(feature = "selftest")]
         Some(Command::Selftest(args)) => selftest::command(args, console),

@@ -64,8 +64,8 @@ impl DecoderLayer {
     /// # Errors
     /// Fails for the first tensor that is missing or of another shape, by its name.
     pub fn check(source: &dyn WeightSource, config: &ModelConfig, index: usize) -> Result<()> {
-        for (name, shape) in config.layer_tensors(index) {
-            super::stored_dtype(source.require(&name, &shape)?)?;
+        for tensor in config.layer_tensors(index) {
+            super::stored_dtype(source.require(&tensor.name, &tensor.shape)?)?;
         }
         Ok(())
     }

@@ -7,7 +7,6 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor};
 
 use crate::checkpoint::{Checkpoint, WeightSource};
-use crate::demo::RandomCheckpoint;
 use crate::linalg::StoredDtype;
 use crate::model::observe::Need;
 use crate::model::on_device::LogSumExpPart;
@@ -15,6 +14,7 @@ use crate::model::{DecoderLayer, Embedding, LayerContext, ModelConfig, Observati
 use crate::pipeline::{PrunedMatrix, Watcher};
 use crate::pruning::Mask;
 use crate::run::Silent;
+use crate::synthetic::RandomCheckpoint;
 
 /// A model with its first layer in memory.
 pub(super) struct Model {

@@ -1,8 +1,8 @@
 //! `--dtype`: products in bf16, and in f32 by parts, on CPUs that have them. Other CPUs refuse with a reason.
 
-use prune::demo::RandomCheckpoint;
 use prune::linalg::{StoredDtype, product::Kernel};
 use prune::run::Manifest;
+use prune::synthetic::RandomCheckpoint;
 
 use half::bf16;
 use prune::checkpoint::Checkpoint;

@@ -10,7 +10,6 @@ use std::path::Path;
 
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::model::Projection;
 use prune::model::family::FAMILIES;

@@ -11,12 +11,13 @@ use anyhow::Result;
 use candle_core::{DType, Device, safetensors};
 use prune::checkpoint::Checkpoint;
 use prune::data::{self, DatasetSpec, Role, Source, TextCache, Tokenizer};
-use prune::demo::{RandomCheckpoint, embedded};
+use prune::demo::embedded;
 use prune::generation::{
     FinishReason, GenerationRequest, Generator, Sampler, Sampling, generate, sentence,
 };
 use prune::model::ModelConfig;
 use prune::run::Silent;
+use prune::synthetic::RandomCheckpoint;
 use twin::{Twin, Weights};
 
 use crate::support::prune_in_process;

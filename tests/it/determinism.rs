@@ -4,9 +4,9 @@
 
 use std::fs;
 
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::run::HiddenStatesStorage;
+use prune::synthetic::RandomCheckpoint;
 
 use crate::support::Place;
 

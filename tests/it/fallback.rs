@@ -1,7 +1,6 @@
 //! Simulated GPUs: placement by plan and map, and the steps after an out-of-memory, at every unit of work. A simulated GPU computes
 //! what the CPU computes, so the masks must equal those of the CPU.
 
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::run::Manifest;
 use prune::run::fallback::FallbackOutcome;

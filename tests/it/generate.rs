@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use prune::checkpoint::Checkpoint;
 use prune::data::Tokenizer;
-use prune::demo::{RandomCheckpoint, embedded};
+use prune::demo::embedded;
 use prune::generation::{
     FinishReason, Generated, GenerationRequest, Generator, PROMPT_BLOCK, Sampler, Sampling,
     generate,

@@ -18,7 +18,7 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
-use prune::demo::RandomCheckpoint;
+use prune::synthetic::RandomCheckpoint;
 use serde_json::{Value, json};
 
 use crate::support::{Place, Ran, TEXTS, edit_json, refuses, refuses_command, words};

@@ -20,7 +20,7 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use prune::bytes::ByteSize;
-use prune::demo::RandomCheckpoint;
+use prune::synthetic::RandomCheckpoint;
 use server::{COMMIT, Fault, sha256};
 
 use crate::support::{Place, Ran, TEXTS, ran, words};

@@ -6,9 +6,10 @@ use std::fs;
 use std::path::Path;
 
 use prune::checkpoint::encode_header;
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::run::Inspection;
+use prune::synthetic::RandomCheckpoint;
+use prune::synthetic::RandomCheckpoint;
 use safetensors::tensor::TensorInfo;
 use safetensors::{Dtype, SafeTensors};
 

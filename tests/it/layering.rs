@@ -67,18 +67,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "runtime",
         ],
     ),
-    (
-        "demo",
-        &[
-            "run",
-            "linalg",
-            "checkpoint",
-            "data",
-            "placement",
-            "model",
-            "runtime",
-        ],
-    ),
+    ("demo", &[]),
+    ("synthetic", &["run", "linalg", "checkpoint", "model"]),
     ("report", &["run"]),
     (
         "settings",
@@ -120,6 +110,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "checkpoint",
             "data",
             "demo",
+            "synthetic",
             "model",
             "pruning",
             "runtime",
@@ -147,6 +138,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "hub",
             // Hidden commands.
             "demo",
+            "synthetic",
             "linalg",
         ],
     ),

@@ -18,7 +18,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use prune::bytes::ByteSize;
 use prune::data::footprint::{self, Encoding, TokenizerSize};
 use prune::data::{self, Role, Source, TextCache, Tokenizer};
-use prune::demo::RandomCheckpoint;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
 use prune::model::{Dtypes, ModelConfig};

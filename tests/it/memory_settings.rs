@@ -6,8 +6,8 @@
 
 use std::fs;
 
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
+use prune::synthetic::RandomCheckpoint;
 
 use crate::support::Place;
 

@@ -5,8 +5,8 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Stdio;
 
-use prune::demo::RandomCheckpoint;
 use prune::run::Manifest;
+use prune::synthetic::RandomCheckpoint;
 use serde_json::Value;
 
 use crate::support::{Place, TEXTS};

@@ -7,7 +7,6 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
-use prune::demo::RandomCheckpoint;
 use prune::linalg::{StoredDtype, tensor};
 use prune::model::observe::Need;
 use prune::model::on_device::{Cut, LogSumExpPart};
@@ -15,6 +14,7 @@ use prune::model::{DecoderLayer, Head, LayerContext, ModelConfig, Observation, O
 use prune::model::{Embedding, Projection};
 use prune::run::MemorySettings;
 use prune::runtime::engine::{Engine, OnCandle};
+use prune::synthetic::RandomCheckpoint;
 
 const SEQLEN: usize = 75;
 

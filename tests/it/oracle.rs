@@ -16,10 +16,10 @@ use candle_nn::VarBuilder;
 use candle_transformers::models::llama;
 use prune::bytes::ByteSize;
 use prune::checkpoint::Checkpoint;
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::model::{DecoderLayer, Embedding, Head, LayerContext, ModelConfig};
 use prune::run::Silent;
+use prune::synthetic::RandomCheckpoint;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

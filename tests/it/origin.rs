@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use prune::demo::RandomCheckpoint;
+use prune::synthetic::RandomCheckpoint;
 
 use crate::hub::{Server, command, parquet};
 use crate::support::{self, Place, ran, words};

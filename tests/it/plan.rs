@@ -4,9 +4,9 @@ use std::fs;
 use std::time::Instant;
 
 use prune::bytes::ByteSize;
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::run::{HiddenStatesStorage, Plan};
+use prune::synthetic::RandomCheckpoint;
 use serde_json::{Value, json};
 
 use crate::support::{Place, Ran, edit_json};

@@ -14,9 +14,9 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use prune::bytes::ByteSize;
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::run::Manifest;
+use prune::synthetic::RandomCheckpoint;
 use serde_json::Value;
 
 use crate::support::{Place, Ran, TEXTS};

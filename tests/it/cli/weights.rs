@@ -4,9 +4,9 @@ use std::fs;
 
 use half::{bf16, f16};
 use prune::bytes::ByteSize;
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::model::Projection;
+use prune::synthetic::RandomCheckpoint;
 
 use super::{compare, is_linear, tensors, zeros_per_row};
 use crate::support::Place;

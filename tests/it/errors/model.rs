@@ -3,7 +3,7 @@
 use std::fs;
 
 use prune::checkpoint::{Checkpoint, WeightSource};
-use prune::demo::RandomCheckpoint;
+use prune::synthetic::RandomCheckpoint;
 use safetensors::Dtype;
 use serde_json::json;
 
@@ -156,7 +156,7 @@ fn tensors_that_the_config_has_no_place_for_are_a_warning() {
                    `model.layers.1.";
     assert!(ran.stderr.contains(warning), "{}", ran.stderr);
 
-    let place = Place::with(&prune::demo::RandomCheckpoint {
+    let place = Place::with(&prune::synthetic::RandomCheckpoint {
         attention_bias: true,
         ..Default::default()
     });
@@ -173,7 +173,7 @@ fn tensors_that_the_config_has_no_place_for_are_a_warning() {
 
 #[test]
 fn two_checkpoints_in_one_folder_are_refused() {
-    let place = Place::with(&prune::demo::RandomCheckpoint {
+    let place = Place::with(&prune::synthetic::RandomCheckpoint {
         max_shard: prune::bytes::ByteSize(150_000),
         ..Default::default()
     });

@@ -5,8 +5,9 @@ use std::io::Write;
 use std::process::Stdio;
 
 use prune::bytes::ByteSize;
-use prune::demo::{RandomCheckpoint, embedded};
+use prune::demo::embedded;
 use prune::run::GenerationReport;
+use prune::synthetic::RandomCheckpoint;
 use serde_json::{Value, json};
 
 use crate::support::{Place, Ran, edit_json, ran, refuses_command};

@@ -12,7 +12,6 @@ use proptest::prelude::*;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::data::{self, Draw, Role, Source, TextCache, Tokenizer};
-use prune::demo::RandomCheckpoint;
 use prune::model::{DecoderLayer, Head, ModelConfig};
 use prune::pipeline::LayerRatios;
 use prune::placement::Device;
@@ -20,6 +19,7 @@ use prune::placement::device_map::Prefixes;
 use prune::report::comparison::NamedRun;
 use prune::report::page::Report;
 use prune::run::{Manifest, Silent};
+use prune::synthetic::RandomCheckpoint;
 use tempfile::TempDir;
 
 use super::mutators::spoil;

@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use prune::demo::RandomCheckpoint;
+use prune::synthetic::RandomCheckpoint;
 
 use super::server::{COMMIT, Fault};
 use super::{MODEL, QUICK, REPO, TOKEN, command, refuses, with_model};

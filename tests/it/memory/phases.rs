@@ -10,7 +10,6 @@ use anyhow::{Context, Result, bail};
 use candle_core::DType;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
-use prune::demo::RandomCheckpoint;
 use prune::eval::Perplexity;
 use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
@@ -24,6 +23,7 @@ use prune::run::Silent;
 use prune::run::memory_settings::{MemorySettings, WeightsHeld};
 use prune::runtime::Side;
 use prune::runtime::{Clock, Compute, HiddenStates, Passenger};
+use prune::synthetic::RandomCheckpoint;
 
 use super::{ALIVE, PEAK};
 use crate::support::Place;

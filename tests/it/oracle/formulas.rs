@@ -6,13 +6,13 @@ use std::path::Path;
 use anyhow::Result;
 use candle_core::DType;
 use prune::checkpoint::Checkpoint;
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
 use prune::model::observe::Need;
 use prune::model::{
     DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer, Projection,
     RopeScaling,
 };
+use prune::synthetic::RandomCheckpoint;
 use serde_json::json;
 
 use super::plain::PlainLayer;

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
+use prune::synthetic::RandomCheckpoint;
 use safetensors::SafeTensors;
 
 use super::{LOGITS, compare, distance, ours, prompt, sharp};

@@ -3,8 +3,8 @@
 use std::fs;
 
 use prune::bytes::ByteSize;
-use prune::demo::RandomCheckpoint;
 use prune::linalg::StoredDtype;
+use prune::synthetic::RandomCheckpoint;
 
 use super::{MAGNITUDE, WANDA, command, interrupted, outcome, place, with_fault};
 

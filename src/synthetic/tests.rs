@@ -185,32 +185,34 @@ fn impossible_shapes_and_full_folders_are_refused() -> anyhow::Result<()> {
                 num_attention_heads: 3,
                 ..usual()
             },
-            "not a multiple of num_attention_heads 3",
+            "not a multiple of `num_attention_heads` 3",
         ),
         (
             RandomCheckpoint {
                 num_key_value_heads: 3,
                 ..usual()
             },
-            "not a multiple of num_key_value_heads 3",
+            "not a multiple of `num_key_value_heads` 3",
         ),
         (
             RandomCheckpoint {
                 head_dim: Some(7),
                 ..usual()
             },
-            "head_dim 7",
+            "`head_dim` 7 is odd",
         ),
         (
             RandomCheckpoint {
                 num_hidden_layers: 0,
                 ..usual()
             },
-            "num_hidden_layers is 0",
+            "`num_hidden_layers` is 0",
         ),
         (
             RandomCheckpoint {
-                intermediate_size: usize::MAX / 2,
+                intermediate_size: 1 << 24,
+                hidden_size: 1 << 24,
+                num_hidden_layers: 4096,
                 ..usual()
             },
             "its size overflows",

@@ -1,8 +1,8 @@
-//! [`RandomCheckpoint`]: a Llama of any shape with random weights, in the layout transformers writes.
+//! [`RandomCheckpoint`]: a model of any shape with random weights, in the layout transformers writes.
 //!
-//! For speed, memory and format tests at real sizes without a download: a 70B checkpoint is made in the memory of a few
-//! chunks, as fast as the disk takes it. The weights keep the scale of a fresh model (deviation 0.02, the two matrices that
-//! end in the residual stream divided by √(2·layers), GPT-2's rule), so activations stay finite through 80 layers.
+//! It serves speed, memory and format tests at real sizes without a download: a 70B checkpoint is written with the memory of a few
+//! chunks, as fast as the disk takes it. The weights have the scale of a fresh model (deviation 0.02; the two matrices that
+//! write to the residual stream divided by √(2·layers), GPT-2's rule), so activations stay finite through 80 layers.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -18,13 +18,15 @@ use serde_json::{Value, json};
 
 use super::layout::{self, RandomTensor};
 use super::noise::Noise;
-use super::tokenizer::{BYTE_TOKENS, Tokenizer};
+use super::tokenizer::Tokenizer;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
     CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE, encode_header, sync_folder, write_atomic,
 };
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
+use crate::model::ModelConfig;
+use crate::model::family::{FAMILIES, Family};
 use crate::run::{Events, Meter};
 
 /// The version whose config.json this one imitates.
@@ -51,9 +53,11 @@ fn torch_name(dtype: StoredDtype) -> &'static str {
     }
 }
 
-/// The shape of a random Llama; fields are named as in config.json. The default is a model of a few hundred kilobytes.
+/// The shape of a random model; fields are named as in config.json. The default is a Llama of a few hundred kilobytes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RandomCheckpoint {
+    /// Its family, whose record says which tensors there are.
+    pub family: &'static Family,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Width of the MLP.
@@ -76,9 +80,9 @@ pub struct RandomCheckpoint {
     pub rope_scaling: Option<Value>,
     /// Without a `lm_head.weight` of its own.
     pub tie_word_embeddings: bool,
-    /// Biases on q, k, v and o.
+    /// Biases on q, k, v and o, if the family can have them.
     pub attention_bias: bool,
-    /// Biases on gate, up and down.
+    /// Biases on gate, up and down, if the family can have them.
     pub mlp_bias: bool,
     /// The dtype of every tensor.
     pub dtype: StoredDtype,
@@ -94,6 +98,7 @@ pub struct RandomCheckpoint {
 impl Default for RandomCheckpoint {
     fn default() -> Self {
         Self {
+            family: &FAMILIES[0],
             hidden_size: 64,
             intermediate_size: 176,
             num_hidden_layers: 2,
@@ -117,6 +122,21 @@ impl Default for RandomCheckpoint {
 }
 
 impl RandomCheckpoint {
+    /// The default shape in another family.
+    ///
+    /// # Errors
+    /// Fails when no family has this `model_type`.
+    pub fn of_family(model_type: &str) -> Result<Self, Failure> {
+        let mut families = FAMILIES.iter();
+        let family = families
+            .find(|family| family.model_type == model_type)
+            .ok_or_else(|| Failure::usage(format!("no family is called `{model_type}`")))?;
+        Ok(Self {
+            family,
+            ..Self::default()
+        })
+    }
+
     /// Writes the checkpoint into `target`, which is made, or empty. `config.json` comes last: a folder without it is
     /// unfinished.
     ///
@@ -125,8 +145,11 @@ impl RandomCheckpoint {
     /// Fails when the shape is impossible, `target` holds anything, the tokenizer cannot be read or does not fit the
     /// vocabulary, or the disk refuses.
     pub fn write(&self, target: &Path, events: &dyn Events) -> anyhow::Result<()> {
-        self.check()?;
-        let tokenizer = Tokenizer::for_checkpoint(self)?;
+        let config = ModelConfig::from_json(&self.config(None))?;
+        let tokenizer = match &self.tokenizer {
+            Some(path) => Tokenizer::read(path, self.vocab_size)?,
+            None => Tokenizer::of_bytes(self.vocab_size, self.max_position_embeddings)?,
+        };
         fs::create_dir_all(target).map_err(|error| cannot_write(target, &error))?;
         let mut there = fs::read_dir(target).map_err(|error| cannot_write(target, &error))?;
         if there.next().is_some() {
@@ -137,7 +160,7 @@ impl RandomCheckpoint {
             );
         }
 
-        let tensors = layout::tensors(self)?;
+        let tensors = layout::tensors(&config, self.dtype)?;
         let total: u64 = tensors.iter().map(|tensor| tensor.bytes).sum();
         let shards = layout::shards(&tensors, self.max_shard);
         let mut meter = Meter::start(events, "generate", total);
@@ -172,56 +195,15 @@ impl RandomCheckpoint {
         }
         let Tokenizer { bos, eos, pad, .. } = tokenizer;
         let generation = json!({
-            "_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad,
+            "_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": null,
             "transformers_version": TRANSFORMERS_VERSION
         });
         write_json(target, "generation_config.json", &generation)?;
-        write_json(target, "config.json", &self.config(bos, eos, pad))
-    }
-
-    /// The width of one head; only for a checked shape.
-    pub(super) fn head_dim(&self) -> usize {
-        self.head_dim
-            .unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
-    }
-
-    fn check(&self) -> Result<(), Failure> {
-        let bad = |why: String| Failure::new(format!("cannot make a random Llama: {why}"));
-        let sizes = [
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_hidden_layers),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.num_key_value_heads),
-            ("vocab_size", self.vocab_size),
-            ("max_position_embeddings", self.max_position_embeddings),
-        ];
-        if let Some((name, _)) = sizes.iter().find(|(_, size)| *size == 0) {
-            return Err(bad(format!("{name} is 0")));
+        let mut config = self.config(Some(config.head_dim));
+        for (key, id) in [("bos", bos), ("eos", eos), ("pad", pad)] {
+            config[format!("{key}_token_id")] = json!(id);
         }
-        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
-        if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(heads) {
-            return Err(bad(format!(
-                "hidden_size {} is not a multiple of num_attention_heads {heads}",
-                self.hidden_size
-            )));
-        }
-        if !heads.is_multiple_of(kv_heads) {
-            return Err(bad(format!(
-                "num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            )));
-        }
-        let head_dim = self.head_dim();
-        if head_dim == 0 || !head_dim.is_multiple_of(2) {
-            return Err(bad(format!(
-                "head_dim {head_dim} is not a positive even number, rotary embeddings turn pairs"
-            )));
-        }
-        if self.tokenizer.is_none() && self.vocab_size < BYTE_TOKENS {
-            return Err(bad(format!("vocab_size {} is too small", self.vocab_size))
-                .detail(format!("the byte tokenizer has {} tokens", BYTE_TOKENS)));
-        }
-        Ok(())
+        write_json(target, "config.json", &config)
     }
 
     fn write_shard(
@@ -316,25 +298,26 @@ impl RandomCheckpoint {
         }
     }
 
-    fn config(&self, bos: Option<u64>, eos: Option<u64>, pad: Option<u64>) -> Value {
+    /// `config.json` without the ids of special tokens, which are those of the tokenizer.
+    fn config(&self, head_dim: Option<usize>) -> Value {
         json!({
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [self.family.architecture],
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
-            "bos_token_id": bos,
-            "eos_token_id": eos,
-            "head_dim": self.head_dim(),
-            "hidden_act": "silu",
+            "bos_token_id": null,
+            "eos_token_id": null,
+            "head_dim": head_dim.or(self.head_dim),
+            "hidden_act": self.family.activation.name(),
             "hidden_size": self.hidden_size,
             "initializer_range": 0.02,
             "intermediate_size": self.intermediate_size,
             "max_position_embeddings": self.max_position_embeddings,
             "mlp_bias": self.mlp_bias,
-            "model_type": "llama",
+            "model_type": self.family.model_type,
             "num_attention_heads": self.num_attention_heads,
             "num_hidden_layers": self.num_hidden_layers,
             "num_key_value_heads": self.num_key_value_heads,
-            "pad_token_id": pad,
+            "pad_token_id": null,
             "pretraining_tp": 1,
             "rms_norm_eps": 1e-5,
             "rope_scaling": self.rope_scaling,

@@ -5,7 +5,6 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::random_checkpoint::RandomCheckpoint;
 use crate::bytes::{ByteSize, read_whole};
 use crate::failure::Failure;
 
@@ -38,34 +37,49 @@ pub(super) struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// The given tokenizer, which must fit the vocabulary, or the byte tokenizer.
-    pub(super) fn for_checkpoint(model: &RandomCheckpoint) -> anyhow::Result<Self> {
-        let Some(given) = &model.tokenizer else {
-            return Ok(Self {
-                json: format!("{:#}\n", tokenizer_json()).into_bytes(),
-                config: Some(
-                    format!("{:#}\n", tokenizer_config(model.max_position_embeddings)).into_bytes(),
-                ),
-                bos: Some(BOS),
-                eos: Some(EOS),
-                pad: Some(PAD),
-            });
-        };
+    /// The byte tokenizer.
+    ///
+    /// # Errors
+    /// Fails when the vocabulary is too small for it.
+    pub(super) fn of_bytes(
+        vocab_size: usize,
+        max_position_embeddings: usize,
+    ) -> Result<Self, Failure> {
+        if vocab_size < BYTE_TOKENS {
+            return Err(Failure::new(format!(
+                "cannot write a random checkpoint: vocab_size {vocab_size} is too small"
+            ))
+            .detail(format!("the byte tokenizer has {BYTE_TOKENS} tokens")));
+        }
+        let config = tokenizer_config(max_position_embeddings);
+        Ok(Self {
+            json: format!("{:#}\n", tokenizer_json()).into_bytes(),
+            config: Some(format!("{config:#}\n").into_bytes()),
+            bos: Some(BOS),
+            eos: Some(EOS),
+            pad: Some(PAD),
+        })
+    }
+
+    /// The tokenizer of a folder or of a `tokenizer.json`, with the `tokenizer_config.json` next to it.
+    ///
+    /// # Errors
+    /// Fails when a file cannot be read, and when the vocabulary is too small for the tokenizer.
+    pub(super) fn read(given: &Path, vocab_size: usize) -> anyhow::Result<Self> {
         let path = if given.is_dir() {
             given.join("tokenizer.json")
         } else {
-            given.clone()
+            given.to_owned()
         };
         let (json, tokens) = read_json(&path)?;
         let needed = highest_id(&tokens).map_or(0, |id| id.saturating_add(1));
-        if needed > model.vocab_size as u64 {
+        if needed > vocab_size as u64 {
             return Err(Failure::new(format!(
                 "the tokenizer `{}` does not fit the model",
                 path.display()
             ))
             .detail(format!(
-                "it has {needed} tokens, vocab_size is {}",
-                model.vocab_size
+                "it has {needed} tokens, vocab_size is {vocab_size}"
             ))
             .into());
         }
