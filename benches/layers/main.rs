@@ -23,10 +23,11 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSource};
 use prune::linalg::attention::{self, Heads};
+use prune::linalg::linear::SingleToken;
 use prune::linalg::matmul::{Threads, View, matmul};
 use prune::linalg::peak;
 use prune::linalg::product::Kernel;
-use prune::linalg::{Linear, Panel, Products, StoredDtype, StoredMatrix, tensor};
+use prune::linalg::{Linear, ProductContext, Products, StoredDtype, StoredMatrix, tensor};
 use prune::model::{DecoderLayer, LayerContext, ModelConfig, Observation, Observer, observe::Need};
 use prune::pruning::{METHODS, Pattern, Request, Target};
 use prune::run::Silent;
@@ -175,15 +176,15 @@ fn products_of(criterion: &mut Criterion<OfPeak>, products: Products) {
             against(products.kernel(dtype));
             let weight = StoredMatrix::from_f32(dtype, out, inner, &weight);
             let linear = Linear::new(weight, None).reused();
-            let mut panel = Panel::new();
-            panel.products = products;
-            panel.keeps_packed = true;
+            let mut context = ProductContext::new();
+            context.products = products;
+            context.keeps_packed = true;
             group.bench_function(
                 BenchmarkId::new(format!("linear, {} weight", dtype.name()), &shape),
                 |bencher| {
                     bencher.iter(|| {
                         linear
-                            .forward_into(&x, &mut y, &mut panel)
+                            .forward(&x, &mut y, SingleToken::AsMany, &mut context)
                             .expect("in memory")
                     });
                 },
@@ -195,7 +196,7 @@ fn products_of(criterion: &mut Criterion<OfPeak>, products: Products) {
                     |bencher| {
                         bencher.iter(|| {
                             linear
-                                .forward_few_into(&x, &mut y, &mut panel)
+                                .forward(&x, &mut y, SingleToken::MatrixVector, &mut context)
                                 .expect("in memory")
                         });
                     },

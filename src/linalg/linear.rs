@@ -1,9 +1,8 @@
-//! A linear layer that owns its weight in the stored dtype: y = x·Wᵀ + b.
+//! A linear layer with its weight in the stored dtype: y = x·Wᵀ + b.
 //!
-//! x `[tokens, in_features]`, W `[out_features, in_features]`, y `[tokens, out_features]`, products accumulated in f32.
-//! Weights are packed from their stored bytes as they are multiplied (`product`), so no f32 copy of a matrix ever exists. A weight
-//! that is not in memory is read a panel of rows at a time at every product, with the same bits. Callers do not see how the
-//! product is made.
+//! x `[tokens, in_features]`, W `[out_features, in_features]`, y `[tokens, out_features]`; products accumulate in f32. Weights are packed
+//! from their stored bytes as they are multiplied (`product`), so no f32 copy of a matrix exists. A weight at rest is read some rows
+//! at a time for every product, and gives the same bits.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -15,23 +14,44 @@ use super::matvec;
 use super::parts::{LEAST_COLUMNS, largest_part, parts};
 use super::product::{self, Factor, Kernel, PackedWeight, ProductJob};
 use super::profile::Part;
-use super::weight::{Panel, Weight};
+use super::stored::StoredMatrix;
+use super::weight::{ProductContext, Weight};
 
-/// Elements of a weight at rest read at once: 16 MiB of f32, about what an L3 cache holds.
-const PANEL_ELEMENTS: usize = 1 << 22;
+/// Elements of a weight at rest that are read at once: 16 MiB of f32, about the size of an L3 cache.
+const ELEMENTS_AT_ONCE: usize = 1 << 22;
 
 /// A weight `[out_features, in_features]` and an optional bias `[out_features]`.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Weight,
     bias: Option<Vec<f32>>,
-    /// The weight as products read it, from the first of them on, where the panel says to keep it.
+    /// The packed weight. The first product makes it if the context keeps packed weights.
     packed: OnceLock<Arc<PackedWeight>>,
     is_reused: bool,
 }
 
+/// Some output features of a linear, and the memory for their values.
+#[derive(Debug)]
+pub struct LinearOutput<'a> {
+    /// The linear.
+    pub linear: &'a Linear,
+    /// The output features that are computed.
+    pub features: Range<usize>,
+    /// `[tokens, features.len()]`, row-major; its old content is ignored.
+    pub out: &'a mut [f32],
+}
+
+/// Arithmetic of a product whose x has a single token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SingleToken {
+    /// The kernels for many tokens. A token's values do not depend on the number of tokens.
+    AsMany,
+    /// A matrix-vector product over the stored weight, at the speed of memory. It sums in another order.
+    MatrixVector,
+}
+
 impl Linear {
-    /// A linear layer.
+    /// Creates a linear layer.
     ///
     /// # Arguments
     /// * `bias`: widened to f32
@@ -44,7 +64,8 @@ impl Linear {
         }
     }
 
-    /// The same, of which there will be many products: what is prepared for one may be kept for the next ([`Panel::keeps_packed`]).
+    /// The same linear for many products: a product may keep the packed weight for the next one
+    /// ([`ProductContext::keeps_packed`]).
     #[must_use]
     pub fn reused(mut self) -> Self {
         self.is_reused = true;
@@ -56,7 +77,7 @@ impl Linear {
         &self.weight
     }
 
-    /// The weight, to be changed: what was prepared for products is dropped.
+    /// The weight, for a change. The packed weight is dropped.
     pub fn weight_mut(&mut self) -> &mut Weight {
         self.packed = OnceLock::new();
         &mut self.weight
@@ -77,218 +98,220 @@ impl Linear {
         self.weight.columns()
     }
 
-    /// Rows of a weight of this shape that are read at once where it is at rest.
-    pub fn panel_rows(in_features: usize, out_features: usize) -> usize {
-        largest_part(out_features, panel_rows(in_features), LEAST_COLUMNS)
+    /// Rows of a weight at rest of this shape that are read at once.
+    pub fn rows_at_once(in_features: usize, out_features: usize) -> usize {
+        largest_part(out_features, rows_at_once(in_features), LEAST_COLUMNS)
     }
 
-    /// Writes x·Wᵀ + b to `out`.
-    ///
-    /// # Arguments
-    /// * `x`: `[tokens, in_features]`, row-major
-    /// * `out`: `[tokens, out_features]`, row-major; its old content is ignored
-    /// * `panel`: how it is multiplied, and scratch that grows on first use
+    /// Writes x·Wᵀ + b to `out` `[tokens, out_features]`; see [`forward_all`].
     ///
     /// # Errors
     /// Fails when a weight at rest cannot be read.
     ///
     /// # Panics
     /// When a slice does not have the size its shape says.
-    pub fn forward_into(&self, x: &[f32], out: &mut [f32], panel: &mut Panel) -> Result<()> {
-        self.forward_rows_into(0..self.out_features(), x, out, panel)
-    }
-
-    /// [`Linear::forward_into`] for some of the output features: `out` is `[tokens, rows.len()]`.
-    ///
-    /// # Errors
-    /// Fails when a weight at rest cannot be read.
-    ///
-    /// # Panics
-    /// When a slice does not have the size its shape says, or `rows` are not there.
-    pub fn forward_rows_into(
+    pub fn forward(
         &self,
-        rows: Range<usize>,
         x: &[f32],
         out: &mut [f32],
-        panel: &mut Panel,
+        single: SingleToken,
+        context: &mut ProductContext,
     ) -> Result<()> {
-        forward_all(&mut [(self, rows, out)], x, panel)
+        let mut outputs = [LinearOutput {
+            linear: self,
+            features: 0..self.out_features(),
+            out,
+        }];
+        forward_all(&mut outputs, x, single, context)
     }
 
-    /// The weight of some output features as a product takes it; `None` where it is not in memory.
-    fn factor(&self, kernel: Kernel, rows: &Range<usize>, panel: &mut Panel) -> Option<Factor<'_>> {
-        let inner = self.in_features();
-        let weight = self.weight.held()?;
+    /// Returns X·Wᵀ without the bias, `[tokens, out_features]`.
+    ///
+    /// # Errors
+    /// As [`Linear::forward`].
+    pub fn multiply(&self, x: &[f32], context: &mut ProductContext) -> Result<Vec<f32>> {
+        let mut out = vec![0.0; x.len() / self.in_features().max(1) * self.out_features()];
+        let mut outputs = [LinearOutput {
+            linear: self,
+            features: 0..self.out_features(),
+            out: &mut out,
+        }];
+        multiply(&mut outputs, x, context)?;
+        Ok(out)
+    }
+
+    /// Some rows of a weight in memory, in the form a product takes them.
+    fn factor<'a>(
+        &'a self,
+        weight: &'a StoredMatrix,
+        kernel: Kernel,
+        rows: &Range<usize>,
+        context: &mut ProductContext,
+    ) -> Factor<'a> {
         let is_kept = kernel.keeps()
-            && panel.keeps_packed
+            && context.keeps_packed
             && self.is_reused
             && PackedWeight::begins_at(kernel, rows.start);
-        Some(if is_kept {
-            let part = panel.watch.enter(Part::Pack);
-            let kept = self.packed.get().unwrap_or_else(|| {
-                // Packed before the cell is entered: all threads pack, and none may come here meanwhile and wait for itself.
-                let rows = 0..self.out_features();
-                let of_all = weight.values_of(rows);
-                let packed = PackedWeight::of(kernel, of_all, self.out_features(), inner);
-                self.packed.get_or_init(|| packed.into())
-            });
-            panel.watch.enter(part);
-            Factor::Packed(kept, rows.start)
-        } else {
-            Factor::Stored(weight.values_of(rows.clone()))
-        })
-    }
-
-    /// [`Linear::forward_into`] for a model that writes token by token: a single token's product goes straight over the
-    /// stored weight, at the speed of memory. It sums in another order than a product of several tokens, so the sweep, whose
-    /// results must not depend on how many tokens are left for the last chunk, does not come here.
-    ///
-    /// # Errors
-    /// As [`Linear::forward_into`].
-    ///
-    /// # Panics
-    /// When a slice does not have the size its shape says.
-    pub fn forward_few_into(&self, x: &[f32], out: &mut [f32], panel: &mut Panel) -> Result<()> {
-        let Some(weight) = self.weight.held().filter(|_| x.len() == self.in_features()) else {
-            return self.forward_into(x, out, panel);
-        };
-        matvec::product(weight, x, out);
-        if let Some(bias) = &self.bias {
-            out.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
+        if !is_kept {
+            return Factor::Stored(weight.values_of(rows.clone()));
         }
-        Ok(())
+        let part = context.watch.enter(Part::Pack);
+        let kept = self.packed.get().unwrap_or_else(|| {
+            // All threads pack before the cell is entered. A thread inside the cell would wait for itself.
+            let (out_features, in_features) = (self.out_features(), self.in_features());
+            let values = weight.values_of(0..out_features);
+            let packed = PackedWeight::of(kernel, values, out_features, in_features);
+            self.packed.get_or_init(|| packed.into())
+        });
+        context.watch.enter(part);
+        Factor::Packed(kept, rows.start)
     }
 
-    /// X·Wᵀ without the bias, in a new vector.
-    ///
-    /// # Errors
-    /// As [`Linear::forward_into`].
-    pub fn product_alone(&self, x: &[f32], panel: &mut Panel) -> Result<Vec<f32>> {
-        let mut out = vec![0.0; x.len() / self.in_features().max(1) * self.out_features()];
-        multiply(&mut [(self, 0..self.out_features(), &mut out)], x, panel)?;
-        Ok(out)
-    }
-
-    /// [`Linear::forward_into`] into a new vector.
-    ///
-    /// # Errors
-    /// As [`Linear::forward_into`].
-    pub fn forward(&self, x: &[f32], panel: &mut Panel) -> Result<Vec<f32>> {
-        let mut out = vec![0.0; x.len() / self.in_features().max(1) * self.out_features()];
-        self.forward_into(x, &mut out, panel)?;
-        Ok(out)
+    /// Adds the bias of some output features to `[tokens, features.len()]`.
+    fn add_bias(&self, features: &Range<usize>, out: &mut [f32]) {
+        if let Some(bias) = &self.bias {
+            let bias = &bias[features.clone()];
+            out.par_chunks_mut(bias.len().max(1))
+                .for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
+        }
     }
 }
 
-/// Writes x·Wᵀ + b of several linears that read the same x, which is prepared once for all.
+/// Writes x·Wᵀ + b of several linears with the same x, which is packed once for all of them.
 ///
 /// # Arguments
-/// * `linears`: each with the output features wanted, and `[tokens, features]` for them
 /// * `x`: `[tokens, in_features]`, row-major
+/// * `single`: the arithmetic if x has one token. A sweep takes [`SingleToken::AsMany`], because its results must not depend on
+///   the number of tokens in the last chunk.
+/// * `context`: the arithmetic, and scratch memory that grows with the first product
 ///
 /// # Errors
 /// Fails when a weight at rest cannot be read.
 ///
 /// # Panics
-/// When a slice does not have the size its shape says, or output features are not there.
+/// When a slice does not have the size its shape says, or output features do not exist.
 pub fn forward_all(
-    linears: &mut [(&Linear, Range<usize>, &mut [f32])],
+    outputs: &mut [LinearOutput<'_>],
     x: &[f32],
-    panel: &mut Panel,
+    single: SingleToken,
+    context: &mut ProductContext,
 ) -> Result<()> {
-    multiply(linears, x, panel)?;
-    for (linear, rows, out) in linears {
-        if let Some(bias) = &linear.bias {
-            let bias = &bias[rows.clone()];
-            out.par_chunks_mut(bias.len().max(1))
-                .for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
+    let is_one_token = outputs
+        .first()
+        .is_some_and(|one| one.linear.in_features() == x.len());
+    if is_one_token && single == SingleToken::MatrixVector {
+        for one in &mut *outputs {
+            let is_whole = one.features == (0..one.linear.out_features());
+            match one.linear.weight.held().filter(|_| is_whole) {
+                Some(weight) => matvec::product(weight, x, one.out),
+                None => multiply(std::slice::from_mut(one), x, context)?,
+            }
         }
+    } else {
+        multiply(outputs, x, context)?;
+    }
+    for LinearOutput {
+        linear,
+        features,
+        out,
+    } in outputs
+    {
+        linear.add_bias(features, out);
     }
     Ok(())
 }
 
 /// [`forward_all`] without the biases.
 fn multiply(
-    linears: &mut [(&Linear, Range<usize>, &mut [f32])],
+    outputs: &mut [LinearOutput<'_>],
     x: &[f32],
-    panel: &mut Panel,
+    context: &mut ProductContext,
 ) -> Result<()> {
-    let Some((first, ..)) = linears.first() else {
+    let Some(first) = outputs.first() else {
         return Ok(());
     };
-    let (inner, dtype) = (first.in_features(), first.weight.dtype());
-    if linears.iter().any(|(one, ..)| one.weight.dtype() != dtype) {
-        // Rare, and each has a kernel of its own then.
-        for one in linears.chunks_mut(1) {
-            multiply(one, x, panel)?;
+    let (inner, dtype) = (first.linear.in_features(), first.linear.weight.dtype());
+    if outputs.iter().any(|one| one.linear.weight.dtype() != dtype) {
+        // Each dtype has a kernel of its own. Such layers are rare.
+        for one in outputs.chunks_mut(1) {
+            multiply(one, x, context)?;
         }
         return Ok(());
     }
     let tokens = x.len() / inner.max(1);
     assert_eq!(x.len(), tokens * inner, "x must be [tokens, in_features]");
-    for (linear, rows, out) in &*linears {
+    let kernel = context.kernel(dtype);
+    let (mut jobs, mut at_rest) = (Vec::with_capacity(outputs.len()), Vec::new());
+    for LinearOutput {
+        linear,
+        features,
+        out,
+    } in outputs
+    {
         assert!(
             linear.in_features() == inner,
             "linears that share x must have the same width"
         );
+        let columns = features.len();
         assert_eq!(
             out.len(),
-            tokens * rows.len(),
+            tokens * columns,
             "out must be [tokens, out_features]"
         );
-        panel.watch.count(2 * tokens * inner * rows.len());
-    }
-    let kernel = panel.kernel(dtype);
-    let (mut held, mut at_rest): (Vec<_>, Vec<_>) = linears
-        .iter_mut()
-        .partition(|(linear, ..)| linear.weight.held().is_some());
-    let mut jobs = Vec::with_capacity(held.len());
-    for (linear, rows, out) in &mut held {
-        if let Some(weight) = linear.factor(kernel, rows, panel) {
-            jobs.push(ProductJob {
-                weight,
-                columns: rows.len(),
+        context.watch.count(2 * tokens * inner * columns);
+        match &linear.weight {
+            Weight::Held(weight) => jobs.push(ProductJob {
+                weight: linear.factor(weight, kernel, features, context),
+                columns,
                 out,
-                stride: rows.len(),
-            });
+                stride: columns,
+            }),
+            Weight::AtRest(weight) => at_rest.push((weight, features.clone(), out)),
         }
     }
     if !jobs.is_empty() {
-        product::products(kernel, x, inner, &mut jobs, &mut panel.packed);
+        product::products(kernel, x, inner, &mut jobs, &mut context.packed);
     }
-    for (linear, rows, out) in &mut at_rest {
-        let Weight::AtRest(weight) = &linear.weight else {
-            continue;
-        };
-        let columns = rows.len();
-        for part in parts(columns, panel_rows(inner), LEAST_COLUMNS) {
-            let before = panel.watch.enter(Part::Read);
-            let first = rows.start + part.start;
-            let Panel { packed, read, .. } = panel;
+    for (weight, features, out) in at_rest {
+        for part in parts(features.len(), rows_at_once(inner), LEAST_COLUMNS) {
+            let before = context.watch.enter(Part::Read);
+            let first = features.start + part.start;
+            let ProductContext { packed, read, .. } = context;
             let values = weight.read_values(first..first + part.len(), read)?;
-            panel.watch.enter(before);
+            context.watch.enter(before);
             let mut job = [ProductJob {
                 weight: Factor::Stored(values),
                 columns: part.len(),
                 out: &mut out[part.start..],
-                stride: columns,
+                stride: features.len(),
             }];
             product::products(kernel, x, inner, &mut job, packed);
         }
     }
-    panel.watch.move_to(Part::Pack, panel.packed.take_time());
+    context
+        .watch
+        .move_to(Part::Pack, context.packed.take_time());
     Ok(())
 }
 
-/// Rows read at once, where there are as many.
-fn panel_rows(in_features: usize) -> usize {
-    (PANEL_ELEMENTS / in_features.max(1)).max(64)
+/// Upper bound of the rows that are read at once.
+fn rows_at_once(in_features: usize) -> usize {
+    (ELEMENTS_AT_ONCE / in_features.max(1)).max(64)
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::stored::{StoredDtype, StoredMatrix};
     use super::*;
+
+    /// x·Wᵀ + b of a linear, by the kernels for many tokens.
+    fn forward(linear: &Linear, x: &[f32]) -> Vec<f32> {
+        let mut out = vec![0.0; x.len() / linear.in_features() * linear.out_features()];
+        linear
+            .forward(x, &mut out, SingleToken::AsMany, &mut ProductContext::new())
+            .expect("the weight is in memory");
+        out
+    }
 
     #[test]
     fn product_is_the_same_for_a_weight_in_any_dtype_and_adds_the_bias() {
@@ -306,7 +329,7 @@ mod tests {
                 StoredMatrix::from_f32(dtype, columns, inner, &weight),
                 Some(bias.clone()),
             );
-            let y = linear.forward(&x, &mut Panel::new()).unwrap();
+            let y = forward(&linear, &x);
             for token in 0..tokens {
                 for column in 0..columns {
                     let exact: f32 = (0..inner)
@@ -340,16 +363,21 @@ mod tests {
         let mut jobs: Vec<_> = linears
             .iter()
             .zip(together.iter_mut())
-            .map(|(linear, out)| (linear, 0..linear.out_features(), &mut out[..]))
+            .map(|(linear, out)| LinearOutput {
+                linear,
+                features: 0..linear.out_features(),
+                out,
+            })
             .collect();
-        forward_all(&mut jobs, &x, &mut Panel::new()).unwrap();
+        let single = SingleToken::AsMany;
+        forward_all(&mut jobs, &x, single, &mut ProductContext::new()).unwrap();
         for (linear, together) in linears.iter().zip(&together) {
-            assert!(*together == linear.forward(&x, &mut Panel::new()).unwrap());
+            assert!(*together == forward(linear, &x));
         }
     }
 
     #[test]
-    fn one_token_gives_what_the_panels_give() {
+    fn a_matrix_vector_product_gives_what_the_kernels_for_many_tokens_give() {
         let (inner, columns) = (300, 70);
         let weight: Vec<f32> = (0..inner * columns)
             .map(|i| (i as f32 * 0.13).sin())
@@ -360,10 +388,11 @@ mod tests {
                 StoredMatrix::from_f32(dtype, columns, inner, &weight),
                 Some((0..columns).map(|i| i as f32).collect()),
             );
-            let (mut panel, mut one) = (Panel::new(), vec![0.0; columns]);
-            let two = linear.forward(&x, &mut panel).unwrap();
+            let (mut context, mut one) = (ProductContext::new(), vec![0.0; columns]);
+            let single = SingleToken::MatrixVector;
+            let two = forward(&linear, &x);
             for (x, two) in x.chunks(inner).zip(two.chunks(columns)) {
-                linear.forward_few_into(x, &mut one, &mut panel).unwrap();
+                linear.forward(x, &mut one, single, &mut context).unwrap();
                 for (one, two) in one.iter().zip(two) {
                     // 300 products below 1 summed in another order.
                     assert!((one - two).abs() < 1e-4, "{dtype:?}: {one} {two}");
@@ -371,9 +400,9 @@ mod tests {
             }
             let mut several = vec![0.0; 2 * columns];
             linear
-                .forward_few_into(&x, &mut several, &mut panel)
+                .forward(&x, &mut several, single, &mut context)
                 .unwrap();
-            assert_eq!(several, two, "several tokens go the common way");
+            assert_eq!(several, two, "several tokens have the bits of many");
         }
     }
 
@@ -388,7 +417,7 @@ mod tests {
             None,
         );
         let x: Vec<f32> = (0..inner).map(|i| i as f32).collect();
-        let y = linear.forward(&x, &mut Panel::new()).unwrap();
+        let y = forward(&linear, &x);
         assert_eq!(y, (0..columns).map(|i| 3.0 * i as f32).collect::<Vec<_>>());
     }
 }

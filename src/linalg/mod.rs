@@ -25,5 +25,5 @@ pub mod workspace;
 
 pub use linear::Linear;
 pub use stored::{StoredDtype, StoredMatrix};
-pub use weight::{MatrixAtRest, Panel, Products, RowSource, Weight};
+pub use weight::{MatrixAtRest, ProductContext, Products, RowSource, Weight};
 pub use workspace::Workspace;

@@ -78,35 +78,36 @@ impl Products {
     }
 }
 
-/// How products are computed, and scratch for the rows of a weight that are multiplied at once, grown on first use.
+/// Arithmetic of products, the profiler, and scratch memory that grows with the first product.
 #[derive(Debug, Default)]
-pub struct Panel {
-    /// What multiplies.
+pub struct ProductContext {
+    /// The arithmetic.
     pub products: Products,
-    /// Whether a weight that is reused stays packed from its first product on, where the kernel can: as many bytes again as it has, or twice as many.
+    /// Whether a reused weight stays packed from its first product on, if the kernel can keep it. A packed weight costs one to two
+    /// times the bytes of the weight.
     pub keeps_packed: bool,
-    /// Where time goes.
+    /// The profiler.
     pub watch: Watch,
-    /// Rows of a matrix at rest, as they were read.
-    pub(super) read: Read,
-    /// Factors of a product.
+    /// Rows of a matrix at rest, as read.
+    pub(super) read: RowBuffer,
+    /// Packed factors of a product.
     pub(super) packed: Packed,
 }
 
-/// Rows of a matrix at rest, by the width of their elements.
+/// Rows of a matrix at rest, in a buffer per element width.
 #[derive(Debug, Default)]
-pub(super) struct Read {
+pub(super) struct RowBuffer {
     whole: Vec<f32>,
     half: Vec<u16>,
 }
 
-impl Panel {
-    /// An empty panel.
+impl ProductContext {
+    /// A context with empty buffers, for products in f32.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What multiplies weights of this dtype.
+    /// The kernel for weights of this dtype.
     pub fn kernel(&self, dtype: StoredDtype) -> Kernel {
         self.products.kernel(dtype)
     }
@@ -179,7 +180,7 @@ impl MatrixAtRest {
     pub(super) fn read_values<'r>(
         &self,
         rows: Range<usize>,
-        read: &'r mut Read,
+        read: &'r mut RowBuffer,
     ) -> Result<Values<'r>> {
         let length = rows.len() * self.columns;
         if self.dtype == StoredDtype::F32 {
@@ -333,7 +334,7 @@ mod tests {
                 unreachable!("made so above");
             };
             // What was read was larger before, so that stale content would show.
-            let mut read = Read {
+            let mut read = RowBuffer {
                 whole: vec![9.0; 1000],
                 half: vec![9; 1000],
             };
@@ -359,7 +360,7 @@ mod tests {
             13,
         );
         let error = short
-            .read_values(35..45, &mut Read::default())
+            .read_values(35..45, &mut RowBuffer::default())
             .err()
             .unwrap();
         assert!(error.to_string().contains("`w`"));

@@ -2,12 +2,12 @@
 //!
 //! Attention, MLP and head cut the same memory into their buffers. So its size is that of the largest of them, not of their sum.
 
-use super::weight::{Panel, grow};
+use super::weight::{ProductContext, grow};
 
 /// A growing buffer of activations, and the rows of a weight that are multiplied at once.
 #[derive(Debug, Default)]
 pub struct Workspace {
-    panel: Panel,
+    product_context: ProductContext,
     activations: Vec<f32>,
 }
 
@@ -21,19 +21,19 @@ impl Workspace {
     pub fn buffers<const N: usize>(
         &mut self,
         lengths: [usize; N],
-    ) -> ([&mut [f32]; N], &mut Panel) {
+    ) -> ([&mut [f32]; N], &mut ProductContext) {
         let mut rest = grow(&mut self.activations, lengths.iter().sum());
         let buffers = lengths.map(|length| {
             let (buffer, behind) = std::mem::take(&mut rest).split_at_mut(length);
             rest = behind;
             buffer
         });
-        (buffers, &mut self.panel)
+        (buffers, &mut self.product_context)
     }
 
-    /// Lends only the rows of weights.
-    pub fn panel(&mut self) -> &mut Panel {
-        &mut self.panel
+    /// Lends only the context of products.
+    pub fn product_context(&mut self) -> &mut ProductContext {
+        &mut self.product_context
     }
 }
 

@@ -32,9 +32,9 @@ impl LayerContext {
     /// call they never do.
     #[must_use]
     pub fn with_products(mut self, products: Products) -> Self {
-        let panel = self.workspace.panel();
-        panel.products = products;
-        panel.keeps_packed = self.settings.keep_packed;
+        let context = self.workspace.product_context();
+        context.products = products;
+        context.keeps_packed = self.settings.keep_packed;
         self
     }
 

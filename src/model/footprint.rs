@@ -168,14 +168,14 @@ pub fn products(
     ByteSize::of(product::packed_bytes(&all, threads), 1)
 }
 
-/// What stays from sample to sample once one has passed a layer: [`activations`] and the [`widest_panel`].
+/// What stays from sample to sample once one has passed a layer: [`activations`] and the [`rows_read`].
 pub fn workspace(
     config: &ModelConfig,
     dtype: StoredDtype,
     seqlen: usize,
     settings: &MemorySettings,
 ) -> ByteSize {
-    activations(config, seqlen, settings) + widest_panel(config, dtype, settings)
+    activations(config, seqlen, settings) + rows_read(config, dtype, settings)
 }
 
 /// 4 bytes times the larger of attention and MLP:
@@ -192,19 +192,15 @@ pub fn activations(config: &ModelConfig, seqlen: usize, settings: &MemorySetting
 
 /// The rows of a weight that are read at once where matrices rest on disk, of the matrix where that is most: e·in·r, r rows with
 /// r·in about 2²². Nothing where they are in memory.
-pub fn widest_panel(
-    config: &ModelConfig,
-    dtype: StoredDtype,
-    settings: &MemorySettings,
-) -> ByteSize {
+pub fn rows_read(config: &ModelConfig, dtype: StoredDtype, settings: &MemorySettings) -> ByteSize {
     if settings.weights == WeightsHeld::Layer {
         return ByteSize::ZERO;
     }
-    let panels = config.projections().map(|projection| {
+    let bytes = config.projections().map(|projection| {
         let (rows, columns) = projection.shape(config);
-        ByteSize::of(Linear::panel_rows(columns, rows) * columns, dtype.bytes())
+        ByteSize::of(Linear::rows_at_once(columns, rows) * columns, dtype.bytes())
     });
-    panels.max().unwrap_or_default()
+    bytes.max().unwrap_or_default()
 }
 
 /// A sample passes a layer (propagate, evaluate): the [`workspace`]; the larger of what attention works on
@@ -297,7 +293,7 @@ const COUNTERS: usize = 8 << 16;
 /// * e·c·H of the head's weight, c = V or the rows in memory at once; 4·H of the norm
 /// * 4·t·(H + c) of normed states and logits, t tokens with 4·t·c about the bytes logits may take; at least the [`activations`]
 ///   that layers left
-/// * the [`widest_panel`] that layers left
+/// * the [`rows_read`] that layers left
 /// * 24 bytes per token of all windows of one side: largest logit, sum of exponentials, the next token's logit
 pub fn head(
     config: &ModelConfig,
@@ -312,7 +308,7 @@ pub fn head(
     ByteSize::of(rows * columns, dtypes.head.bytes())
         + ByteSize::of(columns, F32)
         + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, settings))
-        + widest_panel(config, dtypes.layers, settings)
+        + rows_read(config, dtypes.layers, settings)
         + ByteSize::of(windows * seqlen, PER_PREDICTION)
 }
 

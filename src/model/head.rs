@@ -16,6 +16,7 @@ use super::embedding::EMBEDDING;
 use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
+use crate::linalg::linear::{LinearOutput, SingleToken, forward_all};
 use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
 use crate::linalg::profile::Part;
 use crate::linalg::{Linear, StoredMatrix, Weight, elementwise, tensor};
@@ -233,10 +234,11 @@ impl Head {
         );
         logits.resize(self.vocab_size(), 0.0);
         tensor::with_slice(hidden, |hidden| {
-            let ([normed], panel) = context.workspace().buffers([hidden_size]);
+            let ([normed], products) = context.workspace().buffers([hidden_size]);
             let last = &hidden[(tokens - 1) * hidden_size..];
             elementwise::rms_norm(last, &self.norm, self.rms_norm_eps, normed);
-            self.lm_head.forward_few_into(normed, logits, panel)
+            self.lm_head
+                .forward(normed, logits, SingleToken::MatrixVector, products)
         })?
     }
 
@@ -259,15 +261,20 @@ impl Head {
         // On a thread of the pool, as a layer is.
         let mut pass = |hidden: &[f32]| -> Result<()> {
             for part in parts(seqlen, at_most, LEAST_ROWS) {
-                let ([normed, logits], panel) = context
+                let ([normed, logits], products) = context
                     .workspace()
                     .buffers([part.len() * hidden_size, part.len() * rows.len()]);
-                panel.watch.enter(Part::Head);
+                products.watch.enter(Part::Head);
                 let hidden = &hidden[part.start * hidden_size..part.end * hidden_size];
                 elementwise::rms_norm(hidden, &self.norm, self.rms_norm_eps, normed);
-                linear.forward_rows_into(rows.clone(), normed, logits, panel)?;
+                let mut outputs = [LinearOutput {
+                    linear,
+                    features: rows.clone(),
+                    out: &mut *logits,
+                }];
+                forward_all(&mut outputs, normed, SingleToken::AsMany, products)?;
                 body(part.start, logits)?;
-                panel.watch.enter(Part::Elsewhere);
+                products.watch.enter(Part::Elsewhere);
             }
             Ok(())
         };

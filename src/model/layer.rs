@@ -20,7 +20,7 @@
 //! MLP         t·H normed, then down's output; 2·t·I gate and up, for t tokens at once
 //! ```
 //!
-//! The lines of attention and MLP share the workspace. Beside them stand the panel of weights being multiplied
+//! The lines of attention and MLP share the workspace. Beside them stand the products of weights being multiplied
 //! ([`Linear::panel_rows`]) and what the products pack (`footprint`).
 
 use std::collections::BTreeMap;
@@ -39,10 +39,10 @@ use super::projection::Projection;
 use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::checkpoint::WeightSource;
 use crate::linalg::attention::{self, Heads};
-use crate::linalg::linear::forward_all;
+use crate::linalg::linear::{LinearOutput, SingleToken, forward_all};
 use crate::linalg::parts::{LEAST_ROWS, parts};
 use crate::linalg::profile::{Part, Watch};
-use crate::linalg::{Linear, Panel, Weight, elementwise, tensor};
+use crate::linalg::{Linear, Weight, elementwise, tensor};
 use crate::run::MemorySettings;
 
 /// A decoder layer in its stored dtype.
@@ -223,9 +223,9 @@ impl DecoderLayer {
         cache: Option<&mut LayerCache>,
         out: &mut [f32],
     ) -> Result<()> {
-        let product = Product::of(cache.is_some());
+        let single = single_token(cache.as_deref());
         self.attend(hidden, context, cache, None, out)?;
-        self.mlp(out, context, product, None)
+        self.mlp(out, context, single, None)
     }
 
     /// Shows one sample's four observation points to `observer`, and stops before down's product, which no one needs.
@@ -241,7 +241,7 @@ impl DecoderLayer {
         let mut out = Self::out(hidden);
         rayon::scope(|_| {
             self.attend(hidden, context, None, Some(&mut *observer), &mut out)?;
-            self.mlp(&mut out, context, Product::Rows, Some(observer))
+            self.mlp(&mut out, context, SingleToken::AsMany, Some(observer))
         })
     }
 
@@ -273,7 +273,7 @@ impl DecoderLayer {
         mut observer: Option<&mut dyn Observer>,
         out: &mut [f32],
     ) -> Result<()> {
-        let product = Product::of(cache.is_some());
+        let single = single_token(cache.as_deref());
         let past = cache.as_ref().map_or(0, |cache| cache.tokens());
         let hidden_size = self.norms[0].len();
         let seqlen = hidden.len() / hidden_size;
@@ -289,18 +289,18 @@ impl DecoderLayer {
         };
         let settings = if cache.is_some() { &whole } else { &*settings };
         let layout = AttentionLayout::new(self.heads, seqlen, hidden_size, settings);
-        let ([shared, q, k, v, apart], panel) = workspace.buffers(layout.buffers());
-        panel.watch.enter(Part::Qkv);
+        let ([shared, q, k, v, apart], products) = workspace.buffers(layout.buffers());
+        products.watch.enter(Part::Qkv);
         let normed = &mut shared[..seqlen * hidden_size];
         elementwise::rms_norm(hidden, &self.norms[0], self.rms_norm_eps, normed);
         show(
             &mut observer,
             Observation::AttentionInput,
             normed,
-            &mut panel.watch,
+            &mut products.watch,
         );
         for group in layout.groups() {
-            panel.watch.enter(Part::Qkv);
+            products.watch.enter(Part::Qkv);
             let normed = &shared[..seqlen * hidden_size];
             let heads = layout.heads(&group);
             let (queries, keys) = (layout.query_columns(&group), layout.key_columns(&group));
@@ -309,15 +309,20 @@ impl DecoderLayer {
             let v = &mut v[..seqlen * keys.len()];
             let [to_q, to_k, to_v] = [Projection::Q, Projection::K, Projection::V]
                 .map(|projection| self.linear(projection));
-            let mut linears = [
-                (to_q, queries.clone(), &mut *q),
-                (to_k, keys.clone(), &mut *k),
-                (to_v, keys.clone(), &mut *v),
-            ];
-            product.of_several(&mut linears, normed, panel)?;
-            panel.watch.enter(Part::Attention);
-            panel.watch.count(heads.operations(past, seqlen));
-            let kernel = panel.products.of_activations();
+            let mut outputs = [
+                (to_q, &queries, &mut *q),
+                (to_k, &keys, &mut *k),
+                (to_v, &keys, &mut *v),
+            ]
+            .map(|(linear, features, out)| LinearOutput {
+                linear,
+                features: features.clone(),
+                out,
+            });
+            forward_all(&mut outputs, normed, single, products)?;
+            products.watch.enter(Part::Attention);
+            products.watch.count(heads.operations(past, seqlen));
+            let kernel = products.products.of_activations();
             rotary.apply(q, past, heads.num_heads, heads.head_dim)?;
             rotary.apply(k, past, heads.num_key_value_heads, heads.head_dim)?;
             let attended = layout.context(shared, apart);
@@ -333,18 +338,18 @@ impl DecoderLayer {
                 attention::causal_columns(kernel, heads, 0, q, k, v, attended, columns);
             }
         }
-        panel.watch.enter(Part::O);
+        products.watch.enter(Part::O);
         let attended = layout.context(shared, apart);
         show(
             &mut observer,
             Observation::OInput,
             attended,
-            &mut panel.watch,
+            &mut products.watch,
         );
         let o = self.linear(Projection::O);
-        product.of_all(o, attended, out, panel)?;
+        o.forward(attended, out, single, products)?;
         elementwise::add(out, hidden);
-        panel.watch.enter(Part::Elsewhere);
+        products.watch.enter(Part::Elsewhere);
         Ok(())
     }
 
@@ -353,7 +358,7 @@ impl DecoderLayer {
         &self,
         hidden: &mut [f32],
         context: &mut LayerContext,
-        product: Product,
+        single: SingleToken,
         mut observer: Option<&mut dyn Observer>,
     ) -> Result<()> {
         let norm = &self.norms[1];
@@ -364,24 +369,26 @@ impl DecoderLayer {
             let (tokens, rows) = (part.len(), part.start * hidden_size..part.end * hidden_size);
             let rows = &mut hidden[rows];
             let wide = tokens * intermediate_size;
-            let ([normed, gate, up], panel) =
+            let ([normed, gate, up], products) =
                 context
                     .workspace
                     .buffers([tokens * hidden_size, wide, wide]);
-            panel.watch.enter(Part::Mlp);
+            products.watch.enter(Part::Mlp);
             elementwise::rms_norm(rows, norm, self.rms_norm_eps, normed);
             show(
                 &mut observer,
                 Observation::MlpInput,
                 normed,
-                &mut panel.watch,
+                &mut products.watch,
             );
-            let project = |projection| self.linear(projection);
-            let mut linears = [
-                (project(Projection::Gate), 0..intermediate_size, &mut *gate),
-                (project(Projection::Up), 0..intermediate_size, &mut *up),
-            ];
-            product.of_several(&mut linears, normed, panel)?;
+            let mut outputs = [(Projection::Gate, &mut *gate), (Projection::Up, &mut *up)].map(
+                |(projection, out)| LinearOutput {
+                    linear: self.linear(projection),
+                    features: 0..intermediate_size,
+                    out,
+                },
+            );
+            forward_all(&mut outputs, normed, single, products)?;
             match self.activation() {
                 Activation::Silu => elementwise::silu_times(gate, up),
             }
@@ -389,53 +396,25 @@ impl DecoderLayer {
                 &mut observer,
                 Observation::DownInput,
                 gate,
-                &mut panel.watch,
+                &mut products.watch,
             );
             if observer.is_none() {
                 // No one needs the normed rows any more.
-                product.of_all(project(Projection::Down), gate, normed, panel)?;
+                self.linear(Projection::Down)
+                    .forward(gate, normed, single, products)?;
                 elementwise::add(rows, normed);
             }
-            panel.watch.enter(Part::Elsewhere);
+            products.watch.enter(Part::Elsewhere);
         }
         Ok(())
     }
 }
 
-/// How a linear's product is made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Product {
-    /// [`Linear::forward_into`]: a sample as a whole.
-    Rows,
-    /// [`Linear::forward_few_into`]: tokens behind those in a cache.
-    Few,
-}
-
-impl Product {
-    fn of(is_cached: bool) -> Self {
-        if is_cached { Self::Few } else { Self::Rows }
-    }
-
-    /// Some output features of linears that read the same x; all of them for tokens behind a cache.
-    fn of_several(
-        self,
-        linears: &mut [(&Linear, Range<usize>, &mut [f32])],
-        x: &[f32],
-        panel: &mut Panel,
-    ) -> Result<()> {
-        match self {
-            Self::Rows => forward_all(linears, x, panel),
-            Self::Few => linears
-                .iter_mut()
-                .try_for_each(|(linear, _, out)| linear.forward_few_into(x, out, panel)),
-        }
-    }
-
-    fn of_all(self, linear: &Linear, x: &[f32], out: &mut [f32], panel: &mut Panel) -> Result<()> {
-        match self {
-            Self::Rows => linear.forward_into(x, out, panel),
-            Self::Few => linear.forward_few_into(x, out, panel),
-        }
+/// Arithmetic of a single token: fast behind a cache, else that of many tokens.
+fn single_token(cache: Option<&LayerCache>) -> SingleToken {
+    match cache {
+        Some(_) => SingleToken::MatrixVector,
+        None => SingleToken::AsMany,
     }
 }
 

@@ -20,7 +20,7 @@ use anyhow::Result;
 
 use crate::bytes::ByteSize;
 use crate::linalg::profile::Part;
-use crate::linalg::{Linear, Panel};
+use crate::linalg::{Linear, ProductContext};
 use crate::model::{ModelConfig, Observation, Projection};
 
 /// Tokens kept per layer, at most: 25 MiB of input rows for Llama-2-7B's shape.
@@ -153,12 +153,16 @@ pub(super) struct DenseOutput<'a> {
 }
 
 impl<'a> DenseOutput<'a> {
-    /// The output of a matrix that is not pruned yet; `panel` is scratch.
+    /// The output of a matrix that is not pruned yet.
     ///
     /// # Errors
     /// Fails when a weight at rest cannot be read.
-    pub(super) fn of(linear: &Linear, rows: &'a [f32], panel: &mut Panel) -> Result<Self> {
-        let output = product(linear, rows, panel)?;
+    pub(super) fn of(
+        linear: &Linear,
+        rows: &'a [f32],
+        context: &mut ProductContext,
+    ) -> Result<Self> {
+        let output = product(linear, rows, context)?;
         Ok(Self { rows, output })
     }
 
@@ -167,8 +171,12 @@ impl<'a> DenseOutput<'a> {
     ///
     /// # Errors
     /// Fails when a weight at rest cannot be read.
-    pub(super) fn error_of(&self, linear: &Linear, panel: &mut Panel) -> Result<Option<f64>> {
-        let pruned = product(linear, self.rows, panel)?;
+    pub(super) fn error_of(
+        &self,
+        linear: &Linear,
+        context: &mut ProductContext,
+    ) -> Result<Option<f64>> {
+        let pruned = product(linear, self.rows, context)?;
         let (mut difference, mut dense) = (0.0f64, 0.0f64);
         for (&y, &y_pruned) in self.output.iter().zip(&pruned) {
             difference += (f64::from(y) - f64::from(y_pruned)).powi(2);
@@ -184,10 +192,10 @@ impl<'a> DenseOutput<'a> {
 }
 
 /// X·Wᵀ without the bias.
-fn product(linear: &Linear, rows: &[f32], panel: &mut Panel) -> Result<Vec<f32>> {
-    panel.watch.enter(Part::OutputError);
-    let output = linear.product_alone(rows, panel)?;
-    panel.watch.enter(Part::Elsewhere);
+fn product(linear: &Linear, rows: &[f32], context: &mut ProductContext) -> Result<Vec<f32>> {
+    context.watch.enter(Part::OutputError);
+    let output = linear.multiply(rows, context)?;
+    context.watch.enter(Part::Elsewhere);
     Ok(output)
 }
 
@@ -224,9 +232,12 @@ mod tests {
             linear.weight().held().unwrap().widen_rows(0, &mut stored);
             let goes = |row: usize, column: usize| (row * 7 + column * 3) % 5 < 2;
 
-            let dense = DenseOutput::of(&linear, &x, &mut Panel::new()).unwrap();
+            let dense = DenseOutput::of(&linear, &x, &mut ProductContext::new()).unwrap();
             linear.weight_mut().held_mut().unwrap().zero_where(goes);
-            let error = dense.error_of(&linear, &mut Panel::new()).unwrap().unwrap();
+            let error = dense
+                .error_of(&linear, &mut ProductContext::new())
+                .unwrap()
+                .unwrap();
 
             let (mut difference, mut norm) = (0.0f64, 0.0f64);
             for token in 0..tokens {
@@ -255,19 +266,21 @@ mod tests {
             StoredMatrix::from_f32(StoredDtype::F32, 1, 2, &[1.0, 1.0]),
             None,
         );
-        let zeros = DenseOutput::of(&linear, &[0.0, 0.0], &mut Panel::new()).unwrap();
-        let cancelled = DenseOutput::of(&linear, &[1.0, -1.0], &mut Panel::new()).unwrap();
+        let zeros = DenseOutput::of(&linear, &[0.0, 0.0], &mut ProductContext::new()).unwrap();
+        let cancelled = DenseOutput::of(&linear, &[1.0, -1.0], &mut ProductContext::new()).unwrap();
         linear
             .weight_mut()
             .held_mut()
             .unwrap()
             .zero_where(|_, column| column == 0);
         assert_eq!(
-            zeros.error_of(&linear, &mut Panel::new()).unwrap(),
+            zeros.error_of(&linear, &mut ProductContext::new()).unwrap(),
             Some(0.0)
         );
         assert_eq!(
-            cancelled.error_of(&linear, &mut Panel::new()).unwrap(),
+            cancelled
+                .error_of(&linear, &mut ProductContext::new())
+                .unwrap(),
             None
         );
     }

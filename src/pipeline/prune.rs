@@ -262,7 +262,7 @@ impl Pruner<'_> {
             let dense = rows.map(|rows| {
                 clock.measure(Phase::OutputError, || {
                     let linear = layer.linear(projection);
-                    DenseOutput::of(linear, rows, compute.workspace().panel())
+                    DenseOutput::of(linear, rows, compute.workspace().product_context())
                 })
             });
             let dense = dense.transpose()?;
@@ -272,7 +272,7 @@ impl Pruner<'_> {
             if let Some(dense) = dense {
                 report.relative_output_error = clock.measure(Phase::OutputError, || {
                     let linear = layer.linear(projection);
-                    dense.error_of(linear, compute.workspace().panel())
+                    dense.error_of(linear, compute.workspace().product_context())
                 })?;
             }
             if mask.is_some() {

@@ -219,7 +219,7 @@ impl<'a> Compute<'a> {
                 .iter()
                 .map(DeviceWorker::memory_report)
                 .collect(),
-            watch: self.context.workspace().panel().watch.clone(),
+            watch: self.context.workspace().product_context().watch.clone(),
         }
     }
 }
