@@ -20,7 +20,6 @@
 
 mod stories;
 mod tokenizer;
-mod twin;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -35,12 +34,12 @@ use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use prune::data::PythonRandom;
+use prune::model::differentiable::{DifferentiableModel, Weights, loss};
 use prune::model::{ModelConfig, Projection};
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
 use stories::Part;
-use twin::{Twin, Weights};
 
 const VOCAB_SIZE: usize = 1024;
 /// Tokens per training sequence, and the model's context.
@@ -106,7 +105,7 @@ fn main() -> Result<()> {
     );
 
     let config = ModelConfig::from_json(&config)?;
-    let twin = Twin::new(&config, SEQLEN)?;
+    let model = DifferentiableModel::new(&config, SEQLEN)?;
     let mut random = PythonRandom::new(SEED);
     let variables = initial(&config, &mut random)?;
     let weights: Weights = variables
@@ -129,7 +128,7 @@ fn main() -> Result<()> {
     let started = Instant::now();
     let mut losses = Vec::new();
     for step in 0..steps {
-        let (loss, mut gradients) = parallel_step(&twin, &weights, &tokens, &mut random)?;
+        let (loss, mut gradients) = parallel_step(&model, &weights, &tokens, &mut random)?;
         ensure!(loss.is_finite(), "the loss is {loss} at step {step}");
         shorten(&mut gradients, &weights)?;
         optimizer.set_learning_rate(learning_rate(step, steps));
@@ -149,7 +148,7 @@ fn main() -> Result<()> {
     let rounded = save(&weights, &out)?;
     println!(
         "test perplexity {:.4} (bf16 weights, windows of {SEQLEN} tokens)",
-        perplexity(&twin, &rounded, &test)?
+        perplexity(&model, &rounded, &test)?
     );
     Ok(())
 }
@@ -194,7 +193,10 @@ fn config_json(newline: u32) -> serde_json::Value {
 /// Matrices of deviation 1/√(2 · in_features), those that write to the residual stream less by √(2 · layers); the norms
 /// inside layers spread by [`CHANNEL_SPREAD`], the columns that read them divided by the norm's weight.
 fn initial(config: &ModelConfig, random: &mut PythonRandom) -> Result<BTreeMap<String, Var>> {
-    let shapes = twin::shapes(config);
+    let shapes: BTreeMap<String, Vec<usize>> = config
+        .tensors()
+        .map(|tensor| (tensor.name, tensor.shape))
+        .collect();
     let mut values: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     for (name, shape) in &shapes {
         let count = shape.iter().product();
@@ -251,7 +253,7 @@ fn normal(random: &mut PythonRandom) -> f32 {
 
 /// Loss and gradients of one batch of windows at random starts.
 fn parallel_step(
-    twin: &Twin,
+    model: &DifferentiableModel,
     weights: &Weights,
     tokens: &[u32],
     random: &mut PythonRandom,
@@ -267,8 +269,8 @@ fn parallel_step(
                 .copied()
                 .collect()
         };
-        let logits = twin.logits(weights, &twin::ids(&window(0), SEQLEN)?)?;
-        let loss = twin::loss(&logits, &twin::ids(&window(1), SEQLEN)?)?;
+        let logits = model.logits(weights, &ids(&window(0), SEQLEN)?)?;
+        let loss = loss(&logits, &ids(&window(1), SEQLEN)?)?;
         // Parts are of one size, so the mean of the batch is the mean of their means.
         let loss = (loss / THREADS as f64)?;
         Ok((f64::from(loss.to_scalar::<f32>()?), loss.backward()?))
@@ -300,6 +302,12 @@ fn parallel_step(
         }
     }
     Ok((loss, gradients))
+}
+
+/// Ids `[rows, seqlen]` as a tensor.
+fn ids(tokens: &[u32], seqlen: usize) -> Result<Tensor> {
+    let shape = (tokens.len() / seqlen, seqlen);
+    Ok(Tensor::from_slice(tokens, shape, &Device::Cpu)?)
 }
 
 /// Scales all gradients down together where they are longer than [`LARGEST_GRADIENT`].
@@ -362,13 +370,13 @@ fn save(weights: &Weights, out: &std::path::Path) -> Result<Weights> {
 }
 
 /// exp of the mean loss over windows, each predicting its tokens but the first, as the program measures it.
-fn perplexity(twin: &Twin, weights: &Weights, tokens: &[u32]) -> Result<f64> {
+fn perplexity(model: &DifferentiableModel, weights: &Weights, tokens: &[u32]) -> Result<f64> {
     let mut losses = Vec::new();
     for window in tokens.chunks_exact(SEQLEN) {
-        let logits = twin.logits(weights, &twin::ids(window, SEQLEN)?)?;
-        let loss = twin::loss(
+        let logits = model.logits(weights, &ids(window, SEQLEN)?)?;
+        let loss = loss(
             &logits.narrow(0, 0, SEQLEN - 1)?,
-            &twin::ids(&window[1..], SEQLEN - 1)?,
+            &ids(&window[1..], SEQLEN - 1)?,
         )?;
         losses.push(f64::from(loss.to_scalar::<f32>()?));
     }

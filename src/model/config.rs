@@ -57,28 +57,6 @@ pub struct ModelConfig {
     pub tie_word_embeddings: bool,
 }
 
-/// A tensor of a decoder layer.
-#[derive(Debug)]
-pub struct LayerTensor {
-    /// Its name in the checkpoint.
-    pub name: String,
-    /// Its dimensions, outermost first.
-    pub shape: Vec<usize>,
-    /// Its part in the layer.
-    pub role: TensorRole,
-}
-
-/// The part of a tensor in a decoder layer.
-#[derive(Debug, Clone, Copy)]
-pub enum TensorRole {
-    /// Weight of an RMS norm.
-    Norm,
-    /// Matrix of a linear.
-    Weight(Projection),
-    /// Bias of a linear.
-    Bias(Projection),
-}
-
 /// Upper bound of the number of decoder layers. Each layer takes a line in plans and reports.
 const MOST_LAYERS: u64 = 1 << 12;
 
@@ -168,30 +146,6 @@ impl ModelConfig {
     /// Returns whether a linear has a bias.
     pub fn has_bias(&self, projection: Projection) -> bool {
         self.biases.contains(&projection)
-    }
-
-    /// The tensors of a decoder layer: norms, then each linear's weight and bias.
-    pub fn layer_tensors(&self, layer: usize) -> impl Iterator<Item = LayerTensor> {
-        let norms = self.family.norms.map(|norm| LayerTensor {
-            name: format!("model.layers.{layer}.{norm}.weight"),
-            shape: vec![self.hidden_size],
-            role: TensorRole::Norm,
-        });
-        let linears = self.projections().flat_map(move |projection| {
-            let (rows, columns) = projection.shape(self);
-            let bias = self.has_bias(projection).then(|| LayerTensor {
-                name: projection.bias_name(layer),
-                shape: vec![rows],
-                role: TensorRole::Bias(projection),
-            });
-            let weight = LayerTensor {
-                name: projection.tensor_name(layer),
-                shape: vec![rows, columns],
-                role: TensorRole::Weight(projection),
-            };
-            std::iter::once(weight).chain(bias)
-        });
-        norms.into_iter().chain(linears)
     }
 
     /// The number of weights in a decoder layer's linears.

@@ -24,6 +24,7 @@ use super::config::ModelConfig;
 use super::head::{largest_chunk, largest_tokens};
 use super::observe::Observation;
 use super::rotary::Rotary;
+use super::tensors::TensorRole;
 use crate::bytes::ByteSize;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::product::{self, Kernel, PackedWeight, Product};
@@ -88,13 +89,13 @@ pub fn layer_packed(config: &ModelConfig, kernel: Kernel) -> ByteSize {
     bytes.sum()
 }
 
-/// All weights of a model without biases: decoder linears, norms, embedding and, where it has one of its own, the head.
+/// The number of a model's weights without biases.
 pub fn parameters(config: &ModelConfig) -> u64 {
-    let hidden = config.hidden_size as u64;
-    let ends = if config.tie_word_embeddings { 1 } else { 2 };
-    config.num_hidden_layers as u64 * (config.layer_weights() + config.norm_weights()) as u64
-        + hidden
-        + ends * config.vocab_size as u64 * hidden
+    config
+        .tensors()
+        .filter(|tensor| !matches!(tensor.role, TensorRole::Bias(_)))
+        .map(|tensor| tensor.shape.iter().product::<usize>() as u64)
+        .sum()
 }
 
 /// The hidden states of one sample of `seqlen` tokens: 4·L·H.

@@ -6,6 +6,7 @@
 mod attention_layout;
 pub mod config;
 mod context;
+pub mod differentiable;
 pub mod embedding;
 pub mod family;
 pub mod footprint;
@@ -17,6 +18,7 @@ pub mod on_device;
 pub mod projection;
 pub mod rotary;
 pub mod shapes;
+mod tensors;
 
 pub use config::{ModelConfig, RopeScaling};
 pub use context::LayerContext;
@@ -28,6 +30,7 @@ pub use layer::DecoderLayer;
 pub use observe::{Observation, Observer};
 pub use projection::Projection;
 pub use rotary::Rotary;
+pub use tensors::{ModelTensor, TensorRole};
 
 use std::sync::Arc;
 

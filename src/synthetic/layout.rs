@@ -3,10 +3,7 @@
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::model::config::TensorRole;
-use crate::model::embedding::EMBEDDING;
-use crate::model::head::NORM;
-use crate::model::{Head, ModelConfig, Projection};
+use crate::model::{ModelConfig, Projection, TensorRole};
 
 /// Deviation of fresh weights: transformers' `initializer_range`.
 const DEVIATION: f32 = 0.02;
@@ -38,37 +35,23 @@ pub(super) fn tensors(
 ) -> Result<Vec<RandomTensor>, Failure> {
     // The two matrices that write to the residual stream are smaller (GPT-2's rule).
     let residual = DEVIATION / (2.0 * config.num_hidden_layers as f32).sqrt();
-    let vocabulary = vec![config.vocab_size, config.hidden_size];
-    let mut all = vec![(EMBEDDING.to_owned(), vocabulary.clone(), 0.0, DEVIATION)];
-    for layer in 0..config.num_hidden_layers {
-        for tensor in config.layer_tensors(layer) {
-            let (mean, deviation) = match tensor.role {
-                TensorRole::Norm => (1.0, DEVIATION),
-                TensorRole::Weight(Projection::O | Projection::Down)
-                | TensorRole::Bias(Projection::O | Projection::Down) => (0.0, residual),
-                TensorRole::Weight(_) | TensorRole::Bias(_) => (0.0, DEVIATION),
-            };
-            all.push((tensor.name, tensor.shape, mean, deviation));
-        }
-    }
-    all.push((NORM.to_owned(), vec![config.hidden_size], 1.0, DEVIATION));
-    if !config.tie_word_embeddings {
-        all.push((
-            Head::tensor_name(config).to_owned(),
-            vocabulary,
-            0.0,
-            DEVIATION,
-        ));
-    }
     let mut total = 0u64;
-    let mut tensors = Vec::with_capacity(all.len());
-    for (number, (name, shape, mean, deviation)) in all.into_iter().enumerate() {
-        let elements: usize = shape.iter().product();
+    let mut tensors = Vec::new();
+    for (number, tensor) in config.tensors().enumerate() {
+        let (mean, deviation) = match tensor.role {
+            TensorRole::Norm => (1.0, DEVIATION),
+            TensorRole::Weight(Projection::O | Projection::Down)
+            | TensorRole::Bias(Projection::O | Projection::Down) => (0.0, residual),
+            TensorRole::Vocabulary | TensorRole::Weight(_) | TensorRole::Bias(_) => {
+                (0.0, DEVIATION)
+            }
+        };
+        let elements: usize = tensor.shape.iter().product();
         let bytes = elements as u64 * dtype.bytes() as u64;
         total = total.saturating_add(bytes);
         tensors.push(RandomTensor {
-            name,
-            shape,
+            name: tensor.name,
+            shape: tensor.shape,
             bytes,
             number: number as u64,
             mean,

@@ -1,14 +1,11 @@
-//! `prune demo`: its table, its model, the differentiable twin that trained the model, and its text with other models.
-
-#[path = "../../examples/train_demo/twin.rs"]
-mod twin;
+//! `prune demo`: its table, its model, the loss its model was trained with, and its text with other models.
 
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::Result;
-use candle_core::{DType, Device, safetensors};
+use candle_core::{DType, Device, Tensor, safetensors};
 use prune::checkpoint::Checkpoint;
 use prune::data::{self, DatasetSpec, Role, Source, TextCache, Tokenizer};
 use prune::demo::embedded;
@@ -16,11 +13,17 @@ use prune::generation::{
     FinishReason, GenerationRequest, Generator, Sampler, Sampling, generate, sentence,
 };
 use prune::model::ModelConfig;
+use prune::model::differentiable::{DifferentiableModel, Weights, loss};
 use prune::run::Silent;
 use prune::synthetic::RandomCheckpoint;
-use twin::{Twin, Weights};
 
 use crate::support::prune_in_process;
+
+/// Ids `[rows, seqlen]` as a tensor.
+fn ids(tokens: &[u32], seqlen: usize) -> Result<Tensor> {
+    let shape = (tokens.len() / seqlen, seqlen);
+    Ok(Tensor::from_slice(tokens, shape, &Device::Cpu)?)
+}
 
 /// The folder of the embedded model.
 fn dense() -> Result<tempfile::TempDir> {
@@ -44,21 +47,22 @@ fn windows(tokenizer: &Tokenizer, seqlen: usize, count: usize) -> Result<Vec<u32
 }
 
 #[test]
-fn the_twin_that_was_trained_computes_what_the_program_computes() -> Result<()> {
+fn the_differentiable_model_computes_what_the_program_computes() -> Result<()> {
     let folder = dense()?;
     let (mut model, config, tokenizer) = open(folder.path())?;
     let seqlen = config.max_position_embeddings;
     let stored = safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu)?;
     let mut weights = Weights::new();
-    for (name, shape) in twin::shapes(&config) {
-        assert_eq!(stored[&name].dims(), shape, "{name}");
+    for tensor in config.tensors() {
+        let name = tensor.name;
+        assert_eq!(stored[&name].dims(), tensor.shape, "{name}");
         weights.insert(name.clone(), stored[&name].to_dtype(DType::F32)?);
     }
     assert_eq!(stored.len(), weights.len(), "no other tensors");
 
     let tokens = windows(&tokenizer, seqlen, 2)?;
-    let twin = Twin::new(&config, seqlen)?;
-    let theirs = twin.logits(&weights, &twin::ids(&tokens, seqlen)?)?;
+    let differentiable = DifferentiableModel::new(&config, seqlen)?;
+    let theirs = differentiable.logits(&weights, &ids(&tokens, seqlen)?)?;
     let flat: Vec<f32> = theirs.flatten_all()?.to_vec1()?;
     let mut ours = Vec::new();
     let mut sequence = model.begin(seqlen)?;
@@ -74,18 +78,15 @@ fn the_twin_that_was_trained_computes_what_the_program_computes() -> Result<()> 
         .zip(&ours)
         .map(|(a, b)| (a - b).abs())
         .fold(0.0, f32::max);
-    eprintln!("twin and program: logits differ by at most {difference:e}");
+    eprintln!("differentiable model and program: logits differ by at most {difference:e}");
     // f32 on both sides, sums in another order through five layers; logits reach some 20. A wrong rotation or a missing
     // mask moves them by more than 1.
     assert!(difference < 1e-3, "{difference}");
 
     // The loss that was minimised is the one perplexity is made of.
     let next: Vec<u32> = tokens[1..seqlen].to_vec();
-    let loss = twin::loss(
-        &theirs.narrow(0, 0, seqlen - 1)?,
-        &twin::ids(&next, seqlen - 1)?,
-    )?
-    .to_scalar::<f32>()?;
+    let loss =
+        loss(&theirs.narrow(0, 0, seqlen - 1)?, &ids(&next, seqlen - 1)?)?.to_scalar::<f32>()?;
     let vocab = config.vocab_size;
     let by_hand = next
         .iter()
@@ -102,13 +103,13 @@ fn the_twin_that_was_trained_computes_what_the_program_computes() -> Result<()> 
 }
 
 #[test]
-fn the_twin_has_gradients() -> Result<()> {
+fn the_differentiable_model_has_gradients() -> Result<()> {
     // Nudging one weight of each kind changes the loss as its gradient says.
     let folder = dense()?;
     let (_, config, tokenizer) = open(folder.path())?;
     let seqlen = 16;
     let tokens = windows(&tokenizer, seqlen + 1, 1)?;
-    let twin = Twin::new(&config, seqlen)?;
+    let differentiable = DifferentiableModel::new(&config, seqlen)?;
     let stored = safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu)?;
     let variables: std::collections::BTreeMap<String, candle_core::Var> = stored
         .iter()
@@ -121,11 +122,11 @@ fn the_twin_has_gradients() -> Result<()> {
         .iter()
         .map(|(name, variable)| (name.clone(), variable.as_tensor().clone()))
         .collect();
-    let loss = |weights: &Weights| -> Result<candle_core::Tensor> {
-        let logits = twin.logits(weights, &twin::ids(&tokens[..seqlen], seqlen)?)?;
-        Ok(twin::loss(&logits, &twin::ids(&tokens[1..], seqlen)?)?)
+    let loss_of = |weights: &Weights| -> Result<Tensor> {
+        let logits = differentiable.logits(weights, &ids(&tokens[..seqlen], seqlen)?)?;
+        loss(&logits, &ids(&tokens[1..], seqlen)?)
     };
-    let gradients = loss(&weights)?.backward()?;
+    let gradients = loss_of(&weights)?.backward()?;
     for name in [
         "model.embed_tokens.weight",
         "model.norm.weight",
@@ -147,7 +148,7 @@ fn the_twin_has_gradients() -> Result<()> {
             let mut other = weights.clone();
             let moved = (weights[name].detach() + (gradient * (sign * step / f64::from(length)))?)?;
             other.insert(name.to_string(), moved);
-            Ok(loss(&other)?.to_scalar::<f32>()?)
+            Ok(loss_of(&other)?.to_scalar::<f32>()?)
         };
         let slope = (nudged(1.0)? - nudged(-1.0)?) / (2.0 * step as f32);
         // Differences of f32 losses near 1 over 0.02: 1e-5 absolute, and the curvature's third order.

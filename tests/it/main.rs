@@ -11,6 +11,7 @@ mod cli_page;
 mod code_rules;
 mod demo;
 mod determinism;
+mod differentiable;
 mod errors;
 mod fallback;
 mod generate;
