@@ -79,25 +79,46 @@ impl Serialize for Family {
 }
 
 /// All families that can be pruned.
-pub static FAMILIES: [Family; 1] = [Family {
-    architecture: "LlamaForCausalLM",
-    model_type: "llama",
-    models: "Llama 1, 2, 3, 3.1, 3.2, TinyLlama, and others with Llama's decoder",
-    linears: &[
-        (Q, Bias::IfSet("attention_bias")),
-        (K, Bias::IfSet("attention_bias")),
-        (V, Bias::IfSet("attention_bias")),
-        (O, Bias::IfSet("attention_bias")),
-        (Gate, Bias::IfSet("mlp_bias")),
-        (Up, Bias::IfSet("mlp_bias")),
-        (Down, Bias::IfSet("mlp_bias")),
-    ],
-    norms: ["input_layernorm", "post_attention_layernorm"],
-    activation: Activation::Silu,
-    sliding_window: SlidingWindow::Never,
-    default_key_value_heads: None,
-    default_positions: 2048,
-}];
+pub static FAMILIES: [Family; 2] = [
+    Family {
+        architecture: "LlamaForCausalLM",
+        model_type: "llama",
+        models: "Llama 1, 2, 3, 3.1, 3.2, TinyLlama, and others with Llama's decoder",
+        linears: &[
+            (Q, Bias::IfSet("attention_bias")),
+            (K, Bias::IfSet("attention_bias")),
+            (V, Bias::IfSet("attention_bias")),
+            (O, Bias::IfSet("attention_bias")),
+            (Gate, Bias::IfSet("mlp_bias")),
+            (Up, Bias::IfSet("mlp_bias")),
+            (Down, Bias::IfSet("mlp_bias")),
+        ],
+        norms: ["input_layernorm", "post_attention_layernorm"],
+        activation: Activation::Silu,
+        sliding_window: SlidingWindow::Never,
+        default_key_value_heads: None,
+        default_positions: 2048,
+    },
+    Family {
+        architecture: "MistralForCausalLM",
+        model_type: "mistral",
+        models: "Mistral 7B, Mistral Nemo, Mistral Small 24B, and others with Mistral's decoder",
+        linears: &[
+            (Q, Bias::Never),
+            (K, Bias::Never),
+            (V, Bias::Never),
+            (O, Bias::Never),
+            (Gate, Bias::Never),
+            (Up, Bias::Never),
+            (Down, Bias::Never),
+        ],
+        norms: ["input_layernorm", "post_attention_layernorm"],
+        activation: Activation::Silu,
+        sliding_window: SlidingWindow::AllLayers { default: 4096 },
+        default_key_value_heads: Some(8),
+        default_positions: 131_072,
+    },
+];
 
 /// Finds the family of a `config.json`.
 ///

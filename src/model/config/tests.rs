@@ -133,3 +133,43 @@ fn what_cannot_be_computed_is_refused_by_name() {
         assert!(error.contains(message), "{error}");
     }
 }
+
+fn mistral(key: &str, value: Value) -> Result<ModelConfig> {
+    let mut config = with(key, value);
+    config["architectures"] = json!(["MistralForCausalLM"]);
+    config["model_type"] = json!("mistral");
+    ModelConfig::from_json(&config)
+}
+
+#[test]
+fn a_mistral_has_no_biases_and_the_defaults_of_transformers() {
+    // `attention_bias` is no key of MistralConfig: transformers ignores it.
+    let config = mistral("attention_bias", json!(true)).unwrap();
+    assert_eq!(config.biases, []);
+    // MistralConfig: num_key_value_heads=8, max_position_embeddings=4096*32, sliding_window=4096.
+    assert_eq!(config.num_key_value_heads, 8);
+    assert_eq!(config.max_position_embeddings, 131_072);
+    assert_eq!(config.sliding_window, Some(4096));
+}
+
+#[test]
+fn a_sliding_window_bounds_the_sequence_unless_it_is_null_or_the_family_has_none() {
+    let config = mistral("sliding_window", json!(48)).unwrap();
+    assert_eq!(
+        (config.longest_sequence(), config.context_length()),
+        (48, 48)
+    );
+    let config = mistral("sliding_window", Value::Null).unwrap();
+    assert_eq!(config.longest_sequence(), 131_072);
+    let config = ModelConfig::from_json(&with("sliding_window", json!(48))).unwrap();
+    assert_eq!(config.longest_sequence(), 2048, "a Llama has no window");
+    let error = mistral("sliding_window", json!(0)).unwrap_err().to_string();
+    assert!(error.contains("`sliding_window` is 0"), "{error}");
+}
+
+#[test]
+fn the_configuration_is_the_same_in_both_spellings_of_rotary_parameters() {
+    let old = mistral("rope_theta", json!(1e6)).unwrap();
+    let new = json!({"rope_theta": 1e6, "rope_type": "default"});
+    assert_eq!(old, mistral("rope_parameters", new).unwrap());
+}

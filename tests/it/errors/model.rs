@@ -11,6 +11,26 @@ use super::{LAYOUT_HINT, TOGETHER_HINT, edit_config, refuses_at_once};
 use crate::support::{Place, arguments, edit_json, refuses, rewrite, sharded};
 
 #[test]
+fn a_sequence_longer_than_the_sliding_window_is_refused() {
+    let mistral = RandomCheckpoint::of_family("mistral").expect("Mistral has a record");
+    let place = Place::with(&mistral);
+    // The samples of this place have 64 tokens.
+    edit_config(&place, |config| config["sliding_window"] = json!(48));
+    refuses_at_once(
+        &place,
+        "",
+        2,
+        "error: --seqlen 64 is longer than the model's sliding window of 48 tokens",
+        "hint: use --seqlen 48 or less",
+    );
+    for window in [json!(64), json!(null)] {
+        edit_config(&place, |config| config["sliding_window"] = window.clone());
+        let ran = place.run(&arguments("--force"));
+        assert_eq!(ran.code, 0, "{window}: {}", ran.stderr);
+    }
+}
+
+#[test]
 fn another_architecture_is_refused_by_name() {
     let place = Place::new();
     edit_config(&place, |config| {
@@ -21,7 +41,7 @@ fn another_architecture_is_refused_by_name() {
         "",
         1,
         "error: the architecture `Qwen2ForCausalLM` is not supported",
-        "hint: use a checkpoint whose config.json says `\"model_type\": \"llama\"`",
+        "hint: use a checkpoint whose config.json says `\"model_type\": \"llama\"` or `\"model_type\": \"mistral\"`",
     );
 }
 
