@@ -1,4 +1,4 @@
-//! Token embeddings, gathered row by row from the file: the table itself (up to 2 GiB) is never held.
+//! Token embeddings, read row by row from the file. The table itself (up to 2 GiB) is never in memory.
 
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;
@@ -9,21 +9,21 @@ use super::stored_dtype;
 use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::linalg::{StoredMatrix, tensor};
 
-/// The embedding table `[vocab_size, hidden_size]` where it lies.
+/// The embedding table `[vocab_size, hidden_size]` in a checkpoint.
 pub struct Embedding<'a> {
     source: &'a dyn WeightSource,
     entry: &'a TensorEntry,
     hidden_size: usize,
 }
 
-/// The tensor's name.
+/// The name of the embedding's tensor.
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
 
 impl<'a> Embedding<'a> {
     /// Finds the table and checks its shape.
     ///
     /// # Errors
-    /// Fails when it is missing or of another shape.
+    /// Fails when the table is missing or has another shape.
     pub fn open(source: &'a dyn WeightSource, config: &ModelConfig) -> Result<Self> {
         let entry = source.require(EMBEDDING, &[config.vocab_size, config.hidden_size])?;
         stored_dtype(entry)?;
@@ -34,10 +34,10 @@ impl<'a> Embedding<'a> {
         })
     }
 
-    /// The hidden states that enter layer 0: `[tokens, hidden_size]`, widened to f32.
+    /// Returns the hidden states that enter layer 0: `[tokens, hidden_size]`, widened to f32.
     ///
     /// # Errors
-    /// Fails for an id beyond the table and when reading fails.
+    /// Fails for an id beyond the table, and when reading fails.
     pub fn rows(&self, tokens: &[u32]) -> Result<Tensor> {
         let dtype = stored_dtype(self.entry)?;
         let row_bytes = self.hidden_size * dtype.bytes();

@@ -1,23 +1,23 @@
-//! What each phase of a run holds in memory, from the model's shape and the [`MemorySettings`]: the numbers a plan is made of.
+//! Memory of each phase of a run, computed from the model's shape and the [`MemorySettings`]. Plans consist of these numbers.
 //!
 //! Symbols: L tokens of a sample, H hidden_size, I intermediate_size, Q and K the widths of all queries and all keys, V
-//! vocab_size, e bytes of a stored element. Sizes are bytes; what is computed is f32, 4 bytes an element.
+//! vocab_size, e bytes of a stored element. Sizes are bytes; activations are f32, 4 bytes per element.
 //!
-//! | function | holds |
+//! | function | memory of |
 //! | --- | --- |
-//! | [`layer_weights`] | one decoder layer while it is in use or waits: weights, or masks; norms and biases |
-//! | [`layer_packed`] | its weights once more, where products keep them packed |
-//! | [`context`] | from the first layer to the end of the run: rotary tables; what products pack comes on top |
-//! | [`products`] | what products pack, from the first on |
-//! | [`forward`], [`capture`] | a sample on its way through a layer |
-//! | [`score`] | a matrix while it is scored |
-//! | [`head`] | the head, logits, what tokens keep from one part of the vocabulary to the next |
-//! | [`hidden_states`] | one sample's states at rest |
+//! | [`layer_weights`] | one decoder layer, in use or waiting: weights, or masks; norms and biases |
+//! | [`layer_packed`] | the packed weights of a layer, if products keep them |
+//! | [`context`] | the rotary tables, from the first layer to the end of the run |
+//! | [`products`] | the packed factors of products, from the first product on |
+//! | [`forward`], [`capture`] | a sample inside a layer |
+//! | [`score`] | a matrix that is scored |
+//! | [`head`] | the head, logits, and three numbers per token of the windows |
+//! | [`hidden_states`] | the states of one sample between layers |
 //!
-//! A plan adds up what exists together: `layer_weights` (twice when reading ahead) + `context` + one of the phases + hidden
-//! states at rest; in the head's phase no layer. The workspace that [`forward`] grew stays until the run ends, so
-//! [`score`] comes on top of it ([`workspace`]), and [`head`] takes it over. Not counted here, because others own it: statistics
-//! and rows for output errors (`pipeline`), one state per stream on its way to disk, the program, tokens and tokenizer.
+//! A plan adds the parts that exist together: `layer_weights` (twice when reading ahead) + `context` + one of the phases + hidden
+//! states. The head's phase has no layer. The workspace of [`forward`] stays until the run ends, so [`score`] is added to it
+//! ([`workspace`]), and [`head`] uses it. Other rooms count statistics and rows for output errors (`pipeline`), one state per stream on
+//! its way to disk, the program, tokens and the tokenizer.
 
 use super::attention_layout::AttentionLayout;
 use super::config::ModelConfig;
@@ -31,17 +31,17 @@ use crate::linalg::product::{self, Kernel, PackedWeight, Product};
 use crate::linalg::{Linear, StoredDtype, attention};
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 
-/// What weights are stored in.
+/// Dtypes of stored weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dtypes {
-    /// Those of decoder layers: of different ones the widest.
+    /// The dtype of decoder layers; the widest one if they differ.
     pub layers: StoredDtype,
-    /// That of the head, or of the embedding where it is the head.
+    /// The dtype of the head, or of the embedding if it is the head.
     pub head: StoredDtype,
 }
 
 impl Dtypes {
-    /// All of one dtype.
+    /// One dtype for all weights.
     pub fn all(dtype: StoredDtype) -> Self {
         Self {
             layers: dtype,
@@ -53,12 +53,12 @@ impl Dtypes {
 /// Bytes of an f32.
 const F32: usize = 4;
 
-/// What the product of one token with the keys in a cache packs and keeps per thread: as much as the second-level cache of a
-/// core has, 2 MiB on recent servers, less elsewhere.
+/// Bytes per thread that a product of one token with the cached keys packs. It is bounded by the second-level cache of a core: 2 MiB on
+/// recent servers, less elsewhere.
 const PACKED_PER_THREAD: usize = 2 << 20;
 
-/// One decoder layer: e · (2·H·Q + 2·H·K + 3·H·I) of weights; 1 bit per weight of masks instead where matrices rest on disk;
-/// 4 · 2·H of norms, 4 bytes per bias.
+/// Memory of one decoder layer: weights e · (2·H·Q + 2·H·K + 3·H·I), or masks of 1 bit per weight if matrices stay on disk; norms
+/// 4 · 2·H; 4 bytes per element of a bias.
 pub fn layer_weights(
     config: &ModelConfig,
     dtype: StoredDtype,
@@ -79,8 +79,9 @@ pub fn layer_weights(
     bytes
 }
 
-/// One decoder layer's weights packed, beside [`layer_weights`]: 2·p · (2·H·Q + 2·H·K + 3·H·I), rows rounded up to 32 and columns to
-/// 32; p parts of an element, 1 in bf16, and as many as hold its bits where f32 is split (bf16 1, f16 2, f32 3).
+/// Memory of one decoder layer's packed weights, in addition to [`layer_weights`]: 2·p · (2·H·Q + 2·H·K + 3·H·I), rows and columns
+/// rounded up to 32. p is the number of bf16 parts of an element: 1 in bf16 products; in split f32 products 1 for bf16, 2 for f16 and 3
+/// for f32 weights.
 pub fn layer_packed(config: &ModelConfig, kernel: Kernel) -> ByteSize {
     let bytes = config.projections().map(|projection| {
         let (rows, columns) = projection.shape(config);
@@ -98,26 +99,25 @@ pub fn parameters(config: &ModelConfig) -> u64 {
         .sum()
 }
 
-/// The hidden states of one sample of `seqlen` tokens: 4·L·H.
+/// Memory of the hidden states of one sample of `seqlen` tokens: 4·L·H.
 pub fn hidden_states(config: &ModelConfig, seqlen: usize) -> ByteSize {
     ByteSize::of(seqlen * config.hidden_size, F32)
 }
 
-/// What stands beside every phase from the first layer on: rotary tables, 4·L·head_dim. What products pack and keep comes on top
-/// ([`products`]).
+/// Memory of the rotary tables, 4·L·head_dim, which exist from the first layer on.
 pub fn context(config: &ModelConfig, seqlen: usize) -> ByteSize {
     ByteSize::of(Rotary::bytes(config.head_dim, seqlen), 1)
 }
 
-/// Whether a layer's weights stay packed while it is in use.
+/// Returns whether a layer's weights stay packed while the layer is in use.
 pub fn keeps_packed(kernel: Kernel, settings: &MemorySettings) -> bool {
     kernel.keeps() && settings.keep_packed && settings.weights == WeightsHeld::Layer
 }
 
-/// What products pack and keep for the next one, from the first on: X, and per thread a slab of W where it is not kept packed.
+/// Memory of the packed factors of products: X, and per thread a slab of W unless W stays packed.
 ///
 /// # Arguments
-/// * `head`: what multiplies the head's weight, where logits are made, too
+/// * `head`: the kernel of the head, if logits are computed
 pub fn products(
     config: &ModelConfig,
     kernel: Kernel,
@@ -127,7 +127,7 @@ pub fn products(
     head: Option<Kernel>,
 ) -> ByteSize {
     let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
-    // Some heads whose first row is within a unit are packed anew.
+    // Heads whose first row is inside a packed unit are packed again.
     let begins_within =
         settings.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
     let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
@@ -169,7 +169,7 @@ pub fn products(
     ByteSize::of(product::packed_bytes(&all, threads), 1)
 }
 
-/// What stays from sample to sample once one has passed a layer: [`activations`] and the [`rows_read`].
+/// Memory of the workspace after the first sample: [`activations`] and [`rows_read`].
 pub fn workspace(
     config: &ModelConfig,
     dtype: StoredDtype,
@@ -179,10 +179,10 @@ pub fn workspace(
     activations(config, seqlen, settings) + rows_read(config, dtype, settings)
 }
 
-/// 4 bytes times the larger of attention and MLP:
+/// Memory of activations: 4 bytes times the larger of attention and MLP:
 ///
 /// * attention: L·max(H, Q) + L·Q + 2·L·K; in p groups of heads L·H + L·Q + (L·Q + 2·L·K) / p
-/// * MLP: t·(H + 2·I), t the tokens it takes at once
+/// * MLP: t·(H + 2·I), t the tokens at once
 pub fn activations(config: &ModelConfig, seqlen: usize, settings: &MemorySettings) -> ByteSize {
     let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
     let attention: usize = layout.buffers().iter().sum();
@@ -191,8 +191,8 @@ pub fn activations(config: &ModelConfig, seqlen: usize, settings: &MemorySetting
     ByteSize::of(attention.max(mlp), F32)
 }
 
-/// The rows of a weight that are read at once where matrices rest on disk, of the matrix where that is most: e·in·r, r rows with
-/// r·in about 2²². Nothing where they are in memory.
+/// Memory of the rows of a weight that are read at once if matrices stay on disk: e·in·r for the largest matrix, r rows with r·in about
+/// 2²². Zero for weights in memory.
 pub fn rows_read(config: &ModelConfig, dtype: StoredDtype, settings: &MemorySettings) -> ByteSize {
     if settings.weights == WeightsHeld::Layer {
         return ByteSize::ZERO;
@@ -204,11 +204,11 @@ pub fn rows_read(config: &ModelConfig, dtype: StoredDtype, settings: &MemorySett
     bytes.max().unwrap_or_default()
 }
 
-/// A sample passes a layer (propagate, evaluate): the [`workspace`]; the larger of what attention works on
-/// ([`attention::scratch_bytes`]) and of 4·L·H that goes out. What came in is counted by its owner.
+/// Memory of a sample that passes a layer (propagate, evaluate): the [`workspace`], and the larger of attention's scratch
+/// ([`attention::scratch_bytes`]) and the output 4·L·H. The owner of the input counts the input.
 ///
 /// # Arguments
-/// * `kernel`: what multiplies activations with one another
+/// * `kernel`: the kernel of products of activations
 pub fn forward(
     config: &ModelConfig,
     dtype: StoredDtype,
@@ -222,8 +222,8 @@ pub fn forward(
         + ByteSize::of(scratch, 1).max(hidden_states(config, seqlen))
 }
 
-/// A model writes: the prompt passes in blocks of `block` tokens, the last of which sees `capacity` cached ones, as
-/// [`forward`] without reading ahead; one row of logits, 4·V; the [`context`] of all positions.
+/// Memory of text generation: the prompt passes in blocks of `block` tokens as in [`forward`], and the last block sees `capacity` cached
+/// tokens; one row of logits, 4·V; the [`context`] of all positions.
 pub fn writing(
     config: &ModelConfig,
     dtype: StoredDtype,
@@ -244,12 +244,13 @@ pub fn writing(
         + context(config, capacity)
 }
 
-/// The head's weight in its stored dtype: e·V·H.
+/// Memory of the head's weight in its stored dtype: e·V·H.
 pub fn head_weight(config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
     ByteSize::of(config.vocab_size * config.hidden_size, dtype.bytes())
 }
 
-/// A sample is observed inside a layer (calibrate): as [`forward`], since what leaves attention is the MLP's input too.
+/// Memory of a sample that is observed inside a layer (calibrate). It is that of [`forward`], because the output of attention is also the
+/// input of the MLP.
 pub fn capture(
     config: &ModelConfig,
     dtype: StoredDtype,
@@ -261,10 +262,13 @@ pub fn capture(
     forward(config, dtype, seqlen, threads, settings, kernel)
 }
 
-/// A matrix is scored, beside layer and workspace: 1 bit per weight of mask (part of the layer where matrices rest on disk, and
-/// counted twice for one of them); e·in·out of the matrix where it is not part of the layer; per thread a row of scores, 4·in, and
-/// the larger of a row of their keys, 4·in, and 2¹⁹ of counters for a threshold over the whole matrix; a list of rows, 8·out;
-/// column factors, 4·in.
+/// Memory of scoring a matrix, in addition to layer and workspace:
+///
+/// * the mask, 1 bit per weight. If matrices stay on disk, the layer counts it too.
+/// * the matrix, e·in·out, if matrices stay on disk
+/// * per thread a row of scores, 4·in, and the larger of their keys, 4·in, and 2¹⁹ bytes of counters for a threshold over the whole
+///   matrix
+/// * a list of rows, 8·out, and column factors, 4·in
 pub fn score(
     config: &ModelConfig,
     dtype: StoredDtype,
@@ -289,13 +293,13 @@ pub fn score(
 /// A histogram of 2¹⁶ counters of 8 bytes.
 const COUNTERS: usize = 8 << 16;
 
-/// Norm and head while logits are made, beside [`context`]:
+/// Memory of norm and head while logits are computed, in addition to [`context`]:
 ///
-/// * e·c·H of the head's weight, c = V or the rows in memory at once; 4·H of the norm
-/// * 4·t·(H + c) of normed states and logits, t tokens with 4·t·c about the bytes logits may take; at least the [`activations`]
-///   that layers left
-/// * the [`rows_read`] that layers left
-/// * 24 bytes per token of all windows of one side: largest logit, sum of exponentials, the next token's logit
+/// * the head's weight, e·c·H with c = V or the rows in memory at once; the norm, 4·H
+/// * normed states and logits, 4·t·(H + c) for t tokens with 4·t·c about the budget of logits; at least the [`activations`] that the
+///   layers left
+/// * the [`rows_read`] that the layers left
+/// * 24 bytes per token of all windows of one side: largest logit, sum of exponentials, logit of the next token
 pub fn head(
     config: &ModelConfig,
     dtypes: Dtypes,
@@ -313,7 +317,7 @@ pub fn head(
         + ByteSize::of(windows * seqlen, PER_PREDICTION)
 }
 
-/// What a token keeps from one part of the vocabulary to the next.
+/// Bytes per token between two parts of the vocabulary.
 const PER_PREDICTION: usize = 24;
 
 #[cfg(test)]

@@ -1,8 +1,7 @@
-//! The end of the model: the last norm and the language-model head, applied to some tokens and some rows of the vocabulary at a
-//! time.
+//! The end of the model: the last norm and the language-model head, for some tokens and some rows of the vocabulary at a time.
 //!
-//! The head's weight is the largest matrix of a model. It is held whole, or it rests in the checkpoint and a range of the
-//! vocabulary is read at a time ([`Head::chunks`]); hidden states are normed anew for each.
+//! The head's weight is the largest matrix of a model. It is in memory as a whole, or it stays in the checkpoint and some rows of
+//! the vocabulary are read at a time ([`Head::chunks`]). The norm is then computed again for each part.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,7 +20,7 @@ use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
 use crate::linalg::profile::Part;
 use crate::linalg::{Linear, StoredMatrix, Weight, elementwise, tensor};
 
-/// Tokens whose logits exist at once, at most, where all of them may take `bytes` of f32 and each has `vocabulary`.
+/// The largest number of tokens whose logits fit `bytes` of f32, at least 1; `vocabulary` logits per token.
 pub fn logit_rows(bytes: ByteSize, vocabulary: usize) -> usize {
     usize::try_from(bytes.0 / 4 / vocabulary.max(1) as u64)
         .unwrap_or(usize::MAX)
@@ -37,18 +36,18 @@ pub(super) fn largest_chunk(vocab_size: usize, head_rows: Option<usize>) -> usiz
     )
 }
 
-/// Tokens of the largest part whose logits for one chunk of the vocabulary exist at once.
+/// Tokens of the largest part of a sample whose logits for one part of the vocabulary exist at once.
 pub(super) fn largest_tokens(seqlen: usize, bytes: ByteSize, vocabulary: usize) -> usize {
     largest_part(seqlen, logit_rows(bytes, vocabulary), LEAST_ROWS)
 }
 
-/// A part of the vocabulary this large has the bits of the whole in a product of any number of tokens from two.
+/// Smallest part of the vocabulary. In a product of two or more tokens such a part has the same bits as the whole.
 const LEAST_VOCABULARY: usize = 129;
 
-/// Bytes of two tensors that are compared at once.
+/// Bytes that are compared at once, per tensor.
 const COMPARED_BYTES: usize = 1 << 20;
 
-/// The last norm's weight.
+/// The name of the last norm's tensor.
 pub const NORM: &str = "model.norm.weight";
 const LM_HEAD: &str = "lm_head.weight";
 
@@ -62,18 +61,18 @@ pub struct Head {
     rows_at_once: Option<usize>,
 }
 
-/// Some of the vocabulary's rows, in memory.
+/// Some rows of the vocabulary, in memory.
 #[derive(Debug)]
 pub struct HeadChunk<'a> {
     head: &'a Head,
-    /// Which rows.
+    /// The rows of the vocabulary.
     pub rows: Range<usize>,
-    /// Those rows; `None` where they are the head's own weight.
+    /// The weight of these rows; `None` if the head's own weight is in memory.
     read: Option<Linear>,
 }
 
 impl Head {
-    /// The tensor the head's weight is read from: `lm_head.weight`, or the embedding where they are tied.
+    /// The name of the head's tensor: `lm_head.weight`, or the embedding if the two are tied.
     pub fn tensor_name(config: &ModelConfig) -> &'static str {
         if config.tie_word_embeddings {
             EMBEDDING
@@ -82,10 +81,10 @@ impl Head {
         }
     }
 
-    /// Checks shapes, reading headers only.
+    /// Checks shapes. Reads headers only.
     ///
     /// # Errors
-    /// Fails when the norm or the head is missing or of another shape.
+    /// Fails when the norm or the head is missing or has another shape.
     pub fn check(source: &dyn WeightSource, config: &ModelConfig) -> Result<()> {
         source.require(NORM, &[config.hidden_size])?;
         source.require(
@@ -95,8 +94,8 @@ impl Head {
         Ok(())
     }
 
-    /// Whether there is a head that is passed over: `lm_head.weight` with other bytes than the embedding that `config.json` says is the head.
-    /// Both are read up to the first difference.
+    /// Returns whether the checkpoint has an `lm_head.weight` that is not used: `config.json` ties the head to the embedding, and the bytes
+    /// of the two differ. Both tensors are read up to the first difference.
     ///
     /// # Errors
     /// Fails when reading fails.
@@ -131,7 +130,7 @@ impl Head {
         Self::with_weight(source, config, weight.into(), None)
     }
 
-    /// Reads the norm; `rows_at_once` rows of the vocabulary are read when they are needed.
+    /// Reads the norm. The head stays in the checkpoint; `rows_at_once` rows of it are in memory at a time.
     ///
     /// # Errors
     /// As [`Head::check`], and when reading fails.
@@ -164,7 +163,7 @@ impl Head {
         })
     }
 
-    /// The last norm's weight and its ε.
+    /// The weight of the last norm, and ε.
     pub(super) fn norm(&self) -> (&[f32], f32) {
         (&self.norm, self.rms_norm_eps)
     }
@@ -174,16 +173,16 @@ impl Head {
         self.lm_head.out_features()
     }
 
-    /// The parts of the vocabulary that are in memory one at a time; all of it where the head is held.
+    /// The parts of the vocabulary, of which one is in memory at a time. A head in memory is one part.
     pub fn chunks(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
         let at_most = self.rows_at_once.unwrap_or(usize::MAX);
         parts(self.vocab_size(), at_most, LEAST_VOCABULARY)
     }
 
-    /// Reads one of [`Head::chunks`], where it is not held anyway.
+    /// Reads one of [`Head::chunks`], unless the head is in memory.
     ///
     /// # Errors
-    /// Fails when it cannot be read.
+    /// Fails when the rows cannot be read.
     pub fn chunk(&self, rows: Range<usize>) -> Result<HeadChunk<'_>> {
         let read = match self.lm_head.weight() {
             Weight::AtRest(weight) => Some(Linear::new(weight.read(rows.clone())?, None)),
@@ -199,10 +198,10 @@ impl Head {
     /// Calls `body(first_token, logits)` with logits `[tokens, vocab_size]` of as many tokens at a time as the settings allow.
     ///
     /// # Arguments
-    /// * `hidden`: `[seqlen, hidden_size]`, what left the last layer
+    /// * `hidden`: `[seqlen, hidden_size]`, the output of the last layer
     ///
     /// # Errors
-    /// Fails when `hidden` is not a whole number of tokens, when a head at rest cannot be read, and when `body` does.
+    /// Fails when `hidden` has another width, when a head at rest cannot be read, and when `body` fails.
     pub fn logits(
         &self,
         hidden: &Tensor,
@@ -213,13 +212,13 @@ impl Head {
         self.some_logits(&self.lm_head, whole, hidden, context, body)
     }
 
-    /// Writes the logits `[vocab_size]` after the last token of `hidden` `[tokens, hidden_size]`, what a writing model asks for.
+    /// Writes the logits `[vocab_size]` after the last token of `hidden` `[tokens, hidden_size]`, for text generation.
     ///
     /// # Arguments
-    /// * `logits`: becomes as long as the vocabulary
+    /// * `logits`: resized to the vocabulary
     ///
     /// # Errors
-    /// Fails when `hidden` is not a whole number of tokens, or none, and when a head at rest cannot be read.
+    /// Fails when `hidden` has another width or no token, and when a head at rest cannot be read.
     pub fn last_logits(
         &self,
         hidden: &Tensor,
@@ -229,7 +228,7 @@ impl Head {
         let (tokens, hidden_size) = hidden.dims2()?;
         ensure!(
             tokens > 0 && hidden_size == self.norm.len(),
-            "{tokens} hidden states are {hidden_size} wide, the head takes {}",
+            "{tokens} hidden states are {hidden_size} wide, the head needs {}",
             self.norm.len()
         );
         logits.resize(self.vocab_size(), 0.0);
@@ -242,7 +241,7 @@ impl Head {
         })?
     }
 
-    /// Logits of some `rows` of `linear`.
+    /// Computes the logits of some `rows` of `linear`.
     fn some_logits(
         &self,
         linear: &Linear,
@@ -254,11 +253,11 @@ impl Head {
         let (seqlen, hidden_size) = hidden.dims2()?;
         ensure!(
             hidden_size == self.norm.len(),
-            "hidden states are {hidden_size} wide, the head takes {}",
+            "hidden states are {hidden_size} wide, the head needs {}",
             self.norm.len()
         );
         let at_most = logit_rows(context.settings().logits_bytes, rows.len());
-        // On a thread of the pool, as a layer is.
+        // The pass runs on a thread of the pool, as that of a layer does.
         let mut pass = |hidden: &[f32]| -> Result<()> {
             for part in parts(seqlen, at_most, LEAST_ROWS) {
                 let ([normed, logits], products) = context
@@ -283,17 +282,17 @@ impl Head {
 }
 
 impl HeadChunk<'_> {
-    /// The head it is a part of.
+    /// The head of these rows.
     pub(super) fn head(&self) -> &Head {
         self.head
     }
 
-    /// Bytes per element of its weights as they are stored.
+    /// Bytes per stored element.
     pub fn stored_bytes(&self) -> usize {
         self.weight().map_or(0, |weight| weight.dtype().bytes())
     }
 
-    /// Its weights `[rows.len(), hidden_size]`, where they are in memory by themselves.
+    /// The weights `[rows.len(), hidden_size]`, if they are in memory.
     pub(super) fn weight(&self) -> Option<&StoredMatrix> {
         self.read.as_ref().map_or_else(
             || self.head.lm_head.weight().held(),
@@ -301,7 +300,7 @@ impl HeadChunk<'_> {
         )
     }
 
-    /// As [`Head::logits`], for these rows of the vocabulary: logits are `[tokens, rows.len()]`.
+    /// Calls `body` as [`Head::logits`] does, with logits `[tokens, rows.len()]` of these rows.
     ///
     /// # Errors
     /// As [`Head::logits`].

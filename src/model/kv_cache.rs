@@ -1,7 +1,7 @@
-//! Keys and values of the tokens a model has read: what makes the next token cost one token's work.
+//! Keys and values of the tokens a model has read. With them the next token costs the work of one token.
 //!
-//! Per layer two f32 arrays `[tokens, num_key_value_heads * head_dim]`, keys with their rotary positions applied; grouped-query
-//! models keep their few key heads once. Memory is reserved for the longest sequence at the start and touched as tokens come.
+//! Each layer has two f32 arrays `[tokens, num_key_value_heads * head_dim]`; rotary positions are applied to the keys. Grouped-query
+//! models keep their few key heads once. Memory for the longest sequence is reserved at the start, and used as tokens come.
 
 use anyhow::{Result, ensure};
 
@@ -9,7 +9,7 @@ use super::config::ModelConfig;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
-/// What one layer has seen.
+/// Keys and values of one layer.
 #[derive(Debug)]
 pub struct LayerCache {
     width: usize,
@@ -19,17 +19,17 @@ pub struct LayerCache {
 }
 
 impl LayerCache {
-    /// Tokens so far: the position of the next one.
+    /// Number of cached tokens, which is the position of the next one.
     pub fn tokens(&self) -> usize {
         self.keys.len() / self.width
     }
 
-    /// `[tokens, num_key_value_heads * head_dim]`, rotary positions applied.
+    /// Keys `[tokens, num_key_value_heads * head_dim]` with rotary positions.
     pub fn keys(&self) -> &[f32] {
         &self.keys
     }
 
-    /// `[tokens, num_key_value_heads * head_dim]`.
+    /// Values `[tokens, num_key_value_heads * head_dim]`.
     pub fn values(&self) -> &[f32] {
         &self.values
     }
@@ -37,7 +37,7 @@ impl LayerCache {
     /// Adds the keys and values of the next tokens.
     ///
     /// # Errors
-    /// Fails when they are not as many, no whole tokens, or more than there is room for.
+    /// Fails when the slices differ in length, hold a fraction of a token, or exceed the capacity.
     pub fn append(&mut self, keys: &[f32], values: &[f32]) -> Result<()> {
         ensure!(
             keys.len() == values.len() && keys.len().is_multiple_of(self.width),
@@ -63,10 +63,10 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// Room for `capacity` tokens.
+    /// Reserves memory for `capacity` tokens.
     ///
     /// # Errors
-    /// Fails when the memory cannot be had.
+    /// Fails when there is too little memory.
     pub fn new(config: &ModelConfig, capacity: usize) -> Result<Self> {
         let width = config.num_key_value_heads * config.head_dim;
         let reserve = || {
@@ -95,7 +95,7 @@ impl KvCache {
         Ok(Self { layers })
     }
 
-    /// What [`KvCache::new`] takes.
+    /// Bytes that [`KvCache::new`] reserves.
     pub fn bytes(config: &ModelConfig, capacity: usize) -> ByteSize {
         let of_a_token = 2 * 4 * config.num_key_value_heads * config.head_dim;
         ByteSize::of(
@@ -104,7 +104,7 @@ impl KvCache {
         )
     }
 
-    /// One layer's cache.
+    /// The cache of one layer.
     ///
     /// # Panics
     /// When the model has no such layer.
@@ -112,7 +112,7 @@ impl KvCache {
         &mut self.layers[index]
     }
 
-    /// Tokens that went through all layers.
+    /// Number of tokens that passed all layers.
     pub fn tokens(&self) -> usize {
         self.layers
             .iter()
@@ -121,7 +121,7 @@ impl KvCache {
             .unwrap_or(0)
     }
 
-    /// Forgets everything, and keeps the memory.
+    /// Removes all tokens and keeps the memory.
     pub fn clear(&mut self) {
         for layer in &mut self.layers {
             layer.keys.clear();

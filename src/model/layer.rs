@@ -6,22 +6,22 @@
 //! ```
 //!
 //! norm(x) = x / √(mean(x²) + ε) ∘ w. Touvron et al. 2023, arXiv:2302.13971 §2.2; the arithmetic is that of transformers'
-//! `LlamaDecoderLayer` in f32 with eager attention. Everything works on slices with scratch from the workspace. The MLP runs over
-//! some tokens at a time, so its two wide activations never exist for a whole sequence; attention may run over some
-//! key/value heads at a time, with the queries that belong to them. How many is a matter of the [`MemorySettings`] and changes no bit.
+//! `LlamaDecoderLayer` in f32 with eager attention. All steps work on slices, with scratch memory from the workspace. The MLP runs
+//! over some tokens at a time, so its two wide activations never exist for a whole sequence. Attention can run over some key/value
+//! heads at a time, with their queries. The [`MemorySettings`] set both numbers; they change no bit of the result.
 //!
-//! What exists at once, in f32 elements, with L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries
-//! and of all keys:
+//! Memory at one time, in f32 elements, with L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries and of
+//! all keys:
 //!
 //! ```text
-//! always      L·H that came in (its owner counts it), L·H that goes out
+//! always      L·H input (its owner counts it), L·H output
 //! attention   L·max(H, Q) normed, then context; L·Q q; 2·L·K k and v; blocks of scores, one per thread
 //!   in parts  L·H normed; L·Q context; (L·Q + 2·L·K) / parts q, k and v; blocks of scores
 //! MLP         t·H normed, then down's output; 2·t·I gate and up, for t tokens at once
 //! ```
 //!
-//! The lines of attention and MLP share the workspace. Beside them stand the products of weights being multiplied
-//! ([`Linear::panel_rows`]) and what the products pack (`footprint`).
+//! Attention and MLP share the workspace. The rows of a weight at rest ([`Linear::rows_at_once`]) and the packed factors of products
+//! (`footprint`) come in addition.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -41,8 +41,8 @@ use crate::checkpoint::WeightSource;
 use crate::linalg::attention::{self, Heads};
 use crate::linalg::linear::{LinearOutput, SingleToken, forward_all};
 use crate::linalg::parts::{LEAST_ROWS, parts};
-use crate::linalg::profile::{Part, Watch};
-use crate::linalg::{Linear, Weight, elementwise, tensor};
+use crate::linalg::profile::Part;
+use crate::linalg::{Linear, ProductContext, Weight, elementwise, tensor};
 use crate::run::MemorySettings;
 
 /// A decoder layer in its stored dtype.
@@ -59,10 +59,10 @@ pub struct DecoderLayer {
 }
 
 impl DecoderLayer {
-    /// Checks that all tensors of a layer are there with the right shapes and dtypes, reading headers only.
+    /// Checks that all tensors of a layer exist with the right shapes and dtypes. Reads headers only.
     ///
     /// # Errors
-    /// Fails for the first tensor that is missing or of another shape, by its name.
+    /// Fails for the first tensor that is missing or has another shape, and names it.
     pub fn check(source: &dyn WeightSource, config: &ModelConfig, index: usize) -> Result<()> {
         for tensor in config.layer_tensors(index) {
             super::stored_dtype(source.require(&tensor.name, &tensor.shape)?)?;
@@ -80,7 +80,7 @@ impl DecoderLayer {
         })
     }
 
-    /// A layer whose matrices stay where they are and are read at every product; norms and biases are in memory.
+    /// Opens a layer whose matrices stay in the checkpoint and are read for every product. Norms and biases are in memory.
     ///
     /// # Errors
     /// As [`DecoderLayer::check`], and when reading fails.
@@ -126,17 +126,17 @@ impl DecoderLayer {
         })
     }
 
-    /// Its place in the model, from 0.
+    /// The layer's index in the model, from 0.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// Its linears, in the order of the reference.
+    /// The layer's linears, in the order of the reference.
     pub fn projections(&self) -> impl Iterator<Item = Projection> + use<'_> {
         self.linears.keys().copied()
     }
 
-    /// One of its linears.
+    /// A linear of the layer.
     ///
     /// # Panics
     /// When the family has no such linear.
@@ -144,7 +144,7 @@ impl DecoderLayer {
         &self.linears[&projection]
     }
 
-    /// How many times its weights were given out to be changed: copies of another revision are out of date.
+    /// The revision of the weights, which counts accesses for a change. A copy of another revision is out of date.
     pub fn revision(&self) -> u64 {
         self.revision
     }
@@ -154,7 +154,7 @@ impl DecoderLayer {
         self.norms.each_ref().map(Vec::as_slice)
     }
 
-    /// ε of its norms.
+    /// ε of the norms.
     pub(super) fn rms_norm_eps(&self) -> f32 {
         self.rms_norm_eps
     }
@@ -164,12 +164,12 @@ impl DecoderLayer {
         self.family.activation
     }
 
-    /// Its heads.
+    /// Head counts and width.
     pub(super) fn heads(&self) -> Heads {
         self.heads
     }
 
-    /// One of its linears, to be changed.
+    /// A linear of the layer, for a change.
     ///
     /// # Panics
     /// When the family has no such linear.
@@ -180,39 +180,38 @@ impl DecoderLayer {
             .expect("callers name linears of the layer's family")
     }
 
-    /// Passes one sample through: `[seqlen, hidden_size]` in, the same shape out.
+    /// Passes one sample through the layer: `[seqlen, hidden_size]` in, the same shape out.
     ///
-    /// As [`DecoderLayer::capture`], on a thread of the pool: handing each of a layer's dozens of loops over from outside would
-    /// cost a small model as much as the loops do.
+    /// The pass runs on a thread of the pool, as that of [`DecoderLayer::capture`] does. A layer has dozens of loops; starting each of
+    /// them from outside the pool would cost a small model as much time as the loops take.
     ///
     /// # Errors
-    /// Fails when `hidden` is of another width, or longer than the context was made for, and when a weight at rest cannot be
-    /// read.
+    /// Fails when `hidden` has another width or more tokens than the context was created for, and when a weight at rest cannot be read.
     pub fn forward(&self, hidden: &Tensor, context: &mut LayerContext) -> Result<Tensor> {
-        let mut out = Self::out(hidden);
+        let mut out = Self::allocate_output(hidden);
         rayon::scope(|_| self.pass(hidden, context, None, &mut out))?;
         tensor::from_vec(out, hidden.dims())
     }
 
-    /// Passes the tokens through that follow those in `cache`, which takes them up: `[tokens, hidden_size]` in, the same shape
-    /// out. What leaves is what [`DecoderLayer::forward`] of the whole sequence has in these rows, but for rounding.
+    /// Passes the tokens after the cached ones through the layer, and adds their keys and values to `cache`: `[tokens, hidden_size]` in,
+    /// the same shape out. Except for rounding, the output equals the last rows of [`DecoderLayer::forward`] of the whole sequence.
     ///
     /// # Errors
-    /// As [`DecoderLayer::forward`], and when the cache has no room.
+    /// As [`DecoderLayer::forward`], and when the cache is full.
     pub fn forward_cached(
         &self,
         hidden: &Tensor,
         cache: &mut LayerCache,
         context: &mut LayerContext,
     ) -> Result<Tensor> {
-        let mut out = Self::out(hidden);
+        let mut out = Self::allocate_output(hidden);
         self.pass(hidden, context, Some(cache), &mut out)?;
         tensor::from_vec(out, hidden.dims())
     }
 
-    /// Memory for what leaves, which lasts longer than the pass: it is taken on the caller's thread. Each of the pool's takes its own
-    /// from another heap, and does not give it back.
-    fn out(hidden: &Tensor) -> Vec<f32> {
+    /// Allocates the output on the caller's thread, because it outlives the pass. A thread of the pool allocates from a heap of its own
+    /// and does not return the memory.
+    fn allocate_output(hidden: &Tensor) -> Vec<f32> {
         vec![0.0; hidden.elem_count()]
     }
 
@@ -228,7 +227,7 @@ impl DecoderLayer {
         self.mlp(out, context, single, None)
     }
 
-    /// Shows one sample's four observation points to `observer`, and stops before down's product, which no one needs.
+    /// Shows the four observed inputs of one sample to `observer`. The pass ends before down's product, because its output is not needed.
     ///
     /// # Errors
     /// As [`DecoderLayer::forward`].
@@ -238,7 +237,7 @@ impl DecoderLayer {
         context: &mut LayerContext,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let mut out = Self::out(hidden);
+        let mut out = Self::allocate_output(hidden);
         rayon::scope(|_| {
             self.attend(hidden, context, None, Some(&mut *observer), &mut out)?;
             self.mlp(&mut out, context, SingleToken::AsMany, Some(observer))
@@ -258,7 +257,7 @@ impl DecoderLayer {
         let hidden_size = self.norms[0].len();
         ensure!(
             width == hidden_size,
-            "hidden states are {width} wide, the layer takes {hidden_size}"
+            "hidden states are {width} wide, the layer needs {hidden_size}"
         );
         tensor::with_slice(hidden, |hidden| {
             self.attend_rows(hidden, context, cache, observer, out)
@@ -282,7 +281,7 @@ impl DecoderLayer {
             workspace,
             settings,
         } = context;
-        // Cached keys are those of all heads.
+        // A cache holds the keys of all heads.
         let whole = MemorySettings {
             attention_heads: None,
             ..settings.clone()
@@ -293,12 +292,7 @@ impl DecoderLayer {
         products.watch.enter(Part::Qkv);
         let normed = &mut shared[..seqlen * hidden_size];
         elementwise::rms_norm(hidden, &self.norms[0], self.rms_norm_eps, normed);
-        show(
-            &mut observer,
-            Observation::AttentionInput,
-            normed,
-            &mut products.watch,
-        );
+        show(&mut observer, Observation::AttentionInput, normed, products);
         for group in layout.groups() {
             products.watch.enter(Part::Qkv);
             let normed = &shared[..seqlen * hidden_size];
@@ -340,12 +334,7 @@ impl DecoderLayer {
         }
         products.watch.enter(Part::O);
         let attended = layout.context(shared, apart);
-        show(
-            &mut observer,
-            Observation::OInput,
-            attended,
-            &mut products.watch,
-        );
+        show(&mut observer, Observation::OInput, attended, products);
         let o = self.linear(Projection::O);
         o.forward(attended, out, single, products)?;
         elementwise::add(out, hidden);
@@ -353,7 +342,7 @@ impl DecoderLayer {
         Ok(())
     }
 
-    /// hidden ← hidden + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ with m = norm(hidden); with an observer, up to down's input only.
+    /// hidden ← hidden + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ with m = norm(hidden). With an observer the pass ends at down's input.
     fn mlp(
         &self,
         hidden: &mut [f32],
@@ -375,12 +364,7 @@ impl DecoderLayer {
                     .buffers([tokens * hidden_size, wide, wide]);
             products.watch.enter(Part::Mlp);
             elementwise::rms_norm(rows, norm, self.rms_norm_eps, normed);
-            show(
-                &mut observer,
-                Observation::MlpInput,
-                normed,
-                &mut products.watch,
-            );
+            show(&mut observer, Observation::MlpInput, normed, products);
             let mut outputs = [(Projection::Gate, &mut *gate), (Projection::Up, &mut *up)].map(
                 |(projection, out)| LinearOutput {
                     linear: self.linear(projection),
@@ -392,14 +376,9 @@ impl DecoderLayer {
             match self.activation() {
                 Activation::Silu => elementwise::silu_times(gate, up),
             }
-            show(
-                &mut observer,
-                Observation::DownInput,
-                gate,
-                &mut products.watch,
-            );
+            show(&mut observer, Observation::DownInput, gate, products);
             if observer.is_none() {
-                // No one needs the normed rows any more.
+                // The normed rows are free from here on.
                 self.linear(Projection::Down)
                     .forward(gate, normed, single, products)?;
                 elementwise::add(rows, normed);
@@ -418,17 +397,18 @@ fn single_token(cache: Option<&LayerCache>) -> SingleToken {
     }
 }
 
+/// Shows the rows of an observed input, and counts the time as statistics.
 fn show(
     observer: &mut Option<&mut dyn Observer>,
     point: Observation,
     rows: &[f32],
-    watch: &mut Watch,
+    products: &mut ProductContext,
 ) {
     if let Some(observer) = observer
         && observer.needs(point) != Need::Nothing
     {
-        let part = watch.enter(Part::Statistics);
+        let part = products.watch.enter(Part::Statistics);
         observer.observe(point, rows);
-        watch.enter(part);
+        products.watch.enter(part);
     }
 }

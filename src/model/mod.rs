@@ -1,7 +1,7 @@
-//! What a Llama is: its configuration, its tensors, and the arithmetic of one decoder layer.
+//! Models: configuration, tensors, and the arithmetic of one decoder layer.
 //!
-//! A layer is loaded, run and dropped by itself; nothing here ever holds a model. [`family`] is the one table to add a
-//! model family to.
+//! A layer is loaded, run and dropped by itself; no type of this room holds a whole model. The table of [`family`] has a record per model
+//! family.
 
 mod attention_layout;
 pub mod config;
@@ -40,10 +40,10 @@ use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::failure::Failure;
 use crate::linalg::{MatrixAtRest, RowSource, StoredDtype, StoredMatrix};
 
-/// The dtype a checkpoint stores a tensor in, where it is one we compute with.
+/// The dtype of a stored tensor.
 ///
 /// # Errors
-/// Fails for anything but f32, f16 and bf16, naming the tensor.
+/// Fails for all dtypes but f32, f16 and bf16, and names the tensor.
 pub fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype> {
     match entry.dtype {
         safetensors::Dtype::F32 => Ok(StoredDtype::F32),
@@ -58,8 +58,8 @@ pub fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype> {
     }
 }
 
-/// The dtypes of a checkpoint's decoder layers and head, which [`DecoderLayer::check`] and [`Head::check`] look at one by one; what they
-/// would refuse is left out.
+/// The dtypes of a checkpoint's decoder layers and head, for plans. Tensors that [`DecoderLayer::check`] and [`Head::check`] refuse are
+/// left out.
 pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes {
     let of = |name: &str| stored_dtype(source.entry(name)?).ok();
     let layers = (0..config.num_hidden_layers)
@@ -86,7 +86,7 @@ pub(crate) fn read_matrix(
     Ok(matrix)
 }
 
-/// The rows of a tensor where it lies in a checkpoint.
+/// The rows of a tensor in a checkpoint.
 struct TensorRows {
     source: Arc<dyn WeightSource>,
     entry: TensorEntry,
@@ -100,7 +100,7 @@ impl RowSource for TensorRows {
     }
 }
 
-/// A `[rows, columns]` weight that stays where it is until it is needed.
+/// Opens a `[rows, columns]` weight that stays in the checkpoint until a product reads it.
 pub(crate) fn matrix_at_rest(
     source: &Arc<dyn WeightSource>,
     name: &str,

@@ -1,9 +1,10 @@
-//! Rotary position tables: θ_i = rope_theta^(−2i/head_dim), angle(t, i) = t·θ_i, stretched as the config says.
+//! Rotary position tables: θ_i = rope_theta^(−2i/head_dim), angle(t, i) = t·θ_i, with the scaling of the configuration.
 //!
 //! Su et al. 2021, arXiv:2104.09864 §3.2.2; the scalings follow transformers' `modeling_rope_utils` (`linear`, `dynamic`,
-//! `llama3`). Frequencies and angles are rounded to f32 at the same steps as there: an angle of 2000 rad in f32 is off
-//! by 10⁻⁴, so a table computed in f64 would be *more* exact than the model was trained with and would not reproduce
-//! the reference's statistics. The first half of a head is paired with its second half, as in transformers.
+//! `llama3`). Frequencies and angles are rounded to f32 at the same steps as in transformers. An angle of 2000 rad in f32 has an error
+//! of 10⁻⁴. A table computed in f64 would be more exact than the one the model was trained with, and would not reproduce the
+//! statistics of the reference. The first half of a head is paired with its second half, as in transformers. The sine and cosine of the
+//! C library decide the last bit of an entry.
 
 use anyhow::{Result, ensure};
 use rayon::prelude::*;
@@ -21,7 +22,7 @@ pub struct Rotary {
 const TOKENS_PER_TASK: usize = 16;
 
 impl Rotary {
-    /// Tables for sequences of up to `seqlen` tokens.
+    /// Computes the tables for sequences of up to `seqlen` tokens.
     pub fn new(config: &ModelConfig, seqlen: usize) -> Self {
         let frequencies = frequencies(config, seqlen);
         let table = |function: fn(f32) -> f32| {
@@ -49,11 +50,11 @@ impl Rotary {
         (&self.cos, &self.sin)
     }
 
-    /// Rotates every head of `x` `[seqlen, num_heads * head_dim]` by its position, the first row's being `first`, in place: (a, b)
-    /// of a pair becomes (a·cos − b·sin, a·sin + b·cos).
+    /// Rotates every head of `x` `[seqlen, num_heads * head_dim]` in place, by the position of its row. `first` is the position of the
+    /// first row. A pair (a, b) becomes (a·cos − b·sin, a·sin + b·cos).
     ///
     /// # Errors
-    /// Fails when `x` does not have that shape, or reaches beyond the tables.
+    /// Fails when `x` has another shape, or positions beyond the tables.
     pub fn apply(
         &self,
         x: &mut [f32],
@@ -65,7 +66,7 @@ impl Rotary {
         let seqlen = x.len() / width.max(1);
         ensure!(
             x.len() == seqlen * width && (first + seqlen) * half <= self.cos.len(),
-            "{} elements are no sequence of {num_heads} heads of {head_dim} that rotary tables were made for",
+            "{} elements do not form a sequence of {num_heads} heads of {head_dim} within the rotary tables",
             x.len()
         );
         x.par_chunks_mut(TOKENS_PER_TASK * width)

@@ -1,4 +1,4 @@
-//! Shapes of published models by name, for plans without a checkpoint at hand: the numbers of their `config.json`.
+//! Shapes of published models by name, for plans without a checkpoint. The numbers are those of the models' `config.json`.
 
 use serde_json::json;
 
@@ -8,16 +8,16 @@ use crate::linalg::StoredDtype;
 /// A published model's shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// As `--shape` knows it.
+    /// The name for `--shape`.
     pub name: &'static str,
-    /// The dtype its weights are published in.
+    /// The dtype of the published weights.
     pub dtype: StoredDtype,
     /// hidden, intermediate, layers, query heads, key/value heads, vocabulary, positions.
     numbers: [usize; 7],
     is_tied: bool,
 }
 
-/// Every shape there is, smallest first.
+/// All shapes, smallest first.
 pub const SHAPES: [Shape; 7] = [
     Shape {
         name: "llama-3.2-1b",
@@ -69,10 +69,10 @@ pub fn shape(name: &str) -> Option<&'static Shape> {
 }
 
 impl Shape {
-    /// Its configuration.
+    /// The model's configuration.
     ///
     /// # Errors
-    /// Never for a shape of the table; a test reads them all.
+    /// Fails for numbers that no configuration may have. A test reads all shapes of the table.
     pub fn config(&self) -> anyhow::Result<ModelConfig> {
         let [
             hidden,

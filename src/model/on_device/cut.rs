@@ -1,10 +1,10 @@
-//! How a device cuts its work up, and what each piece of it holds: the numbers a plan and the ledger are made of.
+//! Tiling of a device's work, and the memory of each tile. Plans and the ledger consist of these numbers.
 //!
 //! e bytes per element of the arithmetic; S tokens of a sample, H hidden_size, I intermediate_size, V vocab_size; a group of
 //! key/value heads with its queries is q and k elements wide, all of them Q and K; b queries and t tokens at once:
 //!
 //! ```text
-//! sample     e·S·H in and e·S·H out
+//! sample     e·S·H input and e·S·H output
 //! attention  e·S·(H + Q) normed, context;  e·S·(2q + 2k) one group's q, k, v and one of them rotated;
 //!            8·h·b·S scores and softmax in f32 of h heads, 2·e·h·b·S of them in the arithmetic's dtype
 //! MLP        e·t·(2H + 3I) + 8·t·I gate, up, their product; its squares in f32 while it is observed
@@ -16,35 +16,35 @@ use crate::bytes::ByteSize;
 use crate::model::ModelConfig;
 use crate::run::MemorySettings;
 
-/// What a device takes before anything is computed: CUDA context, cuBLAS workspace, kernels. From the literature (0.3 to 0.6 GiB);
-/// it differs with card and driver.
+/// Memory of a device before the first computation: CUDA context, cuBLAS workspace, kernels. The literature gives 0.3 to 0.6 GiB; it
+/// differs with card and driver.
 pub const CONTEXT: ByteSize = ByteSize(512 << 20);
 
-/// Queries whose scores exist at once, unless there is too little memory.
+/// Queries whose scores exist at once, if memory suffices.
 const QUERIES: usize = 256;
 
 /// The largest index of candle's CUDA kernels.
 const LARGEST_INDEX: usize = i32::MAX as usize;
 
-/// Below these a piece is not cut again: it takes less than the weights it is multiplied with.
+/// Smallest tiles. A smaller tile would take less memory than the weights it is multiplied with.
 const LEAST_QUERIES: usize = 16;
 const LEAST_TOKENS: usize = 32;
 
-/// How a device's work is cut up.
+/// Tiling of a device's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
-    /// Key/value heads attention handles at once.
+    /// Key/value heads of attention at once.
     pub key_value_heads: usize,
     /// Queries whose scores exist at once.
     pub queries: usize,
-    /// Tokens the MLP handles at once.
+    /// Tokens of the MLP at once.
     pub mlp_tokens: usize,
     /// Logits that exist at once, in bytes of f32.
     pub logits_bytes: ByteSize,
 }
 
 impl Cut {
-    /// What a plan's settings mean for a device.
+    /// The tiling that the memory settings ask for.
     pub fn of(settings: &MemorySettings, config: &ModelConfig) -> Self {
         Self {
             key_value_heads: settings
@@ -84,7 +84,7 @@ impl Cut {
         seqlen.saturating_mul(config.hidden_size.max(queries)) <= LARGEST_INDEX
     }
 
-    /// The next smaller one; `None` where there is nothing left to cut.
+    /// The next smaller tiling; `None` if all tiles have their smallest size.
     pub fn smaller(&self) -> Option<Self> {
         let half = |value: usize, least: usize| (value / 2).max(least).min(value);
         let smaller = Self {
@@ -105,7 +105,7 @@ impl Cut {
         crate::model::head::logit_rows(self.logits_bytes, rows)
     }
 
-    /// What a sample takes on its way through a layer, the larger of attention and MLP; `element` is e.
+    /// Memory of a sample inside a layer: the larger of attention and MLP. `element` is e.
     pub fn pass_bytes(&self, config: &ModelConfig, seqlen: usize, element: usize) -> ByteSize {
         let (s, h, i) = (seqlen, config.hidden_size, config.intermediate_size);
         let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
@@ -123,7 +123,7 @@ impl Cut {
         ByteSize::of(element, 2 * s * h) + ByteSize(attention.max(mlp).max(observed) as u64)
     }
 
-    /// What a window takes at the end of the model, for `rows` rows of the vocabulary; `element` is e.
+    /// Memory of a window in the head, for `rows` rows of the vocabulary. `element` is e.
     pub fn head_bytes(
         &self,
         config: &ModelConfig,
@@ -136,7 +136,7 @@ impl Cut {
             + ByteSize::of(element + 12, tokens * rows)
     }
 
-    /// What copying a matrix holds for a moment where it is stored in another dtype: the largest one, as stored.
+    /// Temporary memory of a copy with a cast: the stored bytes of the largest matrix; zero without a cast.
     pub fn cast_bytes(config: &ModelConfig, stored: usize, element: usize) -> ByteSize {
         if stored == element {
             return ByteSize::ZERO;
@@ -148,7 +148,7 @@ impl Cut {
         ByteSize::of(largest.unwrap_or(0), stored)
     }
 
-    /// A layer's weights on a device: e · (2·H·Q + 2·H·K + 3·H·I + 2·H).
+    /// Memory of a layer's weights on a device: e · (2·H·Q + 2·H·K + 3·H·I + 2·H).
     pub fn layer_bytes(config: &ModelConfig, element: usize) -> ByteSize {
         ByteSize::of(element, config.layer_weights() + config.norm_weights())
     }

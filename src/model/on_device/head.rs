@@ -1,7 +1,7 @@
-//! The end of the model on a device: the last norm, some rows of the vocabulary, and what a token's prediction is worth.
+//! The end of the model on a device: the last norm, some rows of the head, and three numbers per token for the loss.
 //!
-//! For logits l of r tokens over some rows of the vocabulary: max_j l_j, Σ_j e^(l_j − max) and the logit of the token that
-//! follows, where it is among the rows. Three numbers a token leave the device; `eval` puts the parts of the vocabulary together.
+//! The numbers of a token with logits l over some rows of the vocabulary are max_j l_j, Σ_j e^(l_j − max), and the logit of the next
+//! token if it is among the rows. `eval` combines the parts of the vocabulary.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::linalg::exp;
 use crate::model::LayerContext;
 use crate::model::head::HeadChunk;
 
-/// Norm and some rows of the head.
+/// The norm and some rows of the head on a device.
 #[derive(Debug)]
 pub struct DeviceHead {
     norm: Tensor,
@@ -32,15 +32,15 @@ pub struct LogSumExpPart {
     pub largest: f32,
     /// Σ e^(logit − largest).
     pub sum: f64,
-    /// The logit of the token that follows, where its row was among those.
+    /// The logit of the next token, if its row is among these.
     pub logit: Option<f32>,
 }
 
 impl LogSumExpPart {
-    /// What tokens have of `rows` of the vocabulary, from logits `[tokens, rows.len()]` on the host.
+    /// Computes the parts of several tokens from logits `[tokens, rows.len()]` on the host.
     ///
     /// # Arguments
-    /// * `next`: the tokens that follow, as many or fewer: nothing follows the last one of a window
+    /// * `next`: the next tokens, at most one per token. The last token of a window has none.
     pub fn of_logits(logits: &[f32], rows: &Range<usize>, next: &[u32]) -> Vec<Self> {
         logits
             .par_chunks_exact(rows.len().max(1))
@@ -57,7 +57,7 @@ impl LogSumExpPart {
             .collect()
     }
 
-    /// What one window's tokens have of a chunk's rows, computed on the host.
+    /// Computes the parts of one window's tokens on the host.
     ///
     /// # Errors
     /// As [`HeadChunk::logits`].
@@ -80,12 +80,12 @@ impl DeviceHead {
     /// Copies the norm and some rows of the head onto a device.
     ///
     /// # Errors
-    /// Fails when the device has no memory for them, and for a chunk whose rows are not in memory.
+    /// Fails when the device has too little memory, and for a chunk whose rows are not in memory.
     pub fn new(chunk: &HeadChunk<'_>, dtype: DType, device: &Device) -> Result<Self> {
         let (norm, rms_norm_eps) = chunk.head().norm();
         let weight = chunk
             .weight()
-            .context("a device takes the head from memory")?;
+            .context("a device copies a head that is in memory")?;
         Ok(Self {
             norm: upload_vector(norm, dtype, device)?,
             rms_norm_eps,
@@ -94,19 +94,19 @@ impl DeviceHead {
         })
     }
 
-    /// The rows it has.
+    /// The rows of the vocabulary.
     pub fn rows(&self) -> Range<usize> {
         self.rows.clone()
     }
 
-    /// What the tokens of one window have of these rows, the last one left out: nothing follows it.
+    /// Computes the parts of one window's tokens but the last, which has no next token.
     ///
     /// # Arguments
-    /// * `hidden`: `[seqlen, hidden_size]` on the device, what left the last layer
+    /// * `hidden`: `[seqlen, hidden_size]` on the device, the output of the last layer
     /// * `tokens`: `[seqlen]`
     ///
     /// # Errors
-    /// Fails when the device does.
+    /// Fails when the device fails.
     pub fn window(&self, hidden: &Tensor, tokens: &[u32], cut: &Cut) -> Result<Vec<LogSumExpPart>> {
         let count = tokens.len().saturating_sub(1);
         let at_once = cut.logit_tokens(self.rows.len());

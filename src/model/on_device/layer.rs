@@ -1,13 +1,13 @@
-//! One decoder layer on a device: the formulas of `model/layer.rs` with operators of candle's.
+//! One decoder layer on a device: the formulas of `model/layer.rs` with candle's operators.
 //!
 //! ```text
 //! x ← hidden;  a = norm(x);  q, k, v = a·Wqᵀ, a·Wkᵀ, a·Wvᵀ;  q, k rotated
 //! x ← x + attention(q, k, v)·Woᵀ;  m = norm(x);  x ← x + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ
 //! ```
 //!
-//! Attention goes over some key/value heads at a time with the queries that read them, and over some of those queries: scores
-//! `[heads, queries, keys]` exist for one block, in f32, with the keys up to its last query only. The MLP goes over some tokens
-//! at a time. What is observed leaves the device as column sums of squares and a few rows, never as the activations themselves.
+//! Attention takes some key/value heads with their queries at a time, and some of these queries. Scores `[heads, queries, keys]` exist in
+//! f32 for one block, with the keys up to its last query. The MLP takes some tokens at a time. Observed inputs leave the device as column
+//! sums of squares and a few rows, never as whole activations.
 
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ impl DeviceTables {
     /// Copies the tables of a context onto a device.
     ///
     /// # Errors
-    /// Fails when the device has no memory for them.
+    /// Fails when the device has too little memory.
     pub fn new(
         context: &LayerContext,
         config: &ModelConfig,
@@ -75,7 +75,7 @@ impl DeviceLinear {
     }
 }
 
-/// A decoder layer on a device. Matrices are taken up one by one, so that each can be refused.
+/// A decoder layer on a device. Matrices are copied one by one, so that each copy can fail by itself.
 #[derive(Debug)]
 pub struct DeviceLayer {
     index: usize,
@@ -91,10 +91,10 @@ pub struct DeviceLayer {
 }
 
 impl DeviceLayer {
-    /// A layer whose norms are on the device and whose matrices are to follow.
+    /// Copies a layer's norms. The matrices follow with [`DeviceLayer::take_up`].
     ///
     /// # Errors
-    /// Fails when the device has no memory for the norms.
+    /// Fails when the device has too little memory.
     pub fn begin(layer: &DecoderLayer, dtype: DType, device: &Device) -> Result<Self> {
         let [input_layernorm, post_attention_layernorm] =
             layer.norms().map(|norm| upload_vector(norm, dtype, device));
@@ -112,15 +112,15 @@ impl DeviceLayer {
         })
     }
 
-    /// Whether it was begun for this layer as it is now.
+    /// Returns whether this is a copy of the layer's current revision.
     pub fn is_of(&self, layer: &DecoderLayer) -> bool {
         (self.index, self.revision) == (layer.index(), layer.revision())
     }
 
-    /// Copies one matrix onto the device, if it is not there yet.
+    /// Copies one matrix onto the device, unless the device has it.
     ///
     /// # Errors
-    /// Fails when the device has no memory for it, and for a weight that is not in memory itself.
+    /// Fails when the device has too little memory, and for a weight that is not in memory.
     pub fn take_up(
         &mut self,
         layer: &DecoderLayer,
@@ -132,7 +132,7 @@ impl DeviceLayer {
         }
         let linear = layer.linear(projection);
         let weight = linear.weight().held();
-        let weight = copy(weight.context("a device takes weights from memory")?)?;
+        let weight = copy(weight.context("a device copies weights that are in memory")?)?;
         let bias = linear.bias();
         let linear = DeviceLinear {
             weight: weight.to_dtype(self.dtype)?,
@@ -150,17 +150,17 @@ impl DeviceLayer {
             .with_context(|| format!("{} is not on the device", projection.full_name(self.index)))
     }
 
-    /// Passes one sample through: `[seqlen, hidden_size]` on the device in, the same shape out.
+    /// Passes one sample through the layer: `[seqlen, hidden_size]` on the device in, the same shape out.
     ///
     /// # Errors
-    /// Fails when the device does, for lack of memory above all.
+    /// Fails when the device fails, mostly for lack of memory.
     pub fn forward(&self, hidden: &Tensor, tables: &DeviceTables, cut: &Cut) -> Result<Tensor> {
         let out = self.attend(hidden, tables, cut, None)?;
         self.mlp(&out, cut, None)?;
         Ok(out)
     }
 
-    /// Shows what is observed of one sample to `observer`, and stops before down's product.
+    /// Shows the observed inputs of one sample to `observer`. The pass ends before down's product.
     ///
     /// # Errors
     /// As [`DeviceLayer::forward`].
@@ -175,7 +175,7 @@ impl DeviceLayer {
         self.mlp(&out, cut, Some(observer))
     }
 
-    /// hidden + attention(norm(hidden))·Woᵀ, in memory of its own.
+    /// Returns hidden + attention(norm(hidden))·Woᵀ in a tensor of its own.
     fn attend(
         &self,
         hidden: &Tensor,
@@ -223,7 +223,7 @@ impl DeviceLayer {
             let v = project(Projection::V, first, keys)?;
             let q = q.reshape((keys, queries_per_key, seqlen, head_dim))?;
             self.attend_blocks(&q, &k, &v, cut.queries, |position, attended| {
-                // Heads side by side in the columns of this group.
+                // The heads of this group are neighbouring columns.
                 let columns = first * queries_per_key * head_dim;
                 let rows = context.narrow(0, position, attended.dim(0)?)?;
                 Ok(rows.slice_set(&attended, 1, columns)?)
@@ -260,7 +260,7 @@ impl DeviceLayer {
                 per_key * rows,
                 head_dim,
             ))?;
-            // Blocks, so that every tensor goes as soon as it was used: two of scores' size exist at a time.
+            // Each block frees its tensor after use, so that two tensors of the size of the scores exist at a time.
             let scores = {
                 let keys = k.narrow(1, 0, end)?.contiguous()?;
                 let scores = q.matmul(&keys.transpose(1, 2)?)?;
@@ -305,7 +305,8 @@ impl DeviceLayer {
         Ok(Tensor::from_vec(mask, (rows, end), &self.device)?)
     }
 
-    /// hidden ← hidden + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ with m = norm(hidden), in place; with an observer, up to down's input only.
+    /// hidden ← hidden + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ with m = norm(hidden). Writes into the memory of `hidden`, although the
+    /// reference is shared. With an observer the pass ends at down's input.
     fn mlp(
         &self,
         hidden: &Tensor,
@@ -344,7 +345,7 @@ impl DeviceLayer {
     }
 }
 
-/// Hands an observer the column sums of squares of some rows, and the rows it wants to keep.
+/// Shows an observer the column sums of squares of some rows, and the rows it keeps.
 fn show(
     observer: &mut Option<&mut dyn Observer>,
     point: Observation,
@@ -374,7 +375,7 @@ fn show(
     let mut kept = Vec::new();
     for &position in observer.keeps(point) {
         if (first..first + tokens).contains(&position) {
-            // A copy of its own: a view would take the whole tensor along.
+            // A copy, because a view would keep the whole tensor.
             let row = rows.narrow(0, position - first, 1)?.force_contiguous()?;
             let row = row.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
             kept.extend(row.flatten_all()?.to_vec1::<f32>()?);

@@ -1,14 +1,14 @@
-//! Decoder layers and head as operators of candle's, on whatever device it has: what a GPU computes.
+//! Decoder layers and head with candle's operators, for GPUs.
 //!
-//! The formulas are those of `layer.rs` and `head.rs`; the dtype is the checkpoint's, products accumulate in f32, norms, softmax
-//! and statistics are f32. Where both compute in f32 they agree but for rounding, which tests/it/on_device.rs holds on the CPU, where
-//! candle has the same operators.
+//! The formulas are those of `layer.rs` and `head.rs`. The dtype is that of the checkpoint; products accumulate in f32; norms, softmax
+//! and statistics are f32. In f32 the results equal those of the CPU except for rounding. tests/it/on_device.rs checks this with the same
+//! operators on the CPU.
 //!
-//! | file | story |
+//! | file | contents |
 //! | --- | --- |
 //! | `layer` | a layer's forward and capture pass |
 //! | `head` | from hidden states to the log-probability of the next token |
-//! | `cut` | how the work is cut up, and what each piece of it holds |
+//! | `cut` | the tiling of the work, and the memory of each tile |
 
 mod cut;
 mod head;
@@ -23,7 +23,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::linalg::{StoredDtype, StoredMatrix};
 
-/// candle's name of a stored dtype.
+/// The candle dtype of a stored dtype.
 pub fn candle_dtype(dtype: StoredDtype) -> DType {
     match dtype {
         StoredDtype::F32 => DType::F32,
@@ -35,10 +35,10 @@ pub fn candle_dtype(dtype: StoredDtype) -> DType {
 /// Copies a matrix `[rows, columns]` onto a device in the dtype it is stored in.
 pub type CopyMatrix<'a> = &'a dyn Fn(&StoredMatrix) -> Result<Tensor>;
 
-/// [`CopyMatrix`] in the device's own order of work.
+/// Copies a matrix in the device's default stream; see [`CopyMatrix`].
 ///
 /// # Errors
-/// Fails when the device has no memory for it.
+/// Fails when the device has too little memory.
 pub fn copy(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
     let shape = [matrix.rows(), matrix.columns()];
     let dtype = candle_dtype(matrix.dtype());
