@@ -11,7 +11,7 @@ use half::slice::HalfFloatSliceExt;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::stored::{StoredMatrix, Values};
+use super::stored::{StoredMatrix, StoredValues};
 
 /// Vectors of partial sums; with fewer, additions wait for each other.
 const VECTORS: usize = 4;
@@ -72,11 +72,11 @@ impl WithSimd for RowTask<'_> {
         for (y, row) in out.iter_mut().zip(first_row..) {
             let own = row * columns..(row + 1) * columns;
             *y = match &weight.values {
-                Values::F32(values) => RowSum::new(simd).add(&values[own], x).total(),
-                Values::F16(values) => dot(simd, &values[own], x, |row, wide| {
+                StoredValues::F32(values) => RowSum::new(simd).add(&values[own], x).total(),
+                StoredValues::F16(values) => dot(simd, &values[own], x, |row, wide| {
                     row.convert_to_f32_slice(wide)
                 }),
-                Values::Bf16(values) => dot(simd, &values[own], x, |row, wide| {
+                StoredValues::Bf16(values) => dot(simd, &values[own], x, |row, wide| {
                     for (wide, value) in wide.iter_mut().zip(row) {
                         // A bfloat16 is the upper half of an f32.
                         *wide = f32::from_bits(u32::from(value.to_bits()) << 16);

@@ -1,7 +1,7 @@
-//! A weight matrix in the dtype it has on disk.
+//! A weight matrix in its stored dtype.
 //!
-//! Weights are never converted as a whole: what is written back must be bit-identical to what was read, and an f32 copy
-//! of a bf16 layer would double the memory of the run. Rows are widened to f32 a few at a time where arithmetic needs it.
+//! A matrix is never converted as a whole: the bytes written must equal the bytes read, and an f32 copy of a bf16 layer would double the
+//! memory of the run. Arithmetic widens a few rows at a time to f32.
 
 use anyhow::Result;
 use half::slice::HalfFloatSliceExt;
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
-/// The element types a weight may be stored in.
+/// Element types of stored weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StoredDtype {
     /// IEEE 754 single precision.
@@ -32,7 +32,7 @@ impl StoredDtype {
         }
     }
 
-    /// The one of two that takes more to compute with exactly: f32 before f16, and f16 before bf16, for its longer significand.
+    /// Returns the dtype with the longer significand: f32 before f16, and f16 before bf16.
     #[must_use]
     pub fn wider(self, other: Self) -> Self {
         let bits = |dtype| match dtype {
@@ -58,7 +58,7 @@ impl StoredDtype {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Values {
+pub(super) enum StoredValues {
     F32(Vec<f32>),
     F16(Vec<f16>),
     Bf16(Vec<bf16>),
@@ -69,10 +69,10 @@ pub(super) enum Values {
 pub struct StoredMatrix {
     rows: usize,
     columns: usize,
-    pub(super) values: Values,
+    pub(super) values: StoredValues,
 }
 
-/// A table of 256 times eight elements: all ones where a bit of the index is 0.
+/// A table of 256 rows of eight elements: an element has all bits set if its bit of the row's index is 0.
 macro_rules! kept {
     ($element:ty) => {{
         let mut table = [[0; 8]; 256];
@@ -95,9 +95,9 @@ macro_rules! kept {
 macro_rules! typed {
     ($values:expr, $slice:ident => $body:expr) => {
         match $values {
-            Values::F32($slice) => $body,
-            Values::F16($slice) => $body,
-            Values::Bf16($slice) => $body,
+            StoredValues::F32($slice) => $body,
+            StoredValues::F16($slice) => $body,
+            StoredValues::Bf16($slice) => $body,
         }
     };
 }
@@ -115,10 +115,10 @@ fn allocate<T: Clone + bytemuck::Zeroable>(count: usize) -> Result<Vec<T>> {
 }
 
 impl StoredMatrix {
-    /// A matrix of zeros, to be filled through [`StoredMatrix::as_bytes_mut`].
+    /// Creates a matrix of zeros. [`StoredMatrix::as_bytes_mut`] fills it.
     ///
     /// # Errors
-    /// Fails when the memory cannot be had.
+    /// Fails when there is too little memory.
     pub fn zeros(dtype: StoredDtype, rows: usize, columns: usize) -> Result<Self> {
         let count = rows.checked_mul(columns).ok_or_else(|| {
             Failure::new(format!(
@@ -126,9 +126,9 @@ impl StoredMatrix {
             ))
         })?;
         let values = match dtype {
-            StoredDtype::F32 => Values::F32(allocate(count)?),
-            StoredDtype::F16 => Values::F16(allocate(count)?),
-            StoredDtype::Bf16 => Values::Bf16(allocate(count)?),
+            StoredDtype::F32 => StoredValues::F32(allocate(count)?),
+            StoredDtype::F16 => StoredValues::F16(allocate(count)?),
+            StoredDtype::Bf16 => StoredValues::Bf16(allocate(count)?),
         };
         Ok(Self {
             rows,
@@ -148,12 +148,12 @@ impl StoredMatrix {
             "a matrix of {rows} x {columns} needs that many values"
         );
         let values = match dtype {
-            StoredDtype::F32 => Values::F32(values.to_vec()),
+            StoredDtype::F32 => StoredValues::F32(values.to_vec()),
             StoredDtype::F16 => {
-                Values::F16(values.iter().map(|&value| f16::from_f32(value)).collect())
+                StoredValues::F16(values.iter().map(|&value| f16::from_f32(value)).collect())
             }
             StoredDtype::Bf16 => {
-                Values::Bf16(values.iter().map(|&value| bf16::from_f32(value)).collect())
+                StoredValues::Bf16(values.iter().map(|&value| bf16::from_f32(value)).collect())
             }
         };
         Self {
@@ -173,7 +173,7 @@ impl StoredMatrix {
         self.columns
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn elements(&self) -> usize {
         self.rows * self.columns
     }
@@ -181,9 +181,9 @@ impl StoredMatrix {
     /// The element type.
     pub fn dtype(&self) -> StoredDtype {
         match self.values {
-            Values::F32(_) => StoredDtype::F32,
-            Values::F16(_) => StoredDtype::F16,
-            Values::Bf16(_) => StoredDtype::Bf16,
+            StoredValues::F32(_) => StoredDtype::F32,
+            StoredValues::F16(_) => StoredDtype::F16,
+            StoredValues::Bf16(_) => StoredDtype::Bf16,
         }
     }
 
@@ -192,7 +192,7 @@ impl StoredMatrix {
         typed!(&self.values, values => bytemuck::cast_slice(values))
     }
 
-    /// The stored bytes, to be read into.
+    /// The stored bytes, for a change.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         typed!(&mut self.values, values => bytemuck::cast_slice_mut(values))
     }
@@ -201,13 +201,13 @@ impl StoredMatrix {
     pub(super) fn values_of(&self, rows: std::ops::Range<usize>) -> super::product::Values<'_> {
         let range = rows.start * self.columns..rows.end * self.columns;
         match &self.values {
-            Values::F32(values) => super::product::Values::F32(&values[range]),
-            Values::F16(values) => super::product::Values::F16(&values[range]),
-            Values::Bf16(values) => super::product::Values::Bf16(&values[range]),
+            StoredValues::F32(values) => super::product::Values::F32(&values[range]),
+            StoredValues::F16(values) => super::product::Values::F16(&values[range]),
+            StoredValues::Bf16(values) => super::product::Values::Bf16(&values[range]),
         }
     }
 
-    /// Widens whole rows, beginning with `first_row`, into `wide`; exact for all three dtypes.
+    /// Widens whole rows, beginning with `first_row`, into `wide`. The conversion is exact for all three dtypes.
     ///
     /// # Panics
     /// When `wide` is not a whole number of rows or reaches beyond the matrix.
@@ -220,9 +220,9 @@ impl StoredMatrix {
         let start = first_row * self.columns;
         let range = start..start + wide.len();
         match &self.values {
-            Values::F32(values) => wide.copy_from_slice(&values[range]),
-            Values::F16(values) => values[range].convert_to_f32_slice(wide),
-            Values::Bf16(values) => widen_bf16(&values[range], wide),
+            StoredValues::F32(values) => wide.copy_from_slice(&values[range]),
+            StoredValues::F16(values) => values[range].convert_to_f32_slice(wide),
+            StoredValues::Bf16(values) => widen_bf16(&values[range], wide),
         }
     }
 
@@ -240,13 +240,13 @@ impl StoredMatrix {
         });
     }
 
-    /// Writes +0 wherever a bit is set; all other elements keep theirs. Without a branch, which nobody could predict.
+    /// Writes +0 wherever a bit is set; all other elements keep their bits. The loop has no branch, since a mask is unpredictable.
     ///
     /// # Arguments
     /// * `pruned`: one bit per element, row-major without padding between rows, least significant bit first
     ///
     /// # Panics
-    /// When there are not as many bits as elements, rounded up to bytes.
+    /// When `pruned` does not have one bit per element, rounded up to bytes.
     pub fn zero_bits(&mut self, pruned: &[u8]) {
         /// Elements of a task: whole bytes of bits.
         const CHUNK: usize = 1 << 15;
@@ -257,35 +257,39 @@ impl StoredMatrix {
         );
         let tasks = pruned.par_chunks(CHUNK / 8);
         match &mut self.values {
-            Values::F32(values) => bytemuck::cast_slice_mut::<f32, u32>(values)
+            StoredValues::F32(values) => bytemuck::cast_slice_mut::<f32, u32>(values)
                 .par_chunks_mut(CHUNK)
                 .zip(tasks)
                 .for_each(|(values, bits)| keep_some(values, bits, &WORDS)),
-            Values::F16(values) => keep_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK),
-            Values::Bf16(values) => keep_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK),
+            StoredValues::F16(values) => {
+                keep_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK)
+            }
+            StoredValues::Bf16(values) => {
+                keep_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK)
+            }
         }
     }
 
-    /// How many elements equal zero (of either sign).
+    /// Counts the elements that equal zero, of either sign.
     pub fn count_zeros(&self) -> u64 {
         let columns = self.columns.max(1);
         match &self.values {
-            // The sign bit does not count.
-            Values::F32(values) => {
+            // The sign bit is ignored.
+            StoredValues::F32(values) => {
                 count_zeros(bytemuck::cast_slice(values), columns, u32::MAX >> 1)
             }
-            Values::F16(values) => {
+            StoredValues::F16(values) => {
                 count_zeros(bytemuck::cast_slice(values), columns, u16::MAX >> 1)
             }
-            Values::Bf16(values) => {
+            StoredValues::Bf16(values) => {
                 count_zeros(bytemuck::cast_slice(values), columns, u16::MAX >> 1)
             }
         }
     }
 }
 
-/// A bfloat16 is the upper half of an f32. Without `half`'s detour for NaNs this is one vector shift: products with bf16
-/// weights went from 0.88 to 0.93 of the speed of f32 ones (2048 tokens, 4096 x 11008).
+/// Widens bfloat16, which is the upper half of an f32, by one vector shift. `half` has an extra step for NaNs: with it, products with
+/// bf16 weights have 0.88 of the speed of f32 weights, without it 0.93 (2048 tokens, 4096 x 11008).
 pub(super) fn widen_bf16(values: &[bf16], wide: &mut [f32]) {
     for (wide, value) in wide.iter_mut().zip(values) {
         *wide = f32::from_bits(u32::from(value.to_bits()) << 16);
@@ -299,11 +303,11 @@ fn keep_halves(values: &mut [u16], tasks: rayon::slice::Chunks<'_, u8>, chunk: u
         .for_each(|(values, bits)| keep_some(values, bits, &HALVES));
 }
 
-/// For every byte of a mask what eight elements are combined with: all ones where its bit is 0, so that they stay.
+/// The factors of eight elements for every byte of a mask: all bits set for an element that stays.
 static HALVES: [[u16; 8]; 256] = kept!(u16);
 static WORDS: [[u32; 8]; 256] = kept!(u32);
 
-/// Combines every value with what its bit says.
+/// Combines every value with the factor of its bit.
 fn keep_some<T: Copy + std::ops::BitAndAssign>(
     values: &mut [T],
     bits: &[u8],
@@ -321,7 +325,7 @@ fn keep_some<T: Copy + std::ops::BitAndAssign>(
     }
 }
 
-/// How many elements have none of these bits.
+/// Counts the elements that have none of these bits.
 fn count_zeros<T>(values: &[T], chunk: usize, bits: T) -> u64
 where
     T: Copy + Send + Sync + PartialEq + Default + std::ops::BitAnd<Output = T>,
@@ -335,7 +339,7 @@ where
         #[inline(always)]
         fn with_simd<S: Simd>(self, _: S) -> u64 {
             let Self(values, bits) = self;
-            // Narrow counters, which cannot overflow in a block, so that many fit a register.
+            // Narrow counters fit a register many times. They cannot overflow within a block.
             let blocks = values.chunks(1 << 14).map(|block| {
                 let zeros = block
                     .iter()

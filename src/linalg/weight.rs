@@ -1,7 +1,7 @@
-//! Where a linear's weight is: in memory, or at rest where it can be read again a few rows at a time.
+//! The weight of a linear: in memory, or at rest in a file from which some rows at a time are read.
 //!
-//! A weight at rest costs nothing but its mask, one bit per element, once it is pruned: rows are read as they were stored
-//! and lose what the mask says, so that a run that writes nothing, and has no file with the zeros, computes with them too.
+//! A pruned weight at rest needs memory only for its mask, one bit per element. Rows are read as stored, and the masked elements are
+//! set to zero. So a run that writes no file computes with the pruned weight too.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,16 +14,16 @@ use super::product::{Kernel, Packed, Values};
 use super::profile::Watch;
 use super::stored::{StoredDtype, StoredMatrix};
 
-/// Rows of a stored matrix, wherever they lie.
+/// A source of a stored matrix's rows.
 pub trait RowSource: Send + Sync {
     /// Fills `bytes` with the stored bytes of whole rows, beginning with `first_row`.
     ///
     /// # Errors
-    /// Fails when the rows cannot be read, naming the tensor.
+    /// Fails when the rows cannot be read, and names the tensor.
     fn read_rows(&self, first_row: usize, bytes: &mut [u8]) -> Result<()>;
 }
 
-/// A matrix `[rows, columns]` that is read when it is needed.
+/// A matrix `[rows, columns]` that stays in its source.
 #[derive(Clone)]
 pub struct MatrixAtRest {
     source: Arc<dyn RowSource>,
@@ -46,20 +46,20 @@ impl fmt::Debug for MatrixAtRest {
     }
 }
 
-/// How products are computed.
+/// Arithmetic of products.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Products {
-    /// In f32, weights widened.
+    /// f32 products of widened weights.
     #[default]
     F32,
-    /// In f32, as sums of bf16 products ([`Kernel::Split`]).
+    /// f32 products as sums of bf16 products ([`Kernel::Split`]).
     Split,
-    /// By a bf16 kernel, sums in f32: activations are rounded to bf16. Products with weights of other dtypes are made in f32.
+    /// bf16 products with sums in f32; activations are rounded to bf16. Products with weights of other dtypes are f32 products.
     Bf16(Kernel),
 }
 
 impl Products {
-    /// What multiplies weights of this dtype.
+    /// The kernel for weights of this dtype.
     pub fn kernel(self, dtype: StoredDtype) -> Kernel {
         match (self, dtype) {
             (Self::Bf16(kernel), StoredDtype::Bf16) => kernel,
@@ -68,7 +68,7 @@ impl Products {
         }
     }
 
-    /// What multiplies activations with one another.
+    /// The kernel for products of activations.
     pub fn of_activations(self) -> Kernel {
         match self {
             Self::F32 => Kernel::Fused,
@@ -83,8 +83,8 @@ impl Products {
 pub struct ProductContext {
     /// The arithmetic.
     pub products: Products,
-    /// Whether a reused weight stays packed from its first product on, if the kernel can keep it. A packed weight costs one to two
-    /// times the bytes of the weight.
+    /// True if a reused weight stays packed from its first product on. The kernel must be able to keep it. A packed weight costs one to
+    /// two times the bytes of the weight.
     pub keeps_packed: bool,
     /// The profiler.
     pub watch: Watch,
@@ -113,7 +113,7 @@ impl ProductContext {
     }
 }
 
-/// The first `length` elements of a buffer, of unspecified content. Never two buffers at once: the old one goes first.
+/// Returns the first `length` elements of a buffer, with unspecified content. The old buffer is freed before a larger one is allocated.
 pub(super) fn grow<T: Clone + Default>(buffer: &mut Vec<T>, length: usize) -> &mut [T] {
     if buffer.len() < length {
         *buffer = Vec::new();
@@ -122,11 +122,11 @@ pub(super) fn grow<T: Clone + Default>(buffer: &mut Vec<T>, length: usize) -> &m
     &mut buffer[..length]
 }
 
-/// Elements one task unmasks or widens.
+/// Elements per task that sets zeros.
 const CHUNK: usize = 1 << 14;
 
 impl MatrixAtRest {
-    /// A matrix of this shape whose rows `source` has.
+    /// Creates a matrix of this shape with the rows of `source`.
     pub fn new(
         source: Arc<dyn RowSource>,
         dtype: StoredDtype,
@@ -142,13 +142,13 @@ impl MatrixAtRest {
         }
     }
 
-    /// The same matrix with +0 wherever `pruned` has a 1.
+    /// Returns the same matrix with +0 wherever `pruned` has a 1.
     ///
     /// # Arguments
     /// * `pruned`: one bit per element, row-major without padding between rows, least significant bit first
     ///
     /// # Panics
-    /// When there are not as many bits as elements, rounded up to bytes.
+    /// When `pruned` does not have one bit per element, rounded up to bytes.
     #[must_use]
     pub fn without(self, pruned: Vec<u8>) -> Self {
         assert_eq!(
@@ -162,10 +162,10 @@ impl MatrixAtRest {
         }
     }
 
-    /// Reads some rows as they are stored, less what is pruned.
+    /// Reads some rows in their stored dtype, with zeros for pruned elements.
     ///
     /// # Errors
-    /// Fails when they cannot be read or memory cannot be had.
+    /// Fails when the rows cannot be read, and when there is too little memory.
     pub fn read(&self, rows: Range<usize>) -> Result<StoredMatrix> {
         let mut matrix = StoredMatrix::zeros(self.dtype, rows.len(), self.columns)?;
         self.source.read_rows(rows.start, matrix.as_bytes_mut())?;
@@ -176,7 +176,7 @@ impl MatrixAtRest {
         Ok(matrix)
     }
 
-    /// Reads some rows as they are stored, less what is pruned, into `read`.
+    /// Reads some rows into `read` in their stored dtype, with zeros for pruned elements.
     pub(super) fn read_values<'r>(
         &self,
         rows: Range<usize>,
@@ -201,7 +201,7 @@ impl MatrixAtRest {
         })
     }
 
-    /// Puts +0 where weights are pruned, in rows that begin with `first_row`.
+    /// Writes +0 to the pruned elements of rows that begin with `first_row`.
     fn unmask<T: Default + Send>(&self, first_row: usize, values: &mut [T]) {
         let Some(pruned) = &self.pruned else {
             return;
@@ -229,7 +229,7 @@ fn is_set(bits: &[u8], bit: usize) -> bool {
 pub enum Weight {
     /// In memory.
     Held(StoredMatrix),
-    /// Read at every product, some rows at a time.
+    /// In its source. Every product reads some rows at a time.
     AtRest(MatrixAtRest),
 }
 
@@ -258,7 +258,7 @@ impl Weight {
         }
     }
 
-    /// The matrix, where it is in memory.
+    /// The matrix, if it is in memory.
     pub fn held(&self) -> Option<&StoredMatrix> {
         match self {
             Self::Held(matrix) => Some(matrix),
@@ -266,7 +266,7 @@ impl Weight {
         }
     }
 
-    /// The matrix, to be changed, where it is in memory.
+    /// The matrix, if it is in memory, for a change.
     pub fn held_mut(&mut self) -> Option<&mut StoredMatrix> {
         match self {
             Self::Held(matrix) => Some(matrix),
@@ -274,10 +274,10 @@ impl Weight {
         }
     }
 
-    /// Takes the matrix into memory where it is at rest, and gives back what it was there, to put it back to.
+    /// Reads a matrix at rest into memory. Returns the matrix at rest, so that the caller can restore it; `None` if it was in memory.
     ///
     /// # Errors
-    /// Fails when it cannot be read or memory cannot be had.
+    /// Fails when the matrix cannot be read, and when there is too little memory.
     pub fn hold(&mut self) -> Result<Option<MatrixAtRest>> {
         let Self::AtRest(matrix) = self else {
             return Ok(None);
@@ -320,20 +320,20 @@ mod tests {
     }
 
     #[test]
-    fn rows_at_rest_are_the_stored_ones_less_what_is_pruned() {
+    fn rows_at_rest_are_the_stored_rows_with_zeros_for_pruned_elements() {
         for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
             let mut held = matrix(dtype);
-            let goes = |row: usize, column: usize| (row * 13 + column) % 3 == 1;
+            let is_pruned = |row: usize, column: usize| (row * 13 + column) % 3 == 1;
             let mut bits = vec![0u8; (40 * 13usize).div_ceil(8)];
-            for bit in (0..40 * 13).filter(|bit| goes(bit / 13, bit % 13)) {
+            for bit in (0..40 * 13).filter(|bit| is_pruned(bit / 13, bit % 13)) {
                 bits[bit / 8] |= 1 << (bit % 8);
             }
             let mut weight = Weight::AtRest(at_rest(&held).without(bits));
-            held.zero_where(goes);
+            held.zero_where(is_pruned);
             let Weight::AtRest(rest) = &weight else {
                 unreachable!("made so above");
             };
-            // What was read was larger before, so that stale content would show.
+            // The buffers hold larger, older content, which must not show.
             let mut read = RowBuffer {
                 whole: vec![9.0; 1000],
                 half: vec![9; 1000],
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_an_error_that_names_the_tensor() {
+    fn a_failed_read_names_the_tensor() {
         let short = MatrixAtRest::new(
             Arc::new(InMemory(matrix(StoredDtype::Bf16))),
             StoredDtype::Bf16,

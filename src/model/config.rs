@@ -53,7 +53,7 @@ pub struct ModelConfig {
     pub rope_scaling: RopeScaling,
     /// Linears with a bias.
     pub biases: Vec<Projection>,
-    /// Whether the head is the embedding.
+    /// True if the head is the embedding.
     pub tie_word_embeddings: bool,
 }
 

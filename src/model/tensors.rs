@@ -50,7 +50,7 @@ impl ModelConfig {
         let layers = 0..self.num_hidden_layers;
         let norm = ModelTensor::new(NORM, &[self.hidden_size], TensorRole::Norm);
         std::iter::once(vocabulary(EMBEDDING))
-            .chain(layers.flat_map(|layer| self.layer_tensors(layer)))
+            .chain(layers.flat_map(move |layer| self.layer_tensors(layer)))
             .chain(std::iter::once(norm))
             .chain(head)
     }

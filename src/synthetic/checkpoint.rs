@@ -1,4 +1,4 @@
-//! [`RandomCheckpoint`]: a model of any shape with random weights, in the layout transformers writes.
+//! [`RandomCheckpoint`]: a model of any shape with random weights, in the layout of transformers.
 //!
 //! It serves speed, memory and format tests at real sizes without a download: a 70B checkpoint is written with the memory of a few
 //! chunks, as fast as the disk takes it. The weights have the scale of a fresh model (deviation 0.02; the two matrices that
@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use super::layout::{self, RandomTensor};
 use super::noise::Noise;
-use super::tokenizer::Tokenizer;
+use super::tokenizer::TokenizerFiles;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
     CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE, encode_header, sync_folder, write_atomic,
@@ -29,13 +29,13 @@ use crate::model::ModelConfig;
 use crate::model::family::{FAMILIES, Family};
 use crate::run::{Events, Meter};
 
-/// The version whose config.json this one imitates.
+/// The version of transformers whose config.json is imitated.
 const TRANSFORMERS_VERSION: &str = "4.46.3";
 
 /// One thread's share of a chunk, in bytes: a multiple of every element's size.
 const SHARE_BYTES: usize = 128 << 10;
 
-/// As safetensors names a dtype.
+/// The dtype of safetensors.
 fn stored(dtype: StoredDtype) -> Dtype {
     match dtype {
         StoredDtype::F32 => Dtype::F32,
@@ -44,7 +44,7 @@ fn stored(dtype: StoredDtype) -> Dtype {
     }
 }
 
-/// As config.json spells a dtype.
+/// The dtype's name in config.json.
 fn torch_name(dtype: StoredDtype) -> &'static str {
     match dtype {
         StoredDtype::F32 => "float32",
@@ -56,7 +56,7 @@ fn torch_name(dtype: StoredDtype) -> &'static str {
 /// The shape of a random model; fields are named as in config.json. The default is a Llama of a few hundred kilobytes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RandomCheckpoint {
-    /// Its family, whose record says which tensors there are.
+    /// The family. Its record says which tensors the checkpoint has.
     pub family: &'static Family,
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -76,9 +76,9 @@ pub struct RandomCheckpoint {
     pub max_position_embeddings: usize,
     /// The base of the rotary frequencies.
     pub rope_theta: f64,
-    /// `rope_scaling`, written as it is.
+    /// `rope_scaling`, written unchanged.
     pub rope_scaling: Option<Value>,
-    /// Without a `lm_head.weight` of its own.
+    /// True if the head is the embedding.
     pub tie_word_embeddings: bool,
     /// Biases on q, k, v and o, if the family can have them.
     pub attention_bias: bool,
@@ -86,12 +86,12 @@ pub struct RandomCheckpoint {
     pub mlp_bias: bool,
     /// The dtype of every tensor.
     pub dtype: StoredDtype,
-    /// The data of one file at most; a single larger tensor has a file of its own.
+    /// The largest data of one file. A larger tensor has a file of its own.
     pub max_shard: ByteSize,
-    /// Same seed, same shape: same bytes, on any number of threads.
+    /// The seed. The same seed and shape give the same bytes on any number of threads.
     pub seed: u64,
-    /// A folder or a `tokenizer.json` to copy the tokenizer from, with the `tokenizer_config.json` beside it; `None` is one
-    /// token per byte.
+    /// A folder or a `tokenizer.json` from which the tokenizer is copied, with the `tokenizer_config.json` next to it. `None` stands for
+    /// one token per byte.
     pub tokenizer: Option<PathBuf>,
 }
 
@@ -113,7 +113,7 @@ impl Default for RandomCheckpoint {
             attention_bias: false,
             mlp_bias: false,
             dtype: StoredDtype::F32,
-            // transformers' default.
+            // The default of transformers.
             max_shard: ByteSize(5_000_000_000),
             seed: 0,
             tokenizer: None,
@@ -137,18 +137,17 @@ impl RandomCheckpoint {
         })
     }
 
-    /// Writes the checkpoint into `target`, which is made, or empty. `config.json` comes last: a folder without it is
+    /// Writes the checkpoint into `target`, which must be empty or not exist. `config.json` is written last, so a folder without it is
     /// unfinished.
     ///
     /// # Errors
-    ///
-    /// Fails when the shape is impossible, `target` holds anything, the tokenizer cannot be read or does not fit the
-    /// vocabulary, or the disk refuses.
+    /// Fails when the shape is impossible, `target` is not empty, the tokenizer cannot be read or does not fit the vocabulary, or a file
+    /// cannot be written.
     pub fn write(&self, target: &Path, events: &dyn Events) -> anyhow::Result<()> {
         let config = ModelConfig::from_json(&self.config(None))?;
         let tokenizer = match &self.tokenizer {
-            Some(path) => Tokenizer::read(path, self.vocab_size)?,
-            None => Tokenizer::of_bytes(self.vocab_size, self.max_position_embeddings)?,
+            Some(path) => TokenizerFiles::read(path, self.vocab_size)?,
+            None => TokenizerFiles::of_bytes(self.vocab_size, self.max_position_embeddings)?,
         };
         fs::create_dir_all(target).map_err(|error| cannot_write(target, &error))?;
         let mut there = fs::read_dir(target).map_err(|error| cannot_write(target, &error))?;
@@ -169,7 +168,7 @@ impl RandomCheckpoint {
             let file_name = shard_name(index, shards.len());
             let path = target.join(&file_name);
             if let Err(error) = self.write_shard(&path, shard, &mut meter) {
-                // What fills a disk must not stay on it; the folder was empty, so all of it is ours.
+                // A full disk must not stay full. The folder was empty, so every file in it is ours.
                 for earlier in 0..=index {
                     let path = target.join(shard_name(earlier, shards.len()));
                     let _ = fs::remove_file(partial_path(&path));
@@ -193,9 +192,9 @@ impl RandomCheckpoint {
         if let Some(config) = &tokenizer.config {
             write_atomic(&target.join("tokenizer_config.json"), config)?;
         }
-        let Tokenizer { bos, eos, pad, .. } = tokenizer;
+        let TokenizerFiles { bos, eos, pad, .. } = tokenizer;
         let generation = json!({
-            "_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": null,
+            "_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad,
             "transformers_version": TRANSFORMERS_VERSION
         });
         write_json(target, "generation_config.json", &generation)?;
@@ -230,7 +229,7 @@ impl RandomCheckpoint {
 
         let partial = partial_path(path);
         let mut file = File::create(&partial)?;
-        // One chunk is written while the next is made.
+        // One chunk is written while the next is generated.
         let (mut ready, mut next) = (encode_header(&metadata, &infos), Vec::new());
         for tensor in tensors {
             let mut done = 0;
@@ -266,7 +265,7 @@ impl RandomCheckpoint {
     }
 
     fn fill_share(&self, tensor: &RandomTensor, noise: Noise, first: u64, bytes: &mut [u8]) {
-        // Converted in blocks: the conversions have vector forms.
+        // Blocks let the conversions use vector instructions.
         const BLOCK: usize = 256;
         let each = self.dtype.bytes();
         let (mut values, mut halves) = ([0f32; BLOCK], [f16::ZERO; BLOCK]);
@@ -298,7 +297,7 @@ impl RandomCheckpoint {
         }
     }
 
-    /// `config.json` without the ids of special tokens, which are those of the tokenizer.
+    /// `config.json` without the ids of special tokens, which the tokenizer gives.
     fn config(&self, head_dim: Option<usize>) -> Value {
         json!({
             "architectures": [self.family.architecture],
@@ -331,7 +330,7 @@ impl RandomCheckpoint {
     }
 }
 
-/// The name transformers gives the file number `index` of `count`.
+/// The name of the file number `index` of `count`, as in transformers.
 fn shard_name(index: usize, count: usize) -> String {
     match count {
         1 => SINGLE_FILE.to_owned(),

@@ -11,7 +11,7 @@ const DEVIATION: f32 = 0.02;
 /// A tensor to write.
 #[derive(Debug)]
 pub(super) struct RandomTensor {
-    /// Its transformers name.
+    /// Its name in transformers.
     pub(super) name: String,
     /// Its dimensions, outermost first.
     pub(super) shape: Vec<usize>,
@@ -58,7 +58,7 @@ pub(super) fn tensors(
             deviation,
         });
     }
-    // Offsets in a header are signed 64-bit numbers in some readers.
+    // Some readers keep the offsets of a header in signed 64-bit numbers.
     if i64::try_from(total).is_err() {
         return Err(Failure::new(
             "cannot write a random checkpoint: its size overflows",

@@ -1,8 +1,8 @@
-//! Random numbers by index instead of in sequence: element `i` of a tensor is the same on one thread or on forty.
+//! Random numbers by index instead of in sequence, so that element `i` of a tensor is the same on any number of threads.
 //!
 //! Value i = mix(key + i·φ), the splitmix64 generator (Steele, Lea, Flood 2014) entered at any step. Its 64 bits are four
-//! 16-bit uniforms, whose sum is near enough to a normal distribution for weights: mean 0, deviation 1, at most 3.47
-//! from the mean, one multiplication chain per weight.
+//! 16-bit uniforms. Their sum is close enough to a normal distribution for weights: mean 0, deviation 1, at most 3.47 from the mean. A
+//! weight costs one chain of multiplications.
 
 /// 2⁶⁴ divided by the golden ratio: the step of splitmix64.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -22,13 +22,13 @@ pub(super) struct Noise {
 impl Noise {
     /// The stream of tensor number `tensor` under `seed`.
     pub(super) fn new(seed: u64, tensor: u64) -> Self {
-        // Mixed twice, so that seeds 0, 1, 2 and tensors 0, 1, 2 do not give shifted copies of one stream.
+        // The key is mixed twice. Mixed once, seeds 0, 1, 2 and tensors 0, 1, 2 would give shifted copies of one stream.
         Self {
             key: mix(mix(seed.wrapping_add(STEP)).wrapping_add(tensor.wrapping_mul(STEP))),
         }
     }
 
-    /// Number `index`: nearly normal, mean 0, deviation 1.
+    /// Returns number `index`, nearly normal with mean 0 and deviation 1.
     pub(super) fn normal(self, index: u64) -> f32 {
         let bits = mix(self.key.wrapping_add(index.wrapping_mul(STEP)));
         let sum = (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);

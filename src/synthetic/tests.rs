@@ -1,4 +1,4 @@
-//! Random checkpoints: they open, repeat, keep their scale, and refuse what cannot be.
+//! Tests of random checkpoints: they can be opened, are reproducible, have the right scale, and impossible shapes are refused.
 
 use std::fs;
 use std::path::Path;
@@ -183,6 +183,7 @@ fn impossible_shapes_and_full_folders_are_refused() -> anyhow::Result<()> {
         (
             RandomCheckpoint {
                 num_attention_heads: 3,
+                num_key_value_heads: 3,
                 ..usual()
             },
             "not a multiple of `num_attention_heads` 3",

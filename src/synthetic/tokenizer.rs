@@ -1,5 +1,5 @@
-//! The tokenizer a random checkpoint carries: a given one, or one that needs no training, one token per byte and four
-//! specials behind them, through which any text survives the round trip.
+//! The tokenizer of a random checkpoint: a given one, or one token per byte and four special tokens. The byte tokenizer needs no
+//! training and reproduces any text.
 
 use std::path::Path;
 
@@ -8,10 +8,10 @@ use serde_json::{Map, Value, json};
 use crate::bytes::{ByteSize, read_whole};
 use crate::failure::Failure;
 
-/// 256 bytes and the four specials.
+/// Tokens of the byte tokenizer: 256 bytes and four special tokens.
 pub(super) const BYTE_TOKENS: usize = 260;
 
-/// `<s>`, put before every text.
+/// `<s>`, the first token of every text.
 const BOS: u64 = 256;
 
 /// `</s>`.
@@ -22,21 +22,21 @@ const PAD: u64 = 259;
 
 const SPECIALS: [(&str, u64); 4] = [("<s>", BOS), ("</s>", EOS), ("<unk>", 258), ("<pad>", PAD)];
 
-/// The files, and the ids that config.json repeats.
-pub(super) struct Tokenizer {
+/// The files of a tokenizer, and the ids that config.json repeats.
+pub(super) struct TokenizerFiles {
     /// `tokenizer.json`.
     pub(super) json: Vec<u8>,
-    /// `tokenizer_config.json`, where there is one.
+    /// `tokenizer_config.json`, if it exists.
     pub(super) config: Option<Vec<u8>>,
-    /// Begins a text.
+    /// Token at the start of a text.
     pub(super) bos: Option<u64>,
-    /// Ends a text.
+    /// Token at the end of a text.
     pub(super) eos: Option<u64>,
-    /// Fills a batch.
+    /// Token that pads a batch.
     pub(super) pad: Option<u64>,
 }
 
-impl Tokenizer {
+impl TokenizerFiles {
     /// The byte tokenizer.
     ///
     /// # Errors
@@ -101,7 +101,7 @@ impl Tokenizer {
     }
 }
 
-/// The largest file that is copied: published ones have up to 35 MB.
+/// The largest file that is copied. Published tokenizers have up to 35 MB.
 const LARGEST: ByteSize = ByteSize(256 << 20);
 
 fn read_json(path: &Path) -> anyhow::Result<(Vec<u8>, Value)> {
@@ -111,7 +111,7 @@ fn read_json(path: &Path) -> anyhow::Result<(Vec<u8>, Value)> {
     Ok((bytes, value))
 }
 
-/// The highest id in a `tokenizer.json`: BPE and WordPiece map tokens to ids, Unigram lists them in order.
+/// The highest id in a `tokenizer.json`. BPE and WordPiece map tokens to ids; Unigram lists the tokens in order.
 fn highest_id(tokens: &Value) -> Option<u64> {
     let vocab = match &tokens["model"]["vocab"] {
         Value::Object(ids) => ids.values().filter_map(Value::as_u64).max(),
@@ -122,7 +122,7 @@ fn highest_id(tokens: &Value) -> Option<u64> {
     vocab.max(added.filter_map(|token| token["id"].as_u64()).max())
 }
 
-/// The id of a special token, which `tokenizer_config.json` names as text or as an object with `content`.
+/// The id of a special token. `tokenizer_config.json` names it as text or as an object with `content`.
 fn special_id(tokens: &Value, name: &Value) -> Option<u64> {
     let content = name.as_str().or_else(|| name["content"].as_str())?;
     let added = tokens["added_tokens"].as_array()?;
@@ -175,7 +175,7 @@ fn tokenizer_json() -> Value {
     })
 }
 
-/// `tokenizer_config.json` beside it.
+/// The `tokenizer_config.json` of the byte tokenizer.
 fn tokenizer_config(max_position_embeddings: usize) -> Value {
     json!({
         "add_bos_token": true,
@@ -189,8 +189,8 @@ fn tokenizer_config(max_position_embeddings: usize) -> Value {
     })
 }
 
-/// GPT-2's printable stand-in for a byte: Latin-1's visible characters stand for themselves, the rest are numbered from
-/// U+0100 in byte order.
+/// The printable character that stands for a byte in GPT-2's alphabet: visible characters of Latin-1 stand for themselves, the others are
+/// numbered from U+0100 in byte order.
 fn byte_character(byte: u8) -> char {
     let is_visible = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     if is_visible(byte) {
