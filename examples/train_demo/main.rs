@@ -8,14 +8,13 @@
 //!
 //! The last command writes the two texts that the program contains.
 //!
-//! Two threads each take half of every batch; candle's own threads inside an operator would only wait for one another.
-//! The files of `src/demo/assets` were made this way; docs/demo.md says how long it took and what came out. The seed is
-//! fixed and so is the order of every sum: each batch is cut into [`THREADS`] parts whatever the machine has, and the
-//! gradients of the parts are added in their order.
+//! Two threads each take half of every batch; candle's own threads inside an operator would only wait for each other. The files of
+//! `src/demo/assets` were trained this way; docs/demo.md has times and results. The seed is fixed, and so is the order of every sum: each
+//! batch has [`THREADS`] parts on every machine, and the gradients of the parts are added in their order.
 
 #![expect(
     clippy::print_stdout,
-    reason = "an example, which tells how the training goes"
+    reason = "an example that prints the progress of training"
 )]
 
 mod stories;
@@ -46,19 +45,19 @@ const VOCAB_SIZE: usize = 1024;
 const SEQLEN: usize = 128;
 /// Sequences per step.
 const BATCH: usize = 8;
-/// Parts a batch is cut into, one thread each.
+/// Parts of a batch, one per thread.
 const THREADS: usize = 2;
 const STEPS: usize = 1200;
 const WARMUP: usize = 100;
 const LEARNING_RATE: f64 = 2e-3;
-/// The learning rate ends at this share of its peak.
+/// The last learning rate, as a share of the peak.
 const LAST_SHARE: f64 = 0.02;
-/// Gradients longer than this are shortened to it.
+/// Upper bound of the gradients' length.
 const LARGEST_GRADIENT: f64 = 1.0;
-/// Deviation of the logarithm of the norms' weights at the start. Large models grow a few channels whose activations are
-/// far above the rest (Dettmers et al. 2022, arXiv:2208.07339), which is what Wanda's scores are about; a million
-/// parameters trained for minutes grow none. So these begin with channels of unequal scale, and the matrices that read
-/// them with columns as much smaller or larger: the same function as with equal norms, from which training goes on.
+/// Deviation of the logarithm of the norms' weights at the start. Large models have a few channels with activations far above the rest
+/// (Dettmers et al. 2022, arXiv:2208.07339). Wanda's scores are about such channels. A million parameters trained for minutes have none.
+/// So training starts with channels of unequal scale, and divides the columns that read them by the same factors. The function is that of
+/// equal norms.
 const CHANNEL_SPREAD: f32 = 0.8;
 const SEED: u64 = 0;
 
@@ -164,7 +163,7 @@ fn write_stories(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// `config.json` as transformers writes it for a `LlamaForCausalLM`. A story ends with its line.
+/// `config.json` as transformers writes it for a `LlamaForCausalLM`. A newline ends a story.
 fn config_json(newline: u32) -> serde_json::Value {
     json!({
         "architectures": ["LlamaForCausalLM"],
@@ -190,8 +189,9 @@ fn config_json(newline: u32) -> serde_json::Value {
     })
 }
 
-/// Matrices of deviation 1/√(2 · in_features), those that write to the residual stream less by √(2 · layers); the norms
-/// inside layers spread by [`CHANNEL_SPREAD`], the columns that read them divided by the norm's weight.
+/// Random weights at the start. Matrices have the deviation 1/√(2 · in_features); those that write to the residual stream are smaller by
+/// √(2 · layers). The norms inside layers are spread by [`CHANNEL_SPREAD`], and the columns that read them are divided by the norm's
+/// weight.
 fn initial(config: &ModelConfig, random: &mut PythonRandom) -> Result<BTreeMap<String, Var>> {
     let shapes: BTreeMap<String, Vec<usize>> = config
         .tensors()
@@ -243,7 +243,7 @@ fn initial(config: &ModelConfig, random: &mut PythonRandom) -> Result<BTreeMap<S
         .collect()
 }
 
-/// Nearly normal: the sum of twelve uniform numbers has variance 1, and needs no logarithm that differs by machine.
+/// A nearly normal number: the sum of twelve uniform numbers, which has variance 1. It needs no logarithm, which differs by machine.
 fn normal(random: &mut PythonRandom) -> f32 {
     (0..12)
         .map(|_| random.getrandbits(24) as f32 / (1 << 24) as f32)
@@ -271,7 +271,7 @@ fn parallel_step(
         };
         let logits = model.logits(weights, &ids(&window(0), SEQLEN)?)?;
         let loss = loss(&logits, &ids(&window(1), SEQLEN)?)?;
-        // Parts are of one size, so the mean of the batch is the mean of their means.
+        // All parts have one size, so the mean of the batch is the mean of their means.
         let loss = (loss / THREADS as f64)?;
         Ok((f64::from(loss.to_scalar::<f32>()?), loss.backward()?))
     };
@@ -310,7 +310,7 @@ fn ids(tokens: &[u32], seqlen: usize) -> Result<Tensor> {
     Ok(Tensor::from_slice(tokens, shape, &Device::Cpu)?)
 }
 
-/// Scales all gradients down together where they are longer than [`LARGEST_GRADIENT`].
+/// Scales all gradients down together if their length exceeds [`LARGEST_GRADIENT`].
 fn shorten(gradients: &mut GradStore, weights: &Weights) -> Result<()> {
     let mut squares = 0.0;
     for weight in weights.values() {
@@ -331,7 +331,7 @@ fn shorten(gradients: &mut GradStore, weights: &Weights) -> Result<()> {
     Ok(())
 }
 
-/// A linear start, then half a cosine.
+/// The learning rate of a step: a linear start, then half a cosine.
 fn learning_rate(step: usize, steps: usize) -> f64 {
     if step < WARMUP {
         return LEARNING_RATE * (step + 1) as f64 / WARMUP as f64;
@@ -369,7 +369,7 @@ fn save(weights: &Weights, out: &std::path::Path) -> Result<Weights> {
     Ok(rounded)
 }
 
-/// exp of the mean loss over windows, each predicting its tokens but the first, as the program measures it.
+/// exp of the mean loss over windows. Each window predicts all its tokens but the first, as in the program.
 fn perplexity(model: &DifferentiableModel, weights: &Weights, tokens: &[u32]) -> Result<f64> {
     let mut losses = Vec::new();
     for window in tokens.chunks_exact(SEQLEN) {

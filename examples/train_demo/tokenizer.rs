@@ -1,5 +1,5 @@
-//! The tokenizer of the demo model: byte-level BPE, trained on the stories. Every byte is a token, so any text can be
-//! written; no special tokens are put around a text, and the newline that ends a story is a token of its own.
+//! The tokenizer of the demo model: byte-level BPE, trained on the stories. Every byte is a token, so any text can be written. A text
+//! has no special tokens around it. The newline that ends a story is a token of its own.
 
 use anyhow::{Error, Result};
 use serde_json::{Value, json};
@@ -8,10 +8,10 @@ use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-/// Stories the merges are learned from; all words are among them.
+/// Stories from which the merges are learned. They contain all words.
 const STORIES: usize = 5_000;
 
-/// Trains on the beginning of a text of one story a line.
+/// Trains on the first stories of a text with one story per line.
 pub(crate) fn train(text: &str, vocab_size: usize) -> Result<Tokenizer> {
     let byte_level = ByteLevel::new(false, true, true);
     let mut tokenizer = Tokenizer::new(BPE::default());
@@ -29,7 +29,7 @@ pub(crate) fn train(text: &str, vocab_size: usize) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
-/// The ids of a text, told line by line: no token crosses a newline.
+/// The ids of a text, encoded line by line. No token crosses a newline.
 pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     let lines: Vec<&str> = text.split_inclusive('\n').collect();
     let encoded = tokenizer

@@ -13,6 +13,7 @@ use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::StoredDtype;
 use prune::model::Projection;
 use prune::model::family::FAMILIES;
+use prune::synthetic::RandomCheckpoint;
 use safetensors::Dtype;
 
 use crate::support::{Place, TEXTS, ran, split};

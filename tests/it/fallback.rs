@@ -4,6 +4,7 @@
 use prune::linalg::StoredDtype;
 use prune::run::Manifest;
 use prune::run::fallback::FallbackOutcome;
+use prune::synthetic::RandomCheckpoint;
 
 use crate::support::{Place, Ran};
 

@@ -18,6 +18,7 @@ use prune::linalg::StoredDtype;
 use prune::model::{Dtypes, ModelConfig};
 use prune::placement::Residency;
 use prune::run::Silent;
+use prune::synthetic::RandomCheckpoint;
 use serde_json::json;
 
 use crate::oracle::{Candles, distance, ours, prompt, sharp};

@@ -26,6 +26,7 @@ use prune::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
 use prune::run::plan::PartKind;
 use prune::run::{HiddenStatesStorage, MemorySettings, Phase, Silent};
 use prune::runtime::Side;
+use prune::synthetic::RandomCheckpoint;
 use serde_json::{Value, json};
 
 use crate::support::{Place, prune_in_process};
