@@ -11,7 +11,6 @@ use std::path::Path;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::StoredDtype;
-use prune::model::Projection;
 use prune::model::family::FAMILIES;
 use prune::synthetic::RandomCheckpoint;
 use safetensors::Dtype;

@@ -9,7 +9,6 @@ use prune::checkpoint::encode_header;
 use prune::linalg::StoredDtype;
 use prune::run::Inspection;
 use prune::synthetic::RandomCheckpoint;
-use prune::synthetic::RandomCheckpoint;
 use safetensors::tensor::TensorInfo;
 use safetensors::{Dtype, SafeTensors};
 

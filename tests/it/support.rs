@@ -14,7 +14,6 @@ use prune::job;
 use prune::pipeline::Watcher;
 use prune::run::{Manifest, Silent};
 use prune::synthetic::RandomCheckpoint;
-use prune::synthetic::RandomCheckpoint;
 use safetensors::tensor::TensorInfo;
 use serde_json::Value;
 use tempfile::TempDir;
