@@ -269,7 +269,7 @@ fn an_interrupted_run_says_what_it_leaves_and_never_looks_finished() {
         "{rest:?}"
     );
     assert!(
-        unfinished.starts_with("what is finished is kept in `out`; this goes on from there:"),
+        unfinished.starts_with("finished layers are kept in `out`; this command continues the run:"),
         "{rest:?}"
     );
     assert!(command.contains("--save out"), "{rest:?}");

@@ -80,8 +80,8 @@ fn other_settings_are_refused_with_the_difference() {
     };
     for (from, to, difference) in [
         ("0.5", "0.6", "sparsity-ratio: 0.5 there, 0.6 now"),
-        ("both", "pruned", "eval: dense and pruned there, pruned now"),
-        ("4", "3", "calibration tokens: "),
+        ("both", "pruned", "eval: both there, pruned now"),
+        ("4", "3", "nsamples: 4 there, 3 now"),
         ("5", "4", "evaluation tokens: "),
         (
             "--save-masks",

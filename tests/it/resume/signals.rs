@@ -74,7 +74,7 @@ fn a_signal_stops_a_run_with_exit_code_3_and_the_command_that_goes_on() {
         let second = ran(&mut sh);
         assert_eq!(second.code, 0, "{}", second.stderr);
         assert!(
-            second.stderr.contains("going on with an unfinished run"),
+            second.stderr.contains("continuing an unfinished run"),
             "{}",
             second.stderr
         );
