@@ -40,7 +40,7 @@ pub struct Settings {
     /// The checkpoint and its arithmetic.
     #[serde(flatten)]
     pub model: ModelSettings,
-    /// What is pruned; `None` for `prune eval`.
+    /// Method, ratio and matrices; `None` for `prune eval`.
     #[serde(flatten)]
     pub sparsity: Option<SparsitySettings>,
     /// Calibration samples; `None` where the method uses none.
@@ -297,7 +297,7 @@ pub struct DeviceSettings {
 }
 
 impl DeviceSettings {
-    /// Whether the flags name the CPU. Without such a flag the CPU may still be the only device.
+    /// Returns true if a flag names the CPU. Without such a flag the CPU may still be the only device.
     pub fn names_the_cpu(&self) -> bool {
         self.use_cpu || self.device == DeviceChoice::Cpu
     }

@@ -77,13 +77,13 @@ pub struct DeviceArgs {
     #[arg(long)]
     pub(super) use_cpu: bool,
 
-    /// Where to compute: `auto`, `cpu`, or in a build with CUDA `cuda` or `cuda:N`
+    /// Device that computes: `auto`, `cpu`, or in a build with CUDA `cuda` or `cuda:N`
     ///
     /// `auto` uses all GPUs there are where the build has CUDA, and the CPU else.
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(super) device: DeviceChoice,
 
-    /// Which GPU computes which layer: auto, balanced, sequential, or a JSON file of modules and devices
+    /// Placement of layers on GPUs: auto, balanced, sequential, or a JSON file of modules and devices
     ///
     /// `auto` lets all GPUs share the samples of every layer; `balanced` gives each an equal run of layers; `sequential` fills one
     /// after the other. `prune plan --json` prints a map that can be edited.
@@ -96,7 +96,7 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(super) threads: Option<u16>,
 
-    /// How much memory may be used, like cuda:0=10GiB,cpu=24GiB [default: 80 % of what is available; of a GPU, less a reserve]
+    /// Memory limits, like cuda:0=10GiB,cpu=24GiB [default: 80 % of what is available; of a GPU, less a reserve]
     ///
     /// A GPU's context counts as part of its budget. GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
     /// control group (of a batch job, a container) allows. The run is planned to stay below; what cannot fit is refused before it
@@ -104,7 +104,7 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "DEVICE=SIZE")]
     pub(super) max_memory: Option<Budget>,
 
-    /// Where hidden states rest between layers
+    /// Place of hidden states between layers
     ///
     /// `auto` leaves it to the plan: RAM where they fit beside the rest, else the disk, and says so. Results do not depend on it.
     #[arg(long, value_name = "WHERE", default_value = "auto")]
@@ -216,7 +216,7 @@ pub struct MessageArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// How progress is shown, on standard error
+    /// Form of progress, on standard error
     ///
     /// `auto` draws bars on a terminal and writes a plain line now and then elsewhere. `json` writes one JSON object per line for
     /// every event, warnings and errors included.
@@ -401,7 +401,7 @@ pub(super) struct OutputArgs {
     #[arg(long)]
     profile: bool,
 
-    /// What is compared after saving: hashes, zeros and N:M groups, or also every kept weight with the source
+    /// Checks after saving: hashes, zeros and N:M groups, or also every kept weight with the source
     #[arg(long, value_name = "LEVEL", default_value = "quick")]
     verify: VerifyLevel,
 }

@@ -1,4 +1,4 @@
-//! Tells a person or a script what goes on. Results to standard output, everything else to standard error.
+//! The console: results go to standard output, everything else to standard error, for a person or a script.
 
 use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,20 +19,20 @@ use crate::run::events::LockLost;
 use crate::run::manifest::{MatrixReport, MemorySample};
 use crate::run::{Event, Events, Manifest, Unfinished};
 
-/// How much is told.
+/// Levels of detail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
     /// Nothing at all; for callers inside the process.
     Silent,
     /// Warnings and errors.
     Quiet,
-    /// What a person wants to see.
+    /// Results and progress.
     Normal,
     /// Every matrix, memory after every layer.
     Verbose,
 }
 
-/// How it is told.
+/// Forms of output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     Bars,
@@ -237,7 +237,7 @@ impl Console {
         self.let_go();
     }
 
-    /// Where the time went, where `--profile` asked for it: behind the table, on standard error, so that `--json` stays one object.
+    /// Prints the profile of `--profile` on standard error, after the table: `--json` stays one object.
     pub(super) fn profile(&self, manifest: &Manifest) {
         let profile = manifest.profile.as_ref();
         let text = profile.map_or(String::new(), report::profile::text);
@@ -298,7 +298,7 @@ pub(super) fn print_line(text: &str) {
 }
 
 impl State {
-    /// What is told next begins at the left of a terminal that shows both streams.
+    /// Ends the line of streamed text, so that the next message begins at the left of the terminal.
     fn end_line(&mut self) {
         if std::mem::take(&mut self.is_within_line) && std::io::stdout().is_terminal() {
             let _ = std::io::stdout().write_all(b"\n");

@@ -24,7 +24,7 @@ impl Ending {
     pub(super) fn let_go(self) {
         lock::release_all();
         if let Some(folder) = self.temporary {
-            // What cannot be removed stays in the system's folder for temporary files.
+            // A folder that cannot be removed stays with the system's temporary files.
             let _ = std::fs::remove_dir_all(folder);
         }
     }

@@ -1,6 +1,6 @@
 //! Ctrl-C, a polite kill, and mistakes of ours: the terminal is left clean, what stays behind is said, and how to go on.
 //!
-//! What is on the disk is good at any moment: files of an unfinished checkpoint have names that no reader loads, its state says only
+//! The files on the disk are good at any moment: files of an unfinished checkpoint have names that no reader loads, its state says only
 //! what was synced, and hidden states on disk are unlinked as soon as they are opened. So the process may end at any point. A run
 //! that can be gone on with is still given a few seconds to finish what it has in hand: the scores of a layer are worth minutes.
 
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use super::console::{Console, print_line};
 use crate::failure;
 
-/// How long the last words may take.
+/// Longest time for the last messages.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long a run may take to a place where nothing is half-done.
+/// Longest time for a run to reach a place where nothing is half-done.
 #[cfg(unix)]
 const GRACE: Duration = Duration::from_secs(7);
 

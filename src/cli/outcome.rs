@@ -1,11 +1,11 @@
-//! How a command ended, as an exit code.
+//! Exit codes of commands that did their work.
 
 use std::process::ExitCode;
 
 use super::console::Console;
 use crate::run::Manifest;
 
-/// How a command that did its work ended.
+/// The end of a command that did its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// Done.

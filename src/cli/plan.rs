@@ -62,7 +62,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "TOKENS", help_heading = "Run")]
     seqlen: Option<usize>,
 
-    /// What perplexity is measured of
+    /// Models that perplexity is measured of
     #[arg(
         long,
         value_name = "SIDE",
@@ -96,11 +96,11 @@ pub struct PlanArgs {
     #[arg(long, value_name = "FILE", help_heading = "Machine")]
     inventory: Option<PathBuf>,
 
-    /// How much memory may be used, like cuda:0=10GiB,cpu=24GiB [default: 80 % of the CPU's, a GPU's less a reserve]
+    /// Memory limits, like cuda:0=10GiB,cpu=24GiB [default: 80 % of the CPU's, a GPU's less a reserve]
     #[arg(long, value_name = "DEVICE=SIZE,…", help_heading = "Machine")]
     max_memory: Option<Budget>,
 
-    /// Which GPU computes which layer: auto, balanced, sequential, or a JSON file of modules and devices
+    /// Placement of layers on GPUs: auto, balanced, sequential, or a JSON file of modules and devices
     ///
     /// `auto` lets all GPUs share the samples of every layer; `balanced` gives each an equal run of layers; `sequential` fills one
     /// after the other.
@@ -120,7 +120,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", help_heading = "Machine", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
 
-    /// Where hidden states rest between layers
+    /// Place of hidden states between layers
     #[arg(
         long,
         value_name = "WHERE",

@@ -1,4 +1,4 @@
-//! How far the work is: two bars on a terminal (the current phase and the whole run), a plain line now and then elsewhere.
+//! Progress: two bars on a terminal (the current phase and the whole run), a plain line now and then elsewhere.
 //!
 //! Only arithmetic and text here; [`Console`](super::console::Console) decides when to show it.
 
@@ -8,9 +8,9 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use super::terminal;
 
-/// How often a plain line is written.
+/// Time between two plain lines.
 pub(super) const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
-/// How often a JSON line is written for progress.
+/// Time between two JSON lines of progress.
 pub(super) const JSON_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The sweep as a whole.
@@ -83,7 +83,7 @@ impl Progress {
         self.done = done;
     }
 
-    /// Whether `interval` went by since this last said yes.
+    /// Returns true once per `interval`.
     pub(super) fn is_due(&mut self, interval: Duration) -> bool {
         let is_due = self
             .last_told

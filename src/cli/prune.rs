@@ -24,7 +24,7 @@ pub struct PruneArgs {
     calibration: CalibrationArgs,
     #[command(flatten)]
     device: DeviceArgs,
-    /// What perplexity is measured of
+    /// Models that perplexity is measured of
     #[arg(
         long,
         value_name = "SIDE",

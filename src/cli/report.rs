@@ -158,7 +158,7 @@ fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
     Err(failure.into())
 }
 
-/// Whether a run has left something here without being done.
+/// Returns true where an unfinished run has left files.
 fn is_begun(folder: &Path) -> bool {
     folder.join("model").is_dir()
         || std::fs::read_dir(folder).is_ok_and(|mut entries| {

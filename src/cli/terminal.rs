@@ -13,7 +13,7 @@ use indicatif::{ProgressDrawTarget, TermLike};
 /// Drawings per second, at most.
 const RATE: u8 = 20;
 
-/// What erases from the cursor to the end of its line (ECMA-48, EL).
+/// Erases from the cursor to the end of its line (ECMA-48, EL).
 const ERASE_REST: &str = "\x1b[K";
 
 /// Standard error, whose lines end where their text does.
@@ -24,7 +24,7 @@ struct Unfilled {
     at_end: AtomicBool,
 }
 
-/// Where bars are drawn.
+/// The target of the bars.
 pub(super) fn target() -> ProgressDrawTarget {
     let unfilled = Unfilled {
         term: Term::buffered_stderr(),

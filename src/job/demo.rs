@@ -241,7 +241,7 @@ impl TemporaryFolder {
 
 impl Drop for TemporaryFolder {
     fn drop(&mut self) {
-        // What cannot be removed stays in the system's folder for such things.
+        // A folder that cannot be removed stays with the system's temporary files.
         let _ = std::fs::remove_dir_all(&self.path);
     }
 }

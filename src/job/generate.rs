@@ -93,7 +93,7 @@ fn check(settings: &GenerateSettings, events: &dyn Events) -> Result<()> {
 struct Writer {
     model: OpenedModel,
     tokenizer: Tokenizer,
-    /// What the model is given, with a chat template the rendered text.
+    /// The input of the model; with a chat template the rendered text.
     prompt: String,
     prompt_ids: Vec<u32>,
     stop_ids: Vec<u32>,
@@ -232,7 +232,7 @@ impl Writer {
         })
     }
 
-    /// Where the layers rest, before they are read.
+    /// Tells the place of the layers before they are read.
     fn announce(&self, events: &dyn Events) {
         let (layers, streamed) = (self.residency.layers(), self.residency.streamed());
         let allowed = self.budget.map_or_else(String::new, |budget| {
@@ -275,7 +275,7 @@ fn budget(device: &DeviceSettings, held: ByteSize) -> Option<ByteSize> {
     })
 }
 
-/// Where the tokenizer ends every text with a token that ends the model's, that token is no part of a prompt.
+/// Removes the end-of-text token that some tokenizers append to every text.
 fn without_end(
     mut ids: Vec<u32>,
     prompt: &str,

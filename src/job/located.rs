@@ -1,4 +1,4 @@
-//! Where a model and a text lie: the folder or path that was given, else the hub's cache.
+//! The place of a model and of a text: the given folder or path, else the hub's cache.
 //!
 //! A local folder always comes first; `owner/name` is asked of the hub only where no such folder exists.
 

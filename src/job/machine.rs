@@ -90,7 +90,7 @@ pub(super) fn inventory(device: &DeviceSettings, threads: usize) -> Result<Inven
     Ok(inventory)
 }
 
-/// Whether all GPUs that may be used compute in bf16; true without GPUs.
+/// Returns true if all GPUs that may be used compute in bf16, and without GPUs.
 pub(super) fn gpus_have_bf16(device: &DeviceSettings) -> bool {
     #[cfg(feature = "cuda")]
     if !device.names_the_cpu() && device.simulate.is_none() {

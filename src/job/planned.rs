@@ -153,7 +153,7 @@ fn advice(
     {
         let mut larger = policy.clone();
         larger.budget = policy.budget.with_cpu(only.needed);
-        // What is printed is rounded up to whole MiB.
+        // The printed budget is rounded up to whole MiB.
         if fits(job, &larger) {
             advice.push(format!("--max-memory {}", larger.budget));
         }

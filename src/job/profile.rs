@@ -1,4 +1,4 @@
-//! Where the time of a run went: the parts of its arithmetic, of choosing weights, of reading and writing, put together.
+//! The profile of a run: the time of its arithmetic, of choosing weights, of reading and of writing.
 
 use super::settle::Job;
 use crate::linalg::peak;

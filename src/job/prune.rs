@@ -54,7 +54,7 @@ pub fn prune(
 
 /// The outcome of the sweep.
 struct Pruned {
-    /// What the read-back must find in the file.
+    /// Facts that the read-back checks in the file.
     expected: Vec<ExpectedMatrix>,
     results: Results,
 }

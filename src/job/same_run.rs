@@ -102,10 +102,10 @@ pub(super) fn late(
     late
 }
 
-/// Refuses to go on where `settings` are not those of the run; with `--force`, says that a new one begins instead (`None`).
+/// Refuses to resume a run whose deciding settings differ from `settings`. With `--force` a new run begins instead (`None`).
 ///
 /// # Errors
-/// Fails with the differences, and with what would go on.
+/// Fails with the differences and the command that resumes the run.
 pub(super) fn check(
     state: RunState,
     settings: &BTreeMap<String, String>,
@@ -159,7 +159,7 @@ pub(super) fn check(
     Err(failure.hint(hint).into())
 }
 
-/// Two values, long ones from shortly before the place where they part.
+/// Two values; long ones begin shortly before their first difference.
 fn where_they_differ(then: &str, now: &str) -> (String, String) {
     /// Characters that are shown, and those of them before the difference.
     const SHOWN: usize = 60;
@@ -184,7 +184,7 @@ fn where_they_differ(then: &str, now: &str) -> (String, String) {
     (shown(then), shown(now))
 }
 
-/// What to give `--dtype` for this arithmetic, where the CPU has it.
+/// Returns the value of `--dtype` for this arithmetic, if the CPU has it.
 fn flag_for(arithmetic: &str) -> Option<&'static str> {
     let split = Kernel::has_split().then_some(("bf16x3", "f32", Kernel::Split(1)));
     let bf16 = Kernel::best_bf16().map(|kernel| ("bf16", "bf16", kernel));

@@ -348,7 +348,7 @@ fn nothing_to_resume(folder: &RunFolder) -> Failure {
     }
 }
 
-/// Whether any matrix is scored with statistics.
+/// Returns true if any matrix is scored with statistics.
 fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
     let prunes_nothing = targets.pattern == Pattern::Unstructured
         && targets.sparsity_ratio == 0.0

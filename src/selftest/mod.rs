@@ -28,11 +28,11 @@ use crate::runtime::ledger::{Ledger, Refusals};
 use crate::runtime::{Compute, HiddenStates};
 use crate::settings::{CalibrationSettings, DeviceChoice, Settings};
 
-/// What came of a check.
+/// The outcome of a check.
 enum Outcome {
     /// As it should be, with the figures.
     Held(String),
-    /// What only another device can show.
+    /// Only another device can show it.
     Skipped(&'static str),
 }
 
@@ -91,7 +91,7 @@ struct Folder(std::path::PathBuf);
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // What cannot be removed is left to the system's own cleaning of temporary files.
+        // A folder that cannot be removed stays with the system's temporary files.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
@@ -355,7 +355,7 @@ impl Bench {
         Ok(Outcome::Skipped("the CPU's memory is not to be used up"))
     }
 
-    /// What the formulas say of a layer and a sample, and what the pool counted.
+    /// Compares the predicted memory of a layer and a sample with the pool's count.
     #[cfg(feature = "cuda")]
     fn memory(&self, folder: &Path) -> Result<Outcome> {
         use crate::runtime::engine::cuda;

@@ -1,4 +1,4 @@
-//! One run, one folder: a file `prune.lock` that says who works here, on network file systems too.
+//! One run, one folder: the file `prune.lock` names the process that works here, on network file systems too.
 //!
 //! It is made with the one operation every file system does for one process only (create, unless it is there), and holds host, boot,
 //! process and a count that its owner raises every few seconds. Who finds it decides
@@ -30,25 +30,25 @@ use crate::run::Events;
 /// The file's name.
 pub(in crate::job) const FILE: &str = "prune.lock";
 
-/// How often an owner gives a sign.
+/// Time between two signs of an owner.
 const BEAT: Duration = Duration::from_secs(5);
 
-/// How long one without a sign is waited for: several beats, and what network file systems keep of old contents.
+/// Longest wait for a sign: several beats, and the time that network file systems keep old contents.
 const PATIENCE: Duration = Duration::from_secs(40);
 
-/// How often a lock that is there and then gone is tried for.
+/// Attempts to take a lock that appears and disappears.
 const ATTEMPTS: usize = 100;
 
 /// Between two attempts.
 const BRIEFLY: Duration = Duration::from_millis(10);
 
-/// What the text of a lock is a multiple of, in bytes: longer than any, but for very long names.
+/// The length of a lock's text is a multiple of this many bytes, which holds all but very long names.
 const LENGTH: usize = 1024;
 
 /// The largest lock that is read.
 const LARGEST: ByteSize = ByteSize(1 << 20);
 
-/// How often the lock of an unknown owner is looked at.
+/// Time between two looks at the lock of an unknown owner.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// The locks of this process, in the order they were taken.
@@ -144,7 +144,7 @@ impl FolderLock {
         };
         fs::create_dir_all(folder).map_err(cannot)?;
         for new in &made {
-            // The name of a folder is the business of the one it is in.
+            // The parent holds the directory entry.
             disk::sync_folder(new.parent().unwrap_or(Path::new("."))).map_err(cannot)?;
         }
         for _ in 0..ATTEMPTS {
@@ -260,7 +260,7 @@ fn parse(text: &[u8]) -> Option<Owner> {
     serde_json::from_slice(text).ok()
 }
 
-/// What is to be done with a lock that is there: `None` where it is gone, its text and why it is stale where it is.
+/// Judges an existing lock: `None` if it has disappeared, else its contents and the reason it is stale.
 ///
 /// # Errors
 /// Fails where its owner works.

@@ -26,7 +26,7 @@ use crate::run::manifest::GateReport;
 use crate::run::{Events, Manifest, RunState, state};
 use crate::settings::OutputSettings;
 
-/// Where a run leaves its results.
+/// The folders of a run's results.
 #[derive(Debug)]
 pub(in crate::job) struct RunFolder {
     /// `--save`: manifest and log.
@@ -45,7 +45,7 @@ impl Drop for RunFolder {
     }
 }
 
-/// Where a run's model is in its folder, unless said otherwise.
+/// The model's folder inside the run folder.
 const MODEL: &str = "model";
 
 /// The record of a finished run in its folder.
@@ -99,7 +99,7 @@ impl RunFolder {
         })
     }
 
-    /// Where the state of an unfinished run is; `None` where nobody could go on: without a model, finished layers are nowhere.
+    /// The folder of an unfinished run's state; `None` without a model, since finished layers are then not kept.
     pub(in crate::job) fn state(&self) -> Option<&Path> {
         let model = self.model.as_deref()?;
         Some(self.run.as_deref().unwrap_or(model))
@@ -271,7 +271,7 @@ impl RunFolder {
         Ok(Some(manifest))
     }
 
-    /// Whether the model is there that a record speaks of: its configuration, which comes last, and weight files of their lengths.
+    /// Returns true if the model of a record is complete: its configuration, which is written last, and weight files of their lengths.
     fn has_the_model_of(&self, manifest: &Manifest) -> bool {
         let (Some(model), Some(output)) = (&self.model, &manifest.output) else {
             return false;
@@ -362,7 +362,7 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Where `--save-masks` puts the masks.
+    /// The file of `--save-masks`.
     ///
     /// # Errors
     /// Fails with exit code 2 without a run folder, and when that is the model's folder.

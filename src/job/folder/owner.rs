@@ -4,16 +4,16 @@ use std::fs;
 
 use serde::{Deserialize, Serialize};
 
-/// Who works in a folder.
+/// The process that works in a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Owner {
     pub(super) host: String,
     /// This start of the machine's system; empty where it has no name.
     pub(super) boot: String,
-    /// Where process numbers are counted: containers have spaces of their own. Empty where there are none.
+    /// The space of process numbers, of which each container has its own; empty where the system has none.
     pub(super) process_space: String,
     pub(super) pid: u32,
-    /// When the process began, as the system counts it, so that a number that was given again is told apart; empty where unknown.
+    /// Start of the process in the system's ticks, which tells a reused number apart; empty where unknown.
     pub(super) process_began: String,
     /// The batch job and how often it was started again; empty outside one.
     pub(super) job: String,
@@ -52,7 +52,7 @@ impl Owner {
         (&self.host, &self.boot, &self.process_space) == (&me.host, &me.boot, &me.process_space)
     }
 
-    /// Whether it still works, where that can be known at once.
+    /// Returns whether the process lives, if the system can tell at once.
     pub(super) fn lives(&self, me: &Self) -> Option<bool> {
         if self.is_here(me) {
             if !exists(self.pid)? {
@@ -90,7 +90,7 @@ fn host() -> String {
     std::env::var("COMPUTERNAME").unwrap_or_default()
 }
 
-/// Whether there is a process of this number; one of another user counts. `None` where the system is not asked.
+/// Returns whether a process of any user has this number; `None` where the system cannot be asked.
 #[cfg(unix)]
 pub(super) fn exists(pid: u32) -> Option<bool> {
     let pid = i32::try_from(pid).ok();
@@ -103,23 +103,23 @@ pub(super) fn exists(pid: u32) -> Option<bool> {
     }))
 }
 
-/// Of others it is found out by waiting.
+/// On other systems the heartbeat tells.
 #[cfg(not(unix))]
 pub(super) fn exists(pid: u32) -> Option<bool> {
     (pid == std::process::id()).then_some(true)
 }
 
-/// When a process began, in the system's ticks since it was started.
+/// Start of a process in the system's ticks.
 pub(super) fn began(pid: u32) -> String {
     stat(pid, 19)
 }
 
-/// Whether a process has ended, and its number is kept only because nobody has asked how it did: containers may never ask.
+/// Returns true for a zombie: a process that has ended and was not waited for. Containers may never wait.
 pub(super) fn is_dead(pid: u32) -> bool {
     ["Z", "X"].contains(&stat(pid, 0).as_str())
 }
 
-/// What the system tells of a process, by its place after the name; empty where it does not tell.
+/// One field of `/proc/PID/stat`, counted after the name; empty where the system has none.
 fn stat(pid: u32, field: usize) -> String {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The name before the last parenthesis may hold anything.

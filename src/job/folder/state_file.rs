@@ -27,14 +27,14 @@ const LARGEST: ByteSize = ByteSize(256 << 20);
 /// `unfinished.json` while this process works on it.
 pub(in crate::job) struct StateFile<'a> {
     path: PathBuf,
-    /// What earlier sessions left, and what this one finished.
+    /// The state that earlier sessions left, with the layers this one finished.
     state: RunState,
     clock: &'a Clock,
     recorder: &'a Recorder<'a>,
 }
 
 impl<'a> StateFile<'a> {
-    /// Where the state of the run in `folder` is.
+    /// The state file of the run in `folder`.
     pub(in crate::job) fn path(folder: &Path) -> PathBuf {
         folder.join(FILE)
     }
@@ -100,7 +100,7 @@ impl<'a> StateFile<'a> {
         Ok(file)
     }
 
-    /// What was measured, where all of it was.
+    /// The perplexities, once all of them are measured.
     pub(in crate::job) fn perplexity(&self) -> Option<&Perplexities> {
         self.state.perplexity.as_ref()
     }
@@ -217,7 +217,7 @@ impl RunState {
         if gone.is_empty() {
             return Vec::new();
         }
-        // What was measured was measured of the whole.
+        // The perplexities belong to the whole model.
         self.perplexity = None;
         let names: Vec<String> = pruned(&gone).map(|matrix| matrix.name.clone()).collect();
         for name in &names {
