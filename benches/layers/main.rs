@@ -28,8 +28,8 @@ use prune::linalg::matmul::{Threads, View, matmul};
 use prune::linalg::peak;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Linear, ProductContext, Products, StoredDtype, StoredMatrix, tensor};
-use prune::model::{DecoderLayer, LayerContext, ModelConfig, Observation, Observer, observe::Need};
-use prune::pruning::{METHODS, Pattern, Request, Target};
+use prune::model::{DecoderLayer, LayerContext, ModelConfig, Observation, Observer};
+use prune::pruning::{self, ColumnSquares, METHODS, Pattern, Request, Statistics, Target};
 use prune::run::Silent;
 use prune::synthetic::RandomCheckpoint;
 
@@ -252,18 +252,9 @@ fn attention_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel) {
 struct Watch;
 
 impl Observer for Watch {
-    fn needs(&self, _: Observation) -> Need {
-        Need::Rows
-    }
     fn observe(&mut self, _: Observation, rows: &[f32]) {
         black_box(rows.len());
     }
-
-    fn keeps(&self, _: Observation) -> &[usize] {
-        &[]
-    }
-
-    fn observe_sums(&mut self, _: Observation, _: &[f32], _: &[f32]) {}
 }
 
 fn seven_b() -> RandomCheckpoint {
@@ -334,10 +325,14 @@ fn scoring(criterion: &mut Criterion<OfPeak>) {
     group.sample_size(10);
     for (rows, columns) in [(4096, 4096), (4096, 11008), (4096, 14336)] {
         let values = noise(rows * columns);
-        let statistics: Vec<f32> = noise(columns).iter().map(|value| value.abs()).collect();
+        let statistics = noise(columns).iter().map(|value| value.abs()).collect();
+        let statistics = Statistics::Merged(Box::new(ColumnSquares::from_mean(statistics)));
         group.throughput(Throughput::Elements((rows * columns) as u64));
         for method in METHODS {
             for pattern in [Pattern::Unstructured, Pattern::NOfM { n: 2, m: 4 }] {
+                if method.is_unstructured_only() && pattern != Pattern::Unstructured {
+                    continue;
+                }
                 let mut weight = StoredMatrix::from_f32(StoredDtype::Bf16, rows, columns, &values);
                 let target = Target {
                     ratio: 0.5,
@@ -345,10 +340,8 @@ fn scoring(criterion: &mut Criterion<OfPeak>) {
                 };
                 let request = Request {
                     name: "w",
-                    statistics: &statistics,
+                    statistics: Some(&statistics),
                     target,
-                    use_variant: false,
-                    score_time: None,
                 };
                 group.bench_function(
                     BenchmarkId::new(
@@ -357,9 +350,7 @@ fn scoring(criterion: &mut Criterion<OfPeak>) {
                     ),
                     |bencher| {
                         bencher.iter(|| {
-                            method
-                                .prune(&mut weight, &request)
-                                .expect("noise is finite")
+                            pruning::prune(*method, &mut weight, &request).expect("noise is finite")
                         });
                     },
                 );

@@ -277,8 +277,8 @@ pub(super) struct SparsityArgs {
     #[arg(long, value_name = "TYPE", default_value = "unstructured")]
     sparsity_type: Pattern,
 
-    /// Wanda's variant: rows give up an equal share of their score instead of an equal number of weights
-    #[arg(long)]
+    /// `--prune-method wanda` means `wanda-variant`
+    #[arg(long, hide = true)]
     use_variant: bool,
 
     /// Prune only matrices that match a glob; may be repeated
@@ -298,20 +298,34 @@ pub(super) struct SparsityArgs {
 
 impl SparsityArgs {
     /// # Errors
-    /// Fails when the file of `--layer-ratios` cannot be read.
+    /// Fails when the file of `--layer-ratios` cannot be read, and for `--use-variant` with another method than Wanda.
     pub(super) fn settings(&self) -> Result<SparsitySettings> {
         let layer_ratios = self.layer_ratios.as_deref().map(LayerRatios::load);
         Ok(SparsitySettings {
-            prune_method: self.prune_method.clone(),
+            prune_method: self.method()?,
             selection: Selection {
                 sparsity_ratio: self.sparsity_ratio,
                 sparsity_type: self.sparsity_type,
-                use_variant: self.use_variant,
                 include: self.include.clone(),
                 exclude: self.exclude.clone(),
                 layer_ratios: layer_ratios.transpose()?,
             },
         })
+    }
+}
+
+impl SparsityArgs {
+    /// The name of the method; `--use-variant` makes `wanda` `wanda-variant`.
+    fn method(&self) -> Result<String> {
+        match (self.prune_method.as_str(), self.use_variant) {
+            ("wanda" | "wanda-variant", true) => Ok("wanda-variant".to_string()),
+            (name, true) => Err(Failure::usage(format!(
+                "--use-variant belongs to --prune-method wanda, and {name} was given"
+            ))
+            .hint("leave --use-variant out")
+            .into()),
+            (name, false) => Ok(name.to_string()),
+        }
     }
 }
 
@@ -395,7 +409,7 @@ pub(super) struct OutputArgs {
 
     /// Also print where the time went, and its share of what this CPU can do
     ///
-    /// Seconds, GFLOP/s and share of the peak of each part: read, pack, qkv, attention, o, mlp, statistics, score, select, output
+    /// Seconds, GFLOP/s and share of the peak of each part: read, pack, qkv, attention, o, mlp, statistics, score and select, output
     /// error, write, head. The time of write is what the run waits for the disk. The peak is measured first, which takes a second. Times without
     /// the peak are in every run.json.
     #[arg(long)]

@@ -55,7 +55,7 @@ fn judge(inspection: &Inspection) -> Result<()> {
     let with =
         |failure: Failure, lines: Vec<String>| lines.into_iter().fold(failure, Failure::detail);
     if let Some(comparison) = &inspection.against
-        && !comparison.is_pruned_copy
+        && !comparison.is_made_from_dense()
     {
         let failure = Failure::new(format!(
             "`{}` is not a pruned copy of `{}`",

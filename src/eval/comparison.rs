@@ -14,6 +14,7 @@ impl<'a> Against<'a> {
         let found = DenseComparison {
             dense: dense.folder().display().to_string(),
             is_pruned_copy: false,
+            changed_by: None,
             kept_identical: true,
             kept: 0,
             changed: 0,

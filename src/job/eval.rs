@@ -32,7 +32,6 @@ pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
         swept,
         perplexity: streams.perplexities(&job),
         layers: None,
-        selection: None,
         output: None,
     };
     job.folder.prepare().context("making room for the record")?;

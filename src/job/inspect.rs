@@ -4,11 +4,12 @@ use std::path::Path;
 
 use anyhow::Result;
 
+use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::Checkpoint;
 use crate::eval;
 use crate::failure::Failure;
 use crate::model::ModelConfig;
-use crate::run::{Events, Inspection};
+use crate::run::{Events, Inspection, Manifest};
 
 /// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense one `against`.
 ///
@@ -18,7 +19,20 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
     let model = open(folder)?;
     let config = load_config(folder)?;
     let dense = against.map(open).transpose()?;
-    eval::inspect(&model, &config, dense.as_ref(), events)
+    let mut inspection = eval::inspect(&model, &config, dense.as_ref(), events)?;
+    if let Some(comparison) = &mut inspection.against {
+        comparison.changed_by = method_that_changes_weights(folder);
+    }
+    Ok(inspection)
+}
+
+/// The method of the run that wrote a model folder, if the record of the run says that it changes the weights it keeps.
+fn method_that_changes_weights(model: &Path) -> Option<String> {
+    let record = model.canonicalize().ok()?.parent()?.join("run.json");
+    let record = read_whole(&record, LARGEST_RECORD).ok()?;
+    let manifest: Manifest = serde_json::from_slice(&record).ok()?;
+    let pruning = manifest.pruning?;
+    pruning.changes_weights.then_some(pruning.method)
 }
 
 /// Opens a checkpoint; a run folder is answered with its model's folder.

@@ -181,7 +181,7 @@ impl OpenedModel {
             samples: 0,
             windows: 0,
             sides: &[],
-            prunes: false,
+            method: None,
             saves: false,
             threads: self.threads,
             products: self.products,

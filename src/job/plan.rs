@@ -17,7 +17,7 @@ use crate::pipeline::RunShape;
 use crate::placement::device_map;
 use crate::placement::inventory::Cpu;
 use crate::placement::{Device, Inventory, Policy, planner};
-use crate::pruning::{Needs, method};
+use crate::pruning::method;
 use crate::report::plan::TableRow;
 use crate::run::{Events, Plan};
 use crate::settings::{ComputeDtype, PlanSettings, PlanSubject};
@@ -105,7 +105,7 @@ fn workload<'a>(
     let windows = windows.map_or(text / seqlen, |windows| windows as usize);
     let sparsity = run.sparsity.as_ref();
     let method = sparsity.and_then(|sparsity| method(&sparsity.prune_method));
-    let calibrates = method.is_some_and(|method| method.needs() != Needs::Nothing);
+    let calibrates = method.is_some_and(|method| method.statistics().is_some());
     let calibration = run.calibration.as_ref().filter(|_| calibrates);
     Ok(RunShape {
         config,
@@ -115,7 +115,7 @@ fn workload<'a>(
         samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
         windows: if sides.is_empty() { 0 } else { windows.max(1) },
         sides,
-        prunes: true,
+        method,
         saves: !run.output.no_save_model,
         threads,
         products: products(settings, subject.dtypes.layers)?,

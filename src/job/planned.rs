@@ -175,7 +175,7 @@ fn advice(
             break;
         }
     }
-    if job.windows > 0 && job.prunes {
+    if job.windows > 0 && job.method.is_some() {
         let unmeasured = RunShape {
             windows: 0,
             ..job.clone()

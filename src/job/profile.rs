@@ -5,7 +5,6 @@ use crate::linalg::peak;
 use crate::linalg::product::Kernel;
 use crate::linalg::profile::{Part, Watch};
 use crate::linalg::{Products, StoredDtype};
-use crate::pipeline::SelectionTime;
 use crate::run::profile::{PartReport, PeakReport, ProfileReport};
 use crate::run::{Manifest, Phase};
 
@@ -24,16 +23,14 @@ pub(super) fn measure_peak(job: &Job) -> Option<PeakReport> {
 ///
 /// # Arguments
 /// * `products`: how they were made, and with weights of which dtype
-/// * `selection`: of a run that prunes
 /// * `run`: with its phases and threads
 pub(super) fn report(
     peak: Option<PeakReport>,
     (products, dtype): (Products, StoredDtype),
     watch: &Watch,
-    selection: Option<&SelectionTime>,
     run: &Manifest,
 ) -> ProfileReport {
-    let (threads, seconds) = (run.arithmetic.threads, run.seconds);
+    let seconds = run.seconds;
     let phase = |phase: Phase| {
         let of = run.phases.iter().find(|report| report.phase == phase);
         of.map_or(0.0, |phase| phase.seconds)
@@ -58,12 +55,7 @@ pub(super) fn report(
     plain("read", phase(Phase::Read) + spent(Part::Read));
     plain("pack", spent(Part::Pack));
     plain("statistics", spent(Part::Statistics));
-    if let Some(selection) = selection {
-        // Threads score and select in turn, row by row.
-        let scoring = (selection.scoring.seconds() / threads.max(1) as f64).min(selection.seconds);
-        plain("score", scoring);
-        plain("select", phase(Phase::Score) - scoring);
-    }
+    plain("score and select", phase(Phase::Score));
     plain("output error", spent(Part::OutputError));
     plain(
         "write",
@@ -128,23 +120,13 @@ mod tests {
                 peak_anonymous: None,
             })
             .to_vec();
-        let selection = SelectionTime {
-            seconds: 0.4,
-            ..SelectionTime::default()
-        };
         let peak = PeakReport {
             f32: 10.0,
             bf16: None,
         };
-        let report = report(
-            Some(peak),
-            (Products::F32, StoredDtype::F16),
-            &watch,
-            Some(&selection),
-            &run,
-        );
+        let report = report(Some(peak), (Products::F32, StoredDtype::F16), &watch, &run);
         let names: Vec<&str> = report.parts.iter().map(|part| part.part.as_str()).collect();
-        assert_eq!(names, ["read", "mlp", "select", "other"]);
+        assert_eq!(names, ["read", "mlp", "score and select", "other"]);
         let sum: f64 = report.parts.iter().map(|part| part.seconds).sum();
         assert!((sum - 5.0).abs() < 1e-9);
         let mlp = &report.parts[1];

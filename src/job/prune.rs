@@ -9,7 +9,7 @@ use super::settle::{Job, Settled};
 use super::streams::Streams;
 use super::{interruption, profile};
 use crate::checkpoint::ExpectedMatrix;
-use crate::pipeline::{Pruner, Record, SelectionTime, Watcher, expected};
+use crate::pipeline::{Calibrator, MaskObserver, Output, Pruner, Record, expected};
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
 
@@ -21,7 +21,7 @@ use crate::settings::Settings;
 pub fn prune(
     settings: Settings,
     events: &dyn Events,
-    observer: Option<&mut dyn Watcher>,
+    observer: Option<&mut dyn MaskObserver>,
 ) -> Result<Manifest> {
     let recorder = Recorder::new(events);
     if settings.output.log_memory {
@@ -64,7 +64,7 @@ fn sweep(
     job: &Job,
     outputs: &mut Outputs<'_>,
     streams: &mut Streams<'_>,
-    observer: Option<&mut dyn Watcher>,
+    observer: Option<&mut dyn MaskObserver>,
     events: &dyn Events,
 ) -> Result<Pruned> {
     let pruning = job.pruning.as_ref().context("this run prunes")?;
@@ -77,41 +77,32 @@ fn sweep(
         state,
         ..
     } = outputs;
-    let mut watchers: Vec<&mut dyn Watcher> = Vec::new();
-    if let Some(observer) = observer {
-        watchers.push(observer);
-    }
-    if let Some(masks) = masks {
-        watchers.push(masks);
-    }
-    let mut pruner = Pruner {
-        method: pruning.method,
-        targets: &pruning.targets,
-        calibration: streams.calibration.take(),
+    let (method, targets, model) = (pruning.method, &pruning.targets, &job.model);
+    let samples = streams.calibration.take();
+    let calibrator = Calibrator::new(method, samples, &model.config, &model.clock, events);
+    let masks = masks.as_mut().map(|masks| masks as &mut dyn MaskObserver);
+    let output = Output {
         sink: writer.as_mut(),
-        watchers,
-        clock: &job.model.clock,
-        events,
-        num_hidden_layers: job.model.config.num_hidden_layers,
-        selection: SelectionTime::default(),
         record: state.as_mut().map(|state| state as &mut dyn Record),
-        expected: expected::expected_of(&layers_before, pruning.targets.pattern),
-        layers: layers_before,
+        observers: observer.into_iter().chain(masks).collect(),
     };
+    let mut pruner = Pruner::new(method, targets, calibrator, output, layers_before);
     let swept = streams.sweep(job, finished, Some(&mut pruner), events)?;
-    let (layers, expected, selection) = (pruner.layers, pruner.expected, pruner.selection);
+    let layers = pruner.into_layers();
+    if let Some(missed) = targets.missed(method, &layers) {
+        events.warn(missed);
+    }
     let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
     if let Some(state) = state {
         state.measured(perplexity.clone(), &layers)?;
     }
     Ok(Pruned {
-        expected,
+        expected: expected::expected_of(&layers, targets.pattern),
         results: Results {
             peak: None,
             swept,
             perplexity,
             layers: Some(layers),
-            selection: Some(selection),
             output: None,
         },
     })

@@ -10,7 +10,6 @@ use super::settle::Job;
 use crate::data::Calibration;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, kernel};
-use crate::pipeline::SelectionTime;
 use crate::run::manifest::{
     Arithmetic, GateReport, LayerReport, Manifest, ModelReport, OutputReport, Perplexities,
     PruningReport, SCHEMA, SparsityReport,
@@ -28,8 +27,6 @@ pub(super) struct Results {
     pub(super) perplexity: Perplexities,
     /// The pruned layers; `None` for `prune eval`.
     pub(super) layers: Option<Vec<LayerReport>>,
-    /// Time spent on masks.
-    pub(super) selection: Option<SelectionTime>,
     pub(super) output: Option<OutputReport>,
 }
 
@@ -117,7 +114,6 @@ impl Job {
             results.peak,
             (model.products, model.dtype()),
             &watch,
-            results.selection.as_ref(),
             &manifest,
         ));
         Ok(manifest)
@@ -132,13 +128,12 @@ impl Job {
             method: pruning.method.name().to_string(),
             sparsity_ratio: targets.sparsity_ratio,
             sparsity_type: targets.pattern.to_string(),
-            use_variant: targets.use_variant,
+            changes_weights: pruning.method.changes_weights(),
             include: selection.include.clone(),
             exclude: selection.exclude.clone(),
             matrices: targets.matrices(),
             matrices_in_model: targets.matrices_in_model,
             layer_ratios: targets.uneven_ratios(),
-            propagate: "pruned".to_string(),
         })
     }
 }

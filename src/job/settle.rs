@@ -15,8 +15,8 @@ use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::data::footprint::Encoding;
 use crate::disk::{self, Room};
 use crate::failure::Failure;
-use crate::pipeline::{LayerRatios, RunShape, TargetPlan};
-use crate::pruning::{self, Needs, Pattern, PruningMethod};
+use crate::pipeline::{LayerRatios, RunShape, TargetPlan, check_verification};
+use crate::pruning::{self, Pattern, PruningMethod};
 use crate::report;
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
 use crate::runtime::{Side, memory};
@@ -97,7 +97,7 @@ impl Job {
             samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
             windows: sides.len().min(1),
             sides,
-            prunes,
+            method: pruning.as_ref().map(|pruning| pruning.method),
             saves: folder.model.is_some(),
             ..model.workload(&settings.device)
         };
@@ -229,9 +229,8 @@ impl Job {
             method, targets, ..
         }) = &self.pruning
         {
-            let variant = if targets.use_variant { ", variant" } else { "" };
             events.note(format!(
-                "pruning      {} {:.4} {}{variant}",
+                "pruning      {} {:.4} {}",
                 method.name(),
                 targets.sparsity_ratio,
                 targets.pattern
@@ -306,6 +305,7 @@ impl Pruning {
         };
         let method = pruning::method(&sparsity.prune_method)
             .with_context(|| format!("there is no method `{}`", sparsity.prune_method))?;
+        check_verification(method, settings.output.verify)?;
         let masks = settings.output.save_masks.then(|| folder.masks());
         let masks = masks.transpose()?;
         let selection = &mut sparsity.selection;
@@ -353,7 +353,7 @@ fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
     let prunes_nothing = targets.pattern == Pattern::Unstructured
         && targets.sparsity_ratio == 0.0
         && targets.uneven_ratios().is_none();
-    method.needs() != Needs::Nothing && !prunes_nothing
+    method.statistics().is_some() && !prunes_nothing
 }
 
 /// Tokenizes the texts. Their memory is planned before the tokenizer is loaded. Only a loaded tokenizer tells whether texts can be

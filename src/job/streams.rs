@@ -10,7 +10,7 @@ use crate::eval::Perplexity;
 use crate::linalg::StoredDtype;
 use crate::model::Embedding;
 use crate::model::on_device::candle_dtype;
-use crate::pipeline::{CalibrationStream, embed};
+use crate::pipeline::embed;
 use crate::run::manifest::Perplexities;
 use crate::run::{Event, Events, Moment, Phase};
 use crate::runtime::{
@@ -21,7 +21,7 @@ use crate::runtime::{
 pub(super) struct Streams<'a> {
     devices: Devices,
     /// The calibration samples; the editor of a pruning run takes them.
-    pub(super) calibration: Option<CalibrationStream>,
+    pub(super) calibration: Option<HiddenStates>,
     perplexities: Vec<Perplexity<'a>>,
 }
 
@@ -46,8 +46,7 @@ impl<'a> Streams<'a> {
         let samples = job.texts.calibration.as_ref().filter(|_| needs_samples);
         let calibration = samples
             .map(|samples| job.embedded(&devices, "calibration", &samples.tokens, events))
-            .transpose()?
-            .map(|hidden| CalibrationStream::new(hidden, (*model.config).clone()));
+            .transpose()?;
         let mut perplexities = Vec::new();
         let windows = job.texts.windows.as_ref();
         if let Some(windows) = windows.filter(|_| outputs.measured().is_none()) {

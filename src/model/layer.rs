@@ -34,7 +34,7 @@ use super::config::ModelConfig;
 use super::context::LayerContext;
 use super::family::{Activation, Family};
 use super::kv_cache::LayerCache;
-use super::observe::{Need, Observation, Observer};
+use super::observe::{Observation, Observer};
 use super::projection::Projection;
 use super::{matrix_at_rest, read_matrix, read_vector};
 use crate::checkpoint::WeightSource;
@@ -404,9 +404,7 @@ fn show(
     rows: &[f32],
     products: &mut ProductContext,
 ) {
-    if let Some(observer) = observer
-        && observer.needs(point) != Need::Nothing
-    {
+    if let Some(observer) = observer {
         let part = products.watch.enter(Part::Statistics);
         observer.observe(point, rows);
         products.watch.enter(part);

@@ -1,4 +1,4 @@
-//! Where a decoder layer can be watched, and by whom.
+//! Observation points of a decoder layer, and the observer that sees the inputs of its linears there.
 
 /// The four distinct inputs of a layer's seven linears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -23,30 +23,29 @@ impl Observation {
     ];
 }
 
-/// What an observer wants to see at one point. A later method that needs a Gram matrix adds it here.
+/// Data that a device sends of its activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Need {
-    /// Nothing: the layer skips the call.
-    Nothing,
-    /// Every row of the input.
+pub enum FromDevice<'a> {
+    /// All rows: they reach [`Observer::observe`].
     Rows,
+    /// Column sums of squares, and the rows at these positions of the sample, ascending: they reach [`Observer::observe_sums`].
+    Sums(&'a [usize]),
 }
 
-/// Watches the inputs of a layer's linears while a sample passes through.
+/// Sees the inputs of a layer's linears while a sample passes through.
 pub trait Observer: Send {
-    /// What it wants at a point.
-    fn needs(&self, point: Observation) -> Need;
-
-    /// Takes some rows `[tokens, in_features]` of the current sample; several calls per sample may split the rows, in order.
+    /// Takes the next rows `[tokens, in_features]` of the current sample; a sample may arrive in several calls.
     fn observe(&mut self, point: Observation, rows: &[f32]);
 
-    /// The positions of the current sample whose rows are kept as they are, ascending; a device sends these along with sums.
-    fn keeps(&self, point: Observation) -> &[usize];
+    /// The data that a device sends at a point. The CPU always shows all rows.
+    fn wants(&mut self, _point: Observation) -> FromDevice<'_> {
+        FromDevice::Rows
+    }
 
-    /// What [`Observer::observe`] makes of some rows where these stay on a device.
+    /// Takes the sums of the sample's next rows, which stay on a device.
     ///
     /// # Arguments
-    /// * `squares`: Σ x² over those rows, `[in_features]`
-    /// * `kept`: those of them that [`Observer::keeps`] names, `[rows, in_features]`
-    fn observe_sums(&mut self, point: Observation, squares: &[f32], kept: &[f32]);
+    /// * `squares`: Σ x² over these rows, `[in_features]`
+    /// * `kept`: those of them that [`FromDevice::Sums`] names, `[rows, in_features]`
+    fn observe_sums(&mut self, _point: Observation, _squares: &[f32], _kept: &[f32]) {}
 }

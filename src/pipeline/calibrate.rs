@@ -1,15 +1,15 @@
-//! The calibration stream: samples that enter each layer as the pruned layers before it left them, and what is observed
-//! of them inside it.
+//! Calibration: samples that enter each layer as the pruned layers before it left them, and the observations made of them inside it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
 
 use super::output_error::{self, InputRows, SampleRows};
-use crate::model::{
-    DecoderLayer, Embedding, ModelConfig, Observation, Observer, Projection, observe::Need,
-};
-use crate::pruning::{ColumnSquares, SampleSquares};
+use crate::model::observe::{FromDevice, Observation, Observer};
+use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection};
+use crate::pruning::{PruningMethod, SamplePart, Statistics, StatisticsKind};
 use crate::run::{Event, Events, Phase};
-use crate::runtime::{Compute, HiddenStates};
+use crate::runtime::{Clock, Compute, HiddenStates, ResultOrder, Turn};
 
 /// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
 ///
@@ -27,130 +27,246 @@ pub fn embed(
     Ok(())
 }
 
-/// What is observed at the four observation points of one layer: mean sums of squares, and some rows as they are, for the output
-/// error.
-#[derive(Debug, Clone)]
+/// Observations at the four observation points of one layer: the method's statistics, and some rows for the output error.
 pub struct LayerStatistics {
-    points: [ColumnSquares; 4],
+    points: [Statistics; 4],
     rows: InputRows,
 }
 
 impl LayerStatistics {
-    fn new(config: &ModelConfig, samples: usize, seqlen: usize) -> Self {
-        let widths = output_error::widths(config);
-        Self {
-            points: widths.map(ColumnSquares::new),
-            rows: InputRows::new(widths, samples, seqlen),
-        }
-    }
-
-    /// s_j `[in_features]` of a projection's input.
-    pub fn of(&self, projection: Projection) -> &[f32] {
-        self.points[projection.observed_at() as usize].mean()
+    /// The statistics of a projection's input.
+    pub fn of(&self, projection: Projection) -> &Statistics {
+        &self.points[projection.observed_at() as usize]
     }
 
     /// X `[tokens, in_features]` of a projection: a few of the rows behind [`LayerStatistics::of`].
     pub(super) fn rows(&self, projection: Projection) -> &[f32] {
         self.rows.of(projection)
     }
-
-    /// Takes the next sample.
-    fn add(&mut self, sample: SampleStatistics) {
-        for (point, squares) in self.points.iter_mut().zip(&sample.points) {
-            point.add_sample(squares);
-        }
-        self.rows.add_sample(sample.rows);
-    }
 }
 
-/// What is observed of one sample. It counts only once it is whole: a pass that failed half-way leaves nothing behind.
-struct SampleStatistics {
-    points: [SampleSquares; 4],
+/// The share of one sample at one observation point.
+enum PointOfSample<'a> {
+    /// Merged when the sample is whole.
+    Part(Box<dyn SamplePart>),
+    /// Added to statistics in place while the sample passes.
+    InPlace(&'a Mutex<Statistics>),
+    /// Added to statistics in place when the sample is whole: until then its rows wait.
+    Rows(Vec<f32>),
+}
+
+/// The observations of one sample. A sample that passed half-way on a device is dropped, and counts for nothing.
+struct SampleStatistics<'a> {
+    points: [PointOfSample<'a>; 4],
     rows: SampleRows,
 }
 
-impl Observer for SampleStatistics {
-    fn needs(&self, _point: Observation) -> Need {
-        Need::Rows
+impl<'a> SampleStatistics<'a> {
+    fn merged(points: &[Mutex<Statistics>; 4], rows: SampleRows) -> Self {
+        let points = points.each_ref().map(|point| match &*lock(point) {
+            Statistics::Merged(statistics) => PointOfSample::Part(statistics.part()),
+            Statistics::InPlace(_) => unreachable!("its samples are collected in place"),
+        });
+        Self { points, rows }
     }
 
+    /// Does not lock the statistics: another sample may be adding its rows.
+    fn in_place(points: &'a [Mutex<Statistics>; 4], turn: Turn, rows: SampleRows) -> Self {
+        let points = points.each_ref().map(|point| match turn {
+            Turn::Now => PointOfSample::InPlace(point),
+            Turn::Later => PointOfSample::Rows(Vec::new()),
+        });
+        Self { points, rows }
+    }
+
+    /// Adds the sample to the statistics of all samples before it.
+    fn finish(self, points: &[Mutex<Statistics>; 4]) -> SampleRows {
+        for (sample, point) in self.points.into_iter().zip(points) {
+            match (sample, &mut *lock(point)) {
+                (PointOfSample::Part(part), Statistics::Merged(statistics)) => {
+                    statistics.merge(part.numbers());
+                }
+                (PointOfSample::InPlace(_), Statistics::InPlace(statistics)) => {
+                    statistics.end_sample();
+                }
+                (PointOfSample::Rows(rows), Statistics::InPlace(statistics)) => {
+                    statistics.add_rows(&rows);
+                    statistics.end_sample();
+                }
+                _ => unreachable!("a sample enters the way its statistics ask for"),
+            }
+        }
+        self.rows
+    }
+}
+
+impl Observer for SampleStatistics<'_> {
     fn observe(&mut self, point: Observation, rows: &[f32]) {
-        self.points[point as usize].add_rows(rows);
+        match &mut self.points[point as usize] {
+            PointOfSample::Part(part) => part.add_rows(rows),
+            PointOfSample::InPlace(statistics) => {
+                if let Statistics::InPlace(statistics) = &mut *lock(statistics) {
+                    statistics.add_rows(rows);
+                }
+            }
+            PointOfSample::Rows(waiting) => waiting.extend_from_slice(rows),
+        }
         self.rows.add_rows(point, rows);
     }
 
-    fn keeps(&self, _point: Observation) -> &[usize] {
-        self.rows.chosen()
+    fn wants(&mut self, point: Observation) -> FromDevice<'_> {
+        let takes_sums = match &mut self.points[point as usize] {
+            PointOfSample::Part(part) => part.square_sums().is_some(),
+            PointOfSample::InPlace(_) | PointOfSample::Rows(_) => false,
+        };
+        match takes_sums {
+            true => FromDevice::Sums(self.rows.chosen()),
+            false => FromDevice::Rows,
+        }
     }
 
     fn observe_sums(&mut self, point: Observation, squares: &[f32], kept: &[f32]) {
-        self.points[point as usize].add_sums(squares);
+        if let PointOfSample::Part(part) = &mut self.points[point as usize] {
+            let sums = part.square_sums().into_iter().flatten();
+            sums.zip(squares)
+                .for_each(|(sum, &square)| *sum += f64::from(square));
+        }
         self.rows.add_chosen(point, kept);
     }
 }
 
-/// The samples on their way through the model.
-pub struct CalibrationStream {
-    hidden: HiddenStates,
-    config: ModelConfig,
+/// A panic elsewhere ends the run; the statistics are not used after it.
+fn lock(statistics: &Mutex<Statistics>) -> MutexGuard<'_, Statistics> {
+    statistics.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl CalibrationStream {
-    /// A stream whose states are embedded already.
-    pub fn new(hidden: HiddenStates, config: ModelConfig) -> Self {
-        Self { hidden, config }
+/// The calibration samples: observed in each dense layer, passed on through the pruned one.
+pub struct Calibrator<'a> {
+    /// The samples and the kind of statistics made of them; `None` for methods without statistics, and after the last layer.
+    stream: Option<(HiddenStates, &'static dyn StatisticsKind)>,
+    config: &'a ModelConfig,
+    pub(super) clock: &'a Clock,
+    pub(super) events: &'a dyn Events,
+}
+
+impl<'a> Calibrator<'a> {
+    /// # Arguments
+    /// * `samples`: the embedded samples; `None` where all layers with samples are finished, or the method needs no statistics
+    pub fn new(
+        method: &dyn PruningMethod,
+        samples: Option<HiddenStates>,
+        config: &'a ModelConfig,
+        clock: &'a Clock,
+        events: &'a dyn Events,
+    ) -> Self {
+        Self {
+            stream: samples.zip(method.statistics()),
+            config,
+            clock,
+            events,
+        }
     }
 
-    /// Passes every sample through the dense layer, up to down's input, and returns what was observed. The samples stay
+    /// Returns whether there are samples.
+    pub(super) fn has_samples(&self) -> bool {
+        self.stream.is_some()
+    }
+
+    /// Returns whether a later layer needs the samples.
+    pub(super) fn continues_after(&self, layer: &DecoderLayer) -> bool {
+        self.has_samples() && layer.index() + 1 < self.config.num_hidden_layers
+    }
+
+    /// Passes every sample through the dense layer, up to down's input, and returns the observations. The samples stay
     /// where they are.
     ///
     /// # Errors
     /// Fails when a hidden state cannot be read, and when a device fails for another reason than lack of memory.
-    pub fn capture(
+    pub(super) fn observe(
         &mut self,
         layer: &DecoderLayer,
         compute: &mut Compute<'_>,
-        events: &dyn Events,
-    ) -> Result<LayerStatistics> {
-        let (samples, seqlen) = (self.hidden.samples(), self.hidden.seqlen());
-        let widths = output_error::widths(&self.config);
-        let mut statistics = LayerStatistics::new(&self.config, samples, seqlen);
-        compute.capture(
-            layer,
-            &mut self.hidden,
-            &|sample| SampleStatistics {
-                points: widths.map(SampleSquares::new),
-                rows: SampleRows::new(widths, sample, samples, seqlen),
-            },
-            &mut |sample, observed| {
-                statistics.add(observed);
-                events.emit(Event::Progress {
-                    done: sample as u64 + 1,
-                });
-            },
-        )?;
-        Ok(statistics)
-    }
-
-    /// Moves every sample through the pruned layer.
-    ///
-    /// # Errors
-    /// As [`CalibrationStream::capture`], and when a hidden state cannot be written.
-    pub fn propagate(
-        &mut self,
-        layer: &DecoderLayer,
-        compute: &mut Compute<'_>,
-        events: &dyn Events,
-    ) -> Result<()> {
-        compute.forward(Phase::Propagate, layer, &mut self.hidden, &|sample| {
-            events.emit(Event::Progress {
-                done: sample as u64 + 1,
-            });
+    ) -> Result<Option<LayerStatistics>> {
+        self.announce(layer, Phase::Calibrate);
+        let (config, events) = (self.config, self.events);
+        let Some((hidden, kind)) = &mut self.stream else {
+            return Ok(None);
+        };
+        self.clock.measure(Phase::Calibrate, || {
+            collect(hidden, *kind, layer, compute, config, events).map(Some)
         })
     }
 
-    /// Samples in the stream.
-    pub fn samples(&self) -> usize {
-        self.hidden.samples()
+    /// Moves every sample through the pruned layer. The samples end with the last layer.
+    ///
+    /// # Errors
+    /// As [`Calibrator::observe`], and when a hidden state cannot be written.
+    pub(super) fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
+        if !self.continues_after(layer) {
+            self.stream = None;
+        }
+        self.announce(layer, Phase::Propagate);
+        let events = self.events;
+        let Some((hidden, _)) = &mut self.stream else {
+            return Ok(());
+        };
+        self.clock.measure(Phase::Propagate, || {
+            compute.forward(Phase::Propagate, layer, hidden, &|sample| {
+                progress(events, sample)
+            })
+        })
     }
+
+    fn announce(&self, layer: &DecoderLayer, phase: Phase) {
+        if let Some((hidden, _)) = &self.stream {
+            let (number, layers) = (layer.index() + 1, self.config.num_hidden_layers);
+            self.events.emit(Event::PhaseStarted {
+                phase: format!("layer {number}/{layers}: {phase}"),
+                unit: "samples",
+                steps: hidden.samples() as u64,
+            });
+        }
+    }
+}
+
+fn progress(events: &dyn Events, sample: usize) {
+    let done = sample as u64 + 1;
+    events.emit(Event::Progress { done });
+}
+
+/// Collects the statistics and the rows of all samples in one layer.
+fn collect(
+    hidden: &mut HiddenStates,
+    kind: &'static dyn StatisticsKind,
+    layer: &DecoderLayer,
+    compute: &mut Compute<'_>,
+    config: &ModelConfig,
+    events: &dyn Events,
+) -> Result<LayerStatistics> {
+    let (samples, seqlen) = (hidden.samples(), hidden.seqlen());
+    let widths = output_error::widths(config);
+    let points = widths.map(|width| Mutex::new(kind.begin(width)));
+    let mut rows = InputRows::new(widths, samples, seqlen);
+    let order = match kind.is_in_place() {
+        true => ResultOrder::Blocking,
+        false => ResultOrder::OfSamples,
+    };
+    compute.capture(
+        layer,
+        hidden,
+        order,
+        &|sample, turn| {
+            let rows = SampleRows::new(widths, sample, samples, seqlen);
+            match order {
+                ResultOrder::Blocking => SampleStatistics::in_place(&points, turn, rows),
+                _ => SampleStatistics::merged(&points, rows),
+            }
+        },
+        &mut |sample, observed| {
+            rows.add_sample(observed.finish(&points));
+            progress(events, sample);
+        },
+    )?;
+    let points = points.map(|point| point.into_inner().unwrap_or_else(PoisonError::into_inner));
+    Ok(LayerStatistics { points, rows })
 }

@@ -1,9 +1,12 @@
-//! Facts about finished layers that another part of the run checks: their masks, tensors and zeros.
+//! Pruned matrices as they must be on the disk: names, masks and zeros, from the reports of layers.
 
 use std::collections::BTreeMap;
 
-use crate::checkpoint::ExpectedMatrix;
-use crate::pruning::Pattern;
+use anyhow::Result;
+
+use crate::checkpoint::{ExpectedMatrix, VerifyLevel};
+use crate::failure::Failure;
+use crate::pruning::{Pattern, PruningMethod};
 use crate::run::manifest::{LayerReport, MatrixReport};
 
 /// The masks of these layers, by matrix: SHA-256 of their bits, in hex.
@@ -23,15 +26,14 @@ pub fn matrix_of(tensor: &str) -> &str {
     tensor.strip_suffix(".weight").unwrap_or(tensor)
 }
 
-/// What the writer must find of these layers.
+/// The content of these layers that verification must find in the output.
 pub fn expected_of(layers: &[LayerReport], pattern: Pattern) -> Vec<ExpectedMatrix> {
     pruned(layers)
         .map(|matrix| expected(matrix, pattern))
         .collect()
 }
 
-/// What the writer must find of a pruned matrix.
-pub(super) fn expected(matrix: &MatrixReport, pattern: Pattern) -> ExpectedMatrix {
+fn expected(matrix: &MatrixReport, pattern: Pattern) -> ExpectedMatrix {
     ExpectedMatrix {
         name: tensor_of(&matrix.name),
         zeros: Some(matrix.zeros),
@@ -42,10 +44,25 @@ pub(super) fn expected(matrix: &MatrixReport, pattern: Pattern) -> ExpectedMatri
     }
 }
 
-/// The pruned matrices of these layers.
+/// The matrices of these layers that were pruned.
 pub fn pruned(layers: &[LayerReport]) -> impl Iterator<Item = &MatrixReport> {
     let matrices = layers.iter().flat_map(|layer| &layer.matrices);
     matrices.filter(|matrix| matrix.pruned.is_some())
+}
+
+/// Checks that the output of a method can be verified at a level.
+///
+/// # Errors
+/// Fails for a full verification, which holds kept weights against the source, of a method that changes them.
+pub fn check_verification(method: &dyn PruningMethod, level: VerifyLevel) -> Result<()> {
+    if level == VerifyLevel::Full && method.changes_weights() {
+        let name = method.name();
+        return Err(Failure::usage(format!("--verify full does not fit {name}"))
+            .detail("it compares kept weights with the source, and this method changes them")
+            .hint("use --verify quick")
+            .into());
+    }
+    Ok(())
 }
 
 #[cfg(test)]

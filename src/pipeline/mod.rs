@@ -3,17 +3,19 @@
 //! | file | story |
 //! | --- | --- |
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
-//! | `calibrate` | the calibration stream and its statistics |
-//! | `output_error` | how far a pruned matrix's output is from the dense one's |
-//! | `targets` | which matrices lose how much, resolved before anything runs |
+//! | `calibrate` | the calibration samples and their statistics |
+//! | `output` | the receivers of a pruned layer: files, masks, the record of finished layers |
+//! | `output_error` | the difference between the outputs of a pruned matrix and the dense one |
+//! | `targets` | the ratio of every matrix, resolved before anything runs |
 //! | `layer_ratios` | ratios per layer, from a file |
-//! | `expected` | masks, tensors and zeros of finished layers, for those who check them |
+//! | `expected` | masks, tensors and zeros of finished layers, for verification |
 //! | `save_masks` | masks into a file, as they come |
 //! | `workload` | a run in numbers, for the planner |
 
 pub mod calibrate;
 pub mod expected;
 pub mod layer_ratios;
+pub mod output;
 mod output_error;
 #[cfg(test)]
 mod plan_tests;
@@ -22,9 +24,11 @@ pub mod save_masks;
 pub mod targets;
 pub mod workload;
 
-pub use calibrate::{CalibrationStream, LayerStatistics, embed};
+pub use calibrate::{Calibrator, LayerStatistics, embed};
+pub use expected::check_verification;
 pub use layer_ratios::LayerRatios;
-pub use prune::{PrunedMatrix, Pruner, Record, SelectionTime, Watcher};
+pub use output::{MaskObserver, Output, Record};
+pub use prune::{PrunedMatrix, Pruner};
 pub use save_masks::SaveMasks;
 pub use targets::{Selection, TargetPlan};
 pub use workload::RunShape;

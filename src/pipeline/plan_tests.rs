@@ -43,7 +43,7 @@ fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_>
         samples: 128,
         windows: if config.vocab_size > 64_000 { 141 } else { 166 },
         sides: &[Side::Pruned],
-        prunes: true,
+        method: crate::pruning::method("wanda"),
         saves: true,
         threads,
         products: Products::F32,

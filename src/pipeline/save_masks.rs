@@ -5,14 +5,15 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::prune::{PrunedMatrix, Watcher};
+use super::output::MaskObserver;
+use super::prune::PrunedMatrix;
 use super::targets::TargetPlan;
 use crate::checkpoint::MaskWriter;
 use crate::model::ModelConfig;
 use crate::pruning::PruningMethod;
 use crate::run::Events;
 
-/// A watcher that saves the mask of every pruned matrix into one safetensors file.
+/// An observer that saves the mask of every pruned matrix into one safetensors file.
 #[derive(Debug)]
 pub struct SaveMasks {
     writer: MaskWriter,
@@ -85,13 +86,12 @@ fn layout(
         ("method", method.name().to_string()),
         ("sparsity_ratio", targets.sparsity_ratio.to_string()),
         ("sparsity_type", targets.pattern.to_string()),
-        ("use_variant", targets.use_variant.to_string()),
     ];
     let metadata = metadata.map(|(key, text)| (key.to_string(), text)).into();
     (matrices, metadata)
 }
 
-impl Watcher for SaveMasks {
+impl MaskObserver for SaveMasks {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
         let name = matrix.projection.full_name(matrix.layer);
         self.writer.write(&name, matrix.mask.bits())

@@ -9,8 +9,9 @@ use serde::Serialize;
 use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
 use crate::model::{ModelConfig, Projection};
-use crate::pruning::method::check_groups;
-use crate::pruning::{Pattern, PruningMethod, Target};
+use crate::pruning::method::check_pattern;
+use crate::pruning::{Pattern, PruningMethod, Removes, Target};
+use crate::run::manifest::LayerReport;
 
 /// What the user asked for.
 #[derive(Debug, Clone, Default, Serialize)]
@@ -19,8 +20,6 @@ pub struct Selection {
     pub sparsity_ratio: Option<f64>,
     /// `--sparsity-type`.
     pub sparsity_type: Pattern,
-    /// `--use-variant`.
-    pub use_variant: bool,
     /// `--include`: only what matches one of these; everything where empty.
     pub include: Vec<String>,
     /// `--exclude`: not what matches one of these.
@@ -29,7 +28,10 @@ pub struct Selection {
     pub layer_ratios: Option<LayerRatios>,
 }
 
-/// For every layer and projection, what goes.
+/// The largest difference between planned and removed share that passes without a warning.
+const MISSED: f64 = 0.005;
+
+/// The target of every matrix.
 #[derive(Debug, Clone)]
 pub struct TargetPlan {
     /// `[num_hidden_layers]`: the targets of a layer's chosen matrices. The others are left alone.
@@ -40,8 +42,6 @@ pub struct TargetPlan {
     pub sparsity_ratio: f64,
     /// The pattern asked for.
     pub pattern: Pattern,
-    /// `--use-variant`.
-    pub use_variant: bool,
 }
 
 impl TargetPlan {
@@ -58,14 +58,6 @@ impl TargetPlan {
     ) -> Result<Self> {
         let pattern = selection.sparsity_type;
         let sparsity_ratio = overall_ratio(selection, pattern, config)?;
-        if selection.use_variant && (!method.has_variant() || pattern != Pattern::Unstructured) {
-            return Err(Failure::usage(format!(
-                "--use-variant means nothing to {} with {pattern} sparsity",
-                method.name()
-            ))
-            .hint("it belongs to --prune-method wanda with --sparsity-type unstructured")
-            .into());
-        }
         let ratios = layer_ratios(selection, sparsity_ratio, config.num_hidden_layers)?;
         let (include, exclude) = (
             Globs::new("--include", &selection.include)?,
@@ -86,9 +78,7 @@ impl TargetPlan {
                 if !is_included || is_excluded {
                     continue;
                 }
-                if let Pattern::NOfM { n, m } = pattern {
-                    check_groups(&name, projection.shape(config).1, n, m)?;
-                }
+                check_pattern(method, &name, projection.shape(config).1, pattern)?;
                 row.insert(projection, Target { ratio, pattern });
             }
             targets.push(row);
@@ -100,7 +90,6 @@ impl TargetPlan {
             targets,
             sparsity_ratio,
             pattern,
-            use_variant: selection.use_variant,
         };
         if plan.matrices() == 0 {
             return Err(
@@ -145,6 +134,36 @@ impl TargetPlan {
             .iter()
             .any(|ratio| *ratio != self.sparsity_ratio)
             .then_some(ratios)
+    }
+
+    /// A warning where the layers lost another share of their weights than the plan says, by more than [`MISSED`]. Only a method
+    /// that prunes near the ratio can miss it.
+    pub fn missed(&self, method: &dyn PruningMethod, layers: &[LayerReport]) -> Option<String> {
+        if method.removes() != Removes::NearRatio {
+            return None;
+        }
+        let (mut weights, mut planned, mut removed) = (0.0, 0.0, 0.0);
+        for layer in layers {
+            for matrix in &layer.matrices {
+                let is_it = |p: &Projection| p.full_name(layer.layer) == matrix.name;
+                let projection = Projection::ALL.into_iter().find(is_it);
+                let target = projection.and_then(|p| self.of(layer.layer, p));
+                if let (Some(target), Some(pruned)) = (target, matrix.pruned) {
+                    let elements = (matrix.shape[0] * matrix.shape[1]) as f64;
+                    weights += elements;
+                    planned += elements * target.ratio;
+                    removed += pruned as f64;
+                }
+            }
+        }
+        let (planned, removed) = (planned / weights, removed / weights);
+        // Not a number without weights.
+        ((planned - removed).abs() > MISSED).then(|| {
+            format!(
+                "{} removed {removed:.4} of the weights, {planned:.4} were asked for",
+                method.name()
+            )
+        })
     }
 
     /// What was chosen, for a person: one line where all layers are alike, else one per run of equal layers.
@@ -415,14 +434,6 @@ mod tests {
                     ..half()
                 },
                 "names layer 3, the model has layers 0 to 2",
-            ),
-            (
-                Selection {
-                    use_variant: true,
-                    sparsity_type: Pattern::NOfM { n: 2, m: 4 },
-                    ..half()
-                },
-                "--use-variant means nothing",
             ),
         ];
         for (selection, message) in refusals {

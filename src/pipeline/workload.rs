@@ -18,6 +18,7 @@ use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::Cut;
 use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::placement::{Demand, ExecutionOption, Processors, Workload};
+use crate::pruning::{PruningMethod, StatisticsKind};
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase};
@@ -44,8 +45,8 @@ pub struct RunShape<'a> {
     pub windows: usize,
     /// Sides that are evaluated.
     pub sides: &'a [Side],
-    /// Matrices are pruned.
-    pub prunes: bool,
+    /// The pruning method; `None` where nothing is pruned.
+    pub method: Option<&'static dyn PruningMethod>,
     /// The model is written.
     pub saves: bool,
     /// Worker threads.
@@ -203,6 +204,12 @@ impl RunShape<'_> {
 
     fn passes_samples(&self) -> bool {
         self.samples + self.evaluated_windows() > 0
+    }
+
+    /// The kind of statistics that calibration collects.
+    fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
+        let kind = self.method.and_then(PruningMethod::statistics);
+        kind.filter(|_| self.samples > 0)
     }
 
     /// The kernel of products with a layer's weights.

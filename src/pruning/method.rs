@@ -1,108 +1,157 @@
-//! The door every pruning method comes through.
+//! The door for pruning methods: a method's declarations, and its one function from a weight to a mask.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::fmt::Debug;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
+use super::column_squares::ColumnSquares;
 use super::mask::Mask;
-use super::target::Target;
+use super::statistics::{Statistics, StatisticsKind};
+use super::target::{Pattern, Target};
+use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
 
-/// What a method must know about a linear's input.
+/// Weights that an unstructured mask removes from a matrix `[out_features, in_features]` at a ratio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Needs {
-    /// Nothing: no calibration text, no forward pass.
-    Nothing,
-    /// The mean sum of squares of every column, [`super::ColumnSquares`].
-    ColumnSquares,
+pub enum Removes {
+    /// Exactly `int(in_features · ratio)` from every row.
+    FromRows,
+    /// From the whole matrix every score up to and including the one at position `int(elements · ratio)` of the ascending order: one
+    /// weight more than the ratio says, and all ties of that score.
+    FromMatrix,
+    /// The same rule within each block of this many columns over all rows; the last block may be narrower.
+    FromBlocks {
+        /// Columns of a block.
+        columns: usize,
+    },
+    /// A number near the ratio. A run warns where it is missed.
+    NearRatio,
 }
 
-/// One matrix to prune.
-#[derive(Debug, Clone, Copy)]
-pub struct Request<'a> {
-    /// The module's full name, for errors.
-    pub name: &'a str,
-    /// Mean sums of squares of the input's columns `[in_features]`; empty for methods that need nothing.
-    pub statistics: &'a [f32],
-    /// How much goes, and in which pattern.
-    pub target: Target,
-    /// The original's `--use_variant`: rows may differ in sparsity.
-    pub use_variant: bool,
-    /// Adds up the time of scoring, where someone wants to know.
-    pub score_time: Option<&'a ScoreTime>,
-}
-
-/// Time spent on scores, added over the threads.
-#[derive(Debug, Default)]
-pub struct ScoreTime(AtomicU64);
-
-impl ScoreTime {
-    /// Runs `body`, which scores.
-    pub(super) fn measure<R>(&self, body: impl FnOnce() -> R) -> R {
-        let began = Instant::now();
-        let result = body();
-        let nanoseconds = began.elapsed().as_nanos() as u64;
-        self.0.fetch_add(nanoseconds, Ordering::Relaxed);
-        result
-    }
-
-    /// Seconds so far, of all threads together.
-    pub fn seconds(&self) -> f64 {
-        self.0.load(Ordering::Relaxed) as f64 / 1e9
-    }
-}
-
-/// A pruning method. Those that only score weights implement [`super::select::ScoreMethod`] and select through it; methods
-/// that change the weights they keep do so in [`PruningMethod::prune`].
-pub trait PruningMethod: Sync {
-    /// What `--prune-method` calls it.
+/// A pruning method.
+pub trait PruningMethod: Debug + Sync {
+    /// The value of `--prune-method`.
     fn name(&self) -> &'static str;
 
     /// One line for the help text.
     fn summary(&self) -> &'static str;
 
-    /// Where it is published.
-    fn source(&self) -> &'static str;
+    /// The number of weights that an unstructured mask removes.
+    fn removes(&self) -> Removes;
 
-    /// What it must know about inputs.
-    fn needs(&self) -> Needs;
-
-    /// Whether `--use-variant` means something to it.
-    fn has_variant(&self) -> bool {
-        false
+    /// The statistics it needs of a linear's input; `None` needs no calibration text and no forward pass.
+    fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
+        None
     }
 
-    /// Whether [`PruningMethod::prune`] changes the weights it keeps. Those of such a method stay in memory until their layer is
-    /// done, whatever the plan says of weights that rest on disk.
+    /// Whether [`PruningMethod::prune`] changes the weights it keeps. These weights stay in memory until their layer is done,
+    /// `--verify full` is refused, and `prune inspect --against` accepts that they differ.
     fn changes_weights(&self) -> bool {
         false
     }
 
-    /// Chooses what goes from `weight` `[out_features, in_features]`, and changes what stays where the method does that.
-    /// The caller writes the zeros.
+    /// Whether the method has no N:M form.
+    fn is_unstructured_only(&self) -> bool {
+        false
+    }
+
+    /// Bytes that [`PruningMethod::prune`] holds for one matrix, beyond the mask, a few numbers per column and two rows per thread.
+    fn working_bytes(&self, _out_features: usize, _in_features: usize) -> ByteSize {
+        ByteSize::ZERO
+    }
+
+    /// Chooses the weights to remove from `weight` `[out_features, in_features]`, and changes the others where the method does
+    /// that. The caller writes the zeros. Call [`prune`], which makes the checks that all methods share.
     ///
     /// # Errors
-    /// Fails on weights or statistics that are not finite, naming matrix, row and column, and on a pattern that does not
-    /// divide the input features.
+    /// Fails on weights or statistics that are not finite, naming matrix, row and column.
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask>;
 }
 
-/// An N:M pattern needs in_features to be a multiple of M.
+/// One matrix to prune.
+#[derive(Clone, Copy)]
+pub struct Request<'a> {
+    /// The module's full name, for errors.
+    pub name: &'a str,
+    /// Statistics of the matrix's input, of the kind the method names.
+    pub statistics: Option<&'a Statistics>,
+    /// The ratio and the pattern.
+    pub target: Target,
+}
+
+impl<'a> Request<'a> {
+    /// The statistics as the type that the method's kind begins.
+    ///
+    /// # Errors
+    /// Fails where the caller has collected none, or another kind.
+    pub fn statistics_as<T: 'static>(&self) -> Result<&'a T> {
+        let statistics = self.statistics.and_then(Statistics::downcast);
+        statistics.with_context(|| format!("`{}` has no statistics of its input", self.name))
+    }
+
+    /// s_j of [`ColumnSquares`], `[in_features]`, all finite.
+    ///
+    /// # Errors
+    /// Fails on a value that is not finite, naming its column, and without these statistics.
+    pub fn mean_squares(&self) -> Result<&'a [f32]> {
+        let mean = self.statistics_as::<ColumnSquares>()?.mean();
+        match mean.iter().position(|value| !value.is_finite()) {
+            None => Ok(mean),
+            Some(column) => Err(Failure::new(format!(
+                "the input of `{}` is not finite: column {column} has a mean square of {}",
+                self.name, mean[column]
+            ))
+            .hint("the checkpoint or its arithmetic overflows; check it with `prune eval --model DIR`")
+            .into()),
+        }
+    }
+}
+
+/// Prunes one matrix: the rules that hold for every method, then the method. A ratio of 0 removes nothing and asks no method.
 ///
 /// # Errors
-/// Fails when it is not, naming the matrix.
-pub fn check_groups(name: &str, in_features: usize, n: usize, m: usize) -> Result<()> {
+/// As [`PruningMethod::prune`] and [`check_pattern`].
+pub fn prune(
+    method: &dyn PruningMethod,
+    weight: &mut StoredMatrix,
+    request: &Request<'_>,
+) -> Result<Mask> {
+    if request.target.removes_nothing() {
+        return Ok(Mask::none(weight.rows(), weight.columns()));
+    }
+    let pattern = request.target.pattern;
+    check_pattern(method, request.name, weight.columns(), pattern)?;
+    method.prune(weight, request)
+}
+
+/// Checks that a method can prune a matrix in a pattern.
+///
+/// # Errors
+/// Fails for an N:M pattern where the method has none, and where M does not divide in_features.
+pub fn check_pattern(
+    method: &dyn PruningMethod,
+    name: &str,
+    in_features: usize,
+    pattern: Pattern,
+) -> Result<()> {
+    let Pattern::NOfM { n, m } = pattern else {
+        return Ok(());
+    };
+    if method.is_unstructured_only() {
+        let method = method.name();
+        return Err(Failure::usage(format!(
+            "{method} has no {pattern} form: it prunes unstructured only"
+        ))
+        .hint("leave --sparsity-type out, or choose another --prune-method")
+        .into());
+    }
     if !in_features.is_multiple_of(m) {
+        let short = name.rsplit('.').next().unwrap_or(name);
         return Err(Failure::new(format!("`{name}` has {in_features} input features, which {m} does not divide"))
             .detail(format!("a {n}:{m} pattern prunes {n} of each aligned group of {m}; a shorter last group would break it"))
-            .hint(format!("use an M that divides {in_features}, or leave the matrix out with --exclude '*{}'", short(name)))
+            .hint(format!("use an M that divides {in_features}, or leave the matrix out with --exclude '*{short}'"))
             .into());
     }
     Ok(())
-}
-
-fn short(name: &str) -> &str {
-    name.rsplit('.').next().unwrap_or(name)
 }

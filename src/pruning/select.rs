@@ -7,88 +7,54 @@ use anyhow::Result;
 use rayon::prelude::*;
 
 use super::mask::{Mask, RowBits};
-use super::method::{Request, ScoreTime, check_groups};
+use super::method::Request;
 use super::target::Pattern;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
 use crate::linalg::buffer_pool::BufferPool;
 use crate::linalg::select::{self as lowest, Radix};
 
-/// A method that is only a score: the lowest go first.
-pub trait ScoreMethod: Sync {
-    /// Turns one row of |W| into scores in place; all inputs are finite, and so must be the scores, which must be ≥ 0.
-    ///
-    /// # Arguments
-    /// * `magnitudes`: |W_i| `[in_features]`, widened to f32
-    /// * `columns`: what [`ScoreMethod::column_factors`] made
-    fn score_row(&self, magnitudes: &mut [f32], columns: &[f32]);
+/// A score: turns one row of |W| `[in_features]`, widened to f32, into scores in place. The weights are finite; scores must be
+/// finite and ≥ 0. The lowest are removed first.
+pub type Score<'a> = dyn Fn(&mut [f32]) + Sync + 'a;
 
-    /// One factor per input column, made once per matrix.
-    fn column_factors(&self, _statistics: &[f32]) -> Vec<f32> {
-        Vec::new()
-    }
-
-    /// Whether an unstructured mask compares weights within a row or over the whole matrix.
-    fn compares(&self) -> Compares;
-}
-
-/// What competes with what in an unstructured mask.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Compares {
-    /// `int(in_features · ratio)` go from every row.
-    Rows,
-    /// Everything up to the score at position `int(elements · ratio)` of the ascending order goes, ties included: at least one
-    /// weight more than the ratio says. The original's rule for magnitude.
-    WholeMatrix,
-}
-
-/// The mask of a scoring method. A ratio of 0 prunes nothing.
+/// The mask of [`super::Removes::FromRows`]: the lowest scores of every row, ties to the lower column. N:M patterns take the N
+/// lowest of each group instead.
 ///
 /// # Errors
-/// See [`super::PruningMethod::prune`].
-pub fn mask_by_score(
-    method: &dyn ScoreMethod,
+/// Fails on weights and scores that are not finite, naming matrix, row and column.
+pub fn lowest_of_rows(
     weight: &StoredMatrix,
     request: &Request<'_>,
+    score: &Score<'_>,
 ) -> Result<Mask> {
-    let (rows, columns) = (weight.rows(), weight.columns());
-    if request.target.ratio == 0.0 && request.target.pattern == Pattern::Unstructured {
-        return Ok(Mask::none(rows, columns));
+    let scorer = Scorer::new(weight, request, score);
+    if let Pattern::NOfM { n, m } = request.target.pattern {
+        return scorer.lowest_of_groups(n, m);
     }
-    let scorer = Scorer::new(method, weight, request)?;
-    match (request.target.pattern, method.compares()) {
-        (Pattern::NOfM { n, m }, _) => {
-            check_groups(request.name, columns, n, m)?;
-            Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
-                scorer.score(row, &mut scratch.scores)?;
-                let RowScratch {
-                    scores,
-                    keys,
-                    is_pruned,
-                } = scratch;
-                lowest::lowest_of_groups(scores, m, n, keys, is_pruned);
-                bits.set_where(|column| is_pruned[column]);
-                Ok(())
-            })
-        }
-        (Pattern::Unstructured, Compares::Rows) => {
-            let count = request.target.count_of(columns);
-            Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
-                scorer.score(row, &mut scratch.scores)?;
-                set_lowest(&scratch.scores, count, &mut scratch.keys, bits);
-                Ok(())
-            })
-        }
-        (Pattern::Unstructured, Compares::WholeMatrix) => {
-            let threshold = scorer.value_at(request.target.count_of(rows * columns) as u64)?;
-            Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
-                scorer.score(row, &mut scratch.scores)?;
-                let scores = scratch.scores.as_slice();
-                bits.set_where(|column| scores[column] <= threshold);
-                Ok(())
-            })
-        }
+    let count = request.target.count_of(weight.columns());
+    scorer.mask(|RowScratch { scores, keys, .. }, bits| set_lowest(scores, count, keys, bits))
+}
+
+/// The mask of [`super::Removes::FromMatrix`]: all scores of the matrix up to its threshold. N:M patterns take the N lowest of each
+/// group instead.
+///
+/// # Errors
+/// As [`lowest_of_rows`].
+pub fn lowest_of_matrix(
+    weight: &StoredMatrix,
+    request: &Request<'_>,
+    score: &Score<'_>,
+) -> Result<Mask> {
+    let scorer = Scorer::new(weight, request, score);
+    if let Pattern::NOfM { n, m } = request.target.pattern {
+        return scorer.lowest_of_groups(n, m);
     }
+    let position = request.target.count_of(weight.elements());
+    let threshold = scorer.value_at(position as u64)?;
+    scorer.mask(|RowScratch { scores, .. }, bits| {
+        bits.set_where(|column| scores[column] <= threshold);
+    })
 }
 
 /// Prunes the `count` lowest of a row's scores, of equal ones the lower columns.
@@ -115,63 +81,66 @@ fn set_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, bits: &mut R
 #[derive(Debug, Default)]
 pub(super) struct RowScratch {
     pub(super) scores: Vec<f32>,
-    pub(super) keys: Vec<u32>,
-    pub(super) is_pruned: Vec<bool>,
+    keys: Vec<u32>,
+    is_pruned: Vec<bool>,
 }
 
 /// Scores the rows of one matrix.
 pub(super) struct Scorer<'a> {
-    method: &'a dyn ScoreMethod,
     weight: &'a StoredMatrix,
-    factors: Vec<f32>,
     name: &'a str,
-    time: Option<&'a ScoreTime>,
+    score: &'a Score<'a>,
 }
 
 impl<'a> Scorer<'a> {
-    /// Checks the statistics and prepares the column factors.
     pub(super) fn new(
-        method: &'a dyn ScoreMethod,
         weight: &'a StoredMatrix,
         request: &Request<'a>,
-    ) -> Result<Self> {
-        if let Some(column) = request
-            .statistics
-            .iter()
-            .position(|value| !value.is_finite())
-        {
-            return Err(Failure::new(format!(
-                "the input of `{}` is not finite: column {column} has a mean square of {}",
-                request.name, request.statistics[column]
-            ))
-            .hint("the checkpoint or its arithmetic overflows; check it with `prune eval --model DIR`")
-            .into());
-        }
-        Ok(Self {
-            method,
+        score: &'a Score<'a>,
+    ) -> Self {
+        let name = request.name;
+        Self {
             weight,
-            factors: method.column_factors(request.statistics),
-            name: request.name,
-            time: request.score_time,
+            name,
+            score,
+        }
+    }
+
+    /// Makes a mask row by row: `select` sets the bits of a row from its scores.
+    pub(super) fn mask(
+        &self,
+        select: impl Fn(&mut RowScratch, &mut RowBits<'_>) + Sync + Send,
+    ) -> Result<Mask> {
+        let (rows, columns) = (self.weight.rows(), self.weight.columns());
+        Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
+            self.score(row, &mut scratch.scores)?;
+            select(scratch, bits);
+            Ok(())
+        })
+    }
+
+    /// The n lowest of each aligned group of m, ties to the lower column.
+    fn lowest_of_groups(&self, n: usize, m: usize) -> Result<Mask> {
+        self.mask(|scratch, bits| {
+            let RowScratch {
+                scores,
+                keys,
+                is_pruned,
+            } = scratch;
+            lowest::lowest_of_groups(scores, m, n, keys, is_pruned);
+            bits.set_where(|column| is_pruned[column]);
         })
     }
 
     /// Writes the scores of a row into `scores`.
     pub(super) fn score(&self, row: usize, scores: &mut Vec<f32>) -> Result<()> {
-        match self.time {
-            Some(time) => time.measure(|| self.score_now(row, scores)),
-            None => self.score_now(row, scores),
-        }
-    }
-
-    fn score_now(&self, row: usize, scores: &mut Vec<f32>) -> Result<()> {
         scores.resize(self.weight.columns(), 0.0);
         self.weight.widen_rows(row, scores);
         scores.iter_mut().for_each(|value| *value = value.abs());
         if let Some(column) = lowest::first_not_finite(scores) {
             return Err(self.not_finite("weight", row, column));
         }
-        self.method.score_row(scores, &self.factors);
+        (self.score)(scores);
         match lowest::first_not_finite(scores) {
             Some(column) => Err(self.not_finite("score", row, column)),
             None => Ok(()),
@@ -203,7 +172,7 @@ impl<'a> Scorer<'a> {
         })
     }
 
-    /// One pass over the matrix; a task takes a counter that no other works with, so that there are never more than threads.
+    /// One pass over the matrix. A task takes a counter that no other task works with, so there are never more than threads.
     fn count(&self, upper: Option<u16>) -> Result<Radix> {
         const ROWS_PER_TASK: usize = 256;
         let rows = self.weight.rows();

@@ -1,95 +1,87 @@
-//! Calibration statistics: how strongly each input column of a linear is driven.
+//! Statistics of a linear's input: the door through which a method learns about calibration samples.
 //!
-//! s_j = (1/n) Σ_samples Σ_tokens x_tj², x `[tokens, in_features]` the input of the linear, n the number of samples (not
-//! tokens: the scale cannot change a ranking inside a row). Sun et al. 2023, arXiv:2306.11695 §3; reference: `WrappedGPT`
-//! in locuslab/wanda. Within a sample we sum in f64; over samples we keep the reference's f32 recurrence, rounding at
-//! the same places: s ← s · n/(n+1), then s ← s + ‖x_j‖² / (n+1) with the norm taken and squared in f32.
+//! A method names a [`StatisticsKind`]. The pipeline keeps one accumulator per distinct input (q, k and v share one, gate and up
+//! another) and hands it to the method together with each weight. Samples enter in one of two ways:
+//!
+//! | | [`MergedStatistics`] | [`InPlaceStatistics`] |
+//! | --- | --- | --- |
+//! | made for | a few numbers per column | large matrices, like XᵀX |
+//! | one sample | a part of its own, collected while other samples are | its rows |
+//! | order | parts are merged in the order of the samples | rows are added in the order of the samples |
+//! | memory | one accumulator, one part per sample on its way | one accumulator |
+//! | GPUs | send column sums of squares where a part consists of them, else all rows | send all rows |
+//!
+//! The order is fixed either way, so statistics do not depend on threads or devices.
 
-use crate::linalg::columns;
+use std::any::Any;
+use std::fmt::Debug;
 
-/// ‖x_j‖² of one sample at one observation point.
-#[derive(Debug, Clone)]
-pub struct SampleSquares(Vec<f64>);
+use crate::bytes::ByteSize;
 
-impl SampleSquares {
-    /// Sums over no rows yet, for an input with this many columns.
-    pub fn new(in_features: usize) -> Self {
-        Self(vec![0.0; in_features])
-    }
+/// A kind of statistics: its cost, and empty accumulators.
+pub trait StatisticsKind: Debug + Sync {
+    /// Bytes held for an input with this many columns while samples are collected, one sample's part included.
+    fn bytes(&self, in_features: usize) -> ByteSize;
 
-    /// Adds rows `[tokens, in_features]`.
-    pub fn add_rows(&mut self, rows: &[f32]) {
-        columns::add_squares(rows, &mut self.0);
-    }
-
-    /// Adds what rows that are elsewhere sum up to, `[in_features]`.
-    pub fn add_sums(&mut self, squares: &[f32]) {
-        for (sum, &square) in self.0.iter_mut().zip(squares) {
-            *sum += f64::from(square);
-        }
-    }
-}
-
-/// The recurrence for one observation point.
-#[derive(Debug, Clone)]
-pub struct ColumnSquares {
-    mean: Vec<f32>,
-    samples: usize,
-}
-
-impl ColumnSquares {
     /// Statistics of an input with this many columns, before any sample.
-    pub fn new(in_features: usize) -> Self {
-        Self {
-            mean: vec![0.0; in_features],
-            samples: 0,
-        }
-    }
+    fn begin(&self, in_features: usize) -> Statistics;
+}
 
-    /// Bytes held for an input with this many columns, the sample on its way included.
-    pub fn bytes(in_features: usize) -> usize {
-        in_features * (size_of::<f64>() + size_of::<f32>())
-    }
-
-    /// Takes the next sample. Must be called in sample order.
-    pub fn add_sample(&mut self, sample: &SampleSquares) {
-        let before = self.samples as f64;
-        self.samples += 1;
-        let decay = (before / self.samples as f64) as f32;
-        let samples = self.samples as f32;
-        for (mean, sum) in self.mean.iter_mut().zip(&sample.0) {
-            let norm = sum.sqrt() as f32;
-            *mean = *mean * decay + norm * norm / samples;
-        }
-    }
-
-    /// s_j, `[in_features]`.
-    pub fn mean(&self) -> &[f32] {
-        &self.mean
-    }
-
-    /// Samples seen.
-    pub fn samples(&self) -> usize {
-        self.samples
+impl dyn StatisticsKind {
+    /// Whether samples enter in place.
+    pub fn is_in_place(&self) -> bool {
+        matches!(self.begin(0), Statistics::InPlace(_))
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The accumulator for one input.
+pub enum Statistics {
+    /// Small statistics: every sample has a part of its own.
+    Merged(Box<dyn MergedStatistics>),
+    /// Large statistics: rows enter the one accumulator directly.
+    InPlace(Box<dyn InPlaceStatistics>),
+}
 
-    #[test]
-    fn the_mean_is_over_samples_not_tokens() {
-        let mut statistics = ColumnSquares::new(2);
-        let mut sample = SampleSquares::new(2);
-        sample.add_rows(&[1.0, 0.0, 2.0, 0.0]);
-        sample.add_rows(&[2.0, 0.0]);
-        statistics.add_sample(&sample);
-        assert_eq!(statistics.mean(), [9.0, 0.0]);
-        let mut sample = SampleSquares::new(2);
-        sample.add_sums(&[1.0, 16.0]);
-        statistics.add_sample(&sample);
-        assert_eq!(statistics.mean(), [5.0, 8.0]);
-        assert_eq!(statistics.samples(), 2);
+impl Statistics {
+    /// The accumulator as its own type, which the method that asked for it knows.
+    pub fn downcast<T: 'static>(&self) -> Option<&T> {
+        let any: &dyn Any = match self {
+            Self::Merged(statistics) => &**statistics,
+            Self::InPlace(statistics) => &**statistics,
+        };
+        any.downcast_ref()
     }
+}
+
+/// Statistics that are merged from one part per sample.
+pub trait MergedStatistics: Any + Send + Sync {
+    /// An empty part for one sample.
+    fn part(&self) -> Box<dyn SamplePart>;
+
+    /// Merges the numbers of the next sample's part. Called in the order of the samples.
+    fn merge(&mut self, numbers: &[f64]);
+}
+
+/// The part of one sample. It counts only once the sample is whole: a part that was interrupted is dropped.
+pub trait SamplePart: Send {
+    /// Adds the sample's next rows `[tokens, in_features]`; a sample may arrive in several calls.
+    fn add_rows(&mut self, rows: &[f32]);
+
+    /// The column sums of squares `[in_features]`, in parts that consist of these sums alone. A GPU then sends its sums, which are
+    /// added here, instead of rows.
+    fn square_sums(&mut self) -> Option<&mut [f64]> {
+        None
+    }
+
+    /// The numbers to merge.
+    fn numbers(&self) -> &[f64];
+}
+
+/// Statistics that rows are added to directly.
+pub trait InPlaceStatistics: Any + Send + Sync {
+    /// Adds the next rows `[tokens, in_features]` of the current sample. Called in the order of the samples.
+    fn add_rows(&mut self, rows: &[f32]);
+
+    /// Ends the current sample: all its rows were added.
+    fn end_sample(&mut self) {}
 }

@@ -1,4 +1,4 @@
-//! How much of a matrix goes: a ratio, in a pattern.
+//! The fraction of a matrix to remove, and the pattern of the zeros.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 use crate::failure::Failure;
 
-/// Where zeros may stand.
+/// Allowed positions of zeros.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Pattern {
     /// Anywhere.
@@ -65,19 +65,24 @@ impl Serialize for Pattern {
     }
 }
 
-/// What is asked of one matrix.
+/// The ratio and pattern for one matrix.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Target {
     /// The fraction removed, in [0, 1).
     pub ratio: f64,
-    /// Where zeros may stand.
+    /// Allowed positions of zeros.
     pub pattern: Pattern,
 }
 
 impl Target {
-    /// How many of `count` weights go: `int(count * ratio)`, truncated as Python does.
+    /// Weights to remove of `count`: `int(count * ratio)`, truncated as Python does.
     pub fn count_of(&self, count: usize) -> usize {
         (count as f64 * self.ratio) as usize
+    }
+
+    /// Returns whether this is a ratio of 0 without an N:M pattern.
+    pub fn removes_nothing(&self) -> bool {
+        self.ratio == 0.0 && self.pattern == Pattern::Unstructured
     }
 }
 

@@ -1,20 +1,25 @@
-//! Wanda's `--use-variant`: rows give up an equal *share of their score* instead of an equal number of weights.
+//! Wanda's variant: rows give up an equal *share of their score* instead of an equal number of weights.
 //!
-//! For one α: row i, scores ascending c_1 ≤ c_2 ≤ …, C_k = c_1 + … + c_k, S_i = Σ_j score_ij; with t = #{k : C_k ≤ α·S_i}, the row
-//! loses every score ≤ c_t. α is found by bisection of [0, 0.8] from 0.4 until the matrix's sparsity is within 0.001 of
-//! the target or the bracket is narrower than 0.001. Reference: `return_given_alpha` and `prune_wanda` in locuslab/wanda
+//! Scores are Wanda's. For one α: row i, scores ascending c_1 ≤ c_2 ≤ …, C_k = c_1 + … + c_k, S_i = Σ_j score_ij; with
+//! t = #{k : C_k ≤ α·S_i}, the row loses every score ≤ c_t. α is found by bisection of [0, 0.8] from 0.4 until the matrix's
+//! sparsity is within 0.001 of the ratio or the bracket is narrower than 0.001. Ratios that need a larger α are missed: a run
+//! warns of that. Reference: `return_given_alpha` and `prune_wanda` in locuslab/wanda
 //! (the paper, arXiv:2306.11695, mentions the variant in its appendix). Cumulative sums run in f64 and are rounded to f32
-//! as PyTorch's do on the CPU. Where no C_k qualifies the reference indexes with −1; we prune nothing of that row.
+//! as PyTorch's do on the CPU. Where no C_k qualifies the reference indexes with −1; here such a row loses nothing.
 //!
-//! The reference re-evaluates the whole matrix for every α. Which α the bisection can reach is known beforehand (a binary
-//! tree of depth 11), so we sort each row once, count what every reachable α would prune, and walk the tree afterwards.
+//! The reference evaluates the whole matrix again for every α. The α that the bisection can reach are known beforehand (a binary
+//! tree of depth 11), so each row is sorted once, the weights that every reachable α would prune are counted, and the tree is
+//! walked afterwards.
 
 use anyhow::Result;
 use rayon::prelude::*;
 
+use super::column_squares::ColumnSquaresKind;
 use super::mask::Mask;
-use super::method::Request;
-use super::select::{RowScratch, ScoreMethod, Scorer};
+use super::method::{PruningMethod, Removes, Request};
+use super::select::Scorer;
+use super::statistics::StatisticsKind;
+use super::wanda;
 use crate::linalg::StoredMatrix;
 
 /// The reference's start, bracket and tolerances.
@@ -22,36 +27,52 @@ const FIRST_ALPHA: f64 = 0.4;
 const BRACKET: (f64, f64) = (0.0, 0.8);
 const TOLERANCE: f64 = 0.001;
 
-/// The mask of the variant.
-///
-/// # Errors
-/// As [`super::select::mask_by_score`].
-pub fn mask_by_cumulative_score(
-    method: &dyn ScoreMethod,
-    weight: &StoredMatrix,
-    request: &Request<'_>,
-) -> Result<Mask> {
-    let (rows, columns) = (weight.rows(), weight.columns());
-    let scorer = Scorer::new(method, weight, request)?;
-    let mut alphas = Vec::new();
-    reachable(FIRST_ALPHA, BRACKET, &mut alphas);
-    alphas.sort_by(f64::total_cmp);
-    alphas.dedup();
-    let pruned = count_pruned(&scorer, rows, &alphas)?;
-    let sparsity_at = |alpha: f64| {
-        let index = alphas.partition_point(|&candidate| candidate < alpha);
-        (pruned[index] as f64 / (rows * columns) as f64) as f32
-    };
-    let alpha = bisect(request.target.ratio, sparsity_at);
-    Mask::by_rows(rows, columns, RowScratch::default, |scratch, row, bits| {
-        scorer.score(row, &mut scratch.scores)?;
-        let sorted = SortedRow::new(&scratch.scores);
-        if let Some(threshold) = sorted.threshold(alpha) {
+/// Wanda's scores, of which every row gives up the same share.
+#[derive(Debug, Clone, Copy)]
+pub struct WandaVariant;
+
+impl PruningMethod for WandaVariant {
+    fn name(&self) -> &'static str {
+        "wanda-variant"
+    }
+
+    fn summary(&self) -> &'static str {
+        "wanda's scores, of which every row gives up the same share"
+    }
+
+    fn removes(&self) -> Removes {
+        Removes::NearRatio
+    }
+
+    fn is_unstructured_only(&self) -> bool {
+        true
+    }
+
+    fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
+        Some(&ColumnSquaresKind)
+    }
+
+    fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
+        let norms = wanda::input_norms(request)?;
+        let score = |row: &mut [f32]| wanda::score(row, &norms);
+        let scorer = Scorer::new(weight, request, &score);
+        let mut alphas = Vec::new();
+        reachable(FIRST_ALPHA, BRACKET, &mut alphas);
+        alphas.sort_by(f64::total_cmp);
+        alphas.dedup();
+        let pruned = count_pruned(&scorer, weight.rows(), &alphas)?;
+        let sparsity_at = |alpha: f64| {
+            let index = alphas.partition_point(|&candidate| candidate < alpha);
+            (pruned[index] as f64 / weight.elements() as f64) as f32
+        };
+        let alpha = bisect(request.target.ratio, sparsity_at);
+        scorer.mask(|scratch, bits| {
             let scores = scratch.scores.as_slice();
-            bits.set_where(|column| scores[column] <= threshold);
-        }
-        Ok(())
-    })
+            if let Some(threshold) = SortedRow::new(scores).threshold(alpha) {
+                bits.set_where(|column| scores[column] <= threshold);
+            }
+        })
+    }
 }
 
 /// The reference's bisection, given the sparsity any reachable α leads to.
@@ -87,7 +108,7 @@ fn reachable(alpha: f64, bracket: (f64, f64), alphas: &mut Vec<f64>) {
     }
 }
 
-/// How many weights of the matrix each α prunes; `alphas` ascending.
+/// The number of weights of the matrix that each α prunes; `alphas` ascending.
 fn count_pruned(scorer: &Scorer<'_>, rows: usize, alphas: &[f64]) -> Result<Vec<u64>> {
     const ROWS_PER_TASK: usize = 64;
     (0..rows)
@@ -140,7 +161,7 @@ impl SortedRow {
         }
     }
 
-    /// c_t, or nothing where even the lowest score is more than the share.
+    /// c_t, or `None` where even the lowest score is more than the share.
     fn threshold(&self, alpha: f64) -> Option<f32> {
         let share = self.sum * alpha as f32;
         let count = self
@@ -170,7 +191,7 @@ mod tests {
         assert_eq!(
             ties.pruned(0.3),
             4,
-            "everything up to the threshold's value goes"
+            "everything up to the threshold's value is removed"
         );
     }
 

@@ -1,45 +1,25 @@
-//! Wanda: score_ij = |W_ij| · √s_j, lowest scores of every output row go.
+//! Wanda: score_ij = |W_ij| · √s_j; the lowest scores of every output row are removed.
 //!
 //! W `[out_features, in_features]` in its stored dtype, widened exactly; s_j = mean over samples of Σ_tokens x_tj²
-//! (`statistics.rs`); product and root in f32 as in the reference. Sun, Liu, Bair, Kolter 2023, "A Simple and Effective
+//! (`column_squares.rs`); product and root in f32 as in the reference. Sun, Liu, Bair, Kolter 2023, "A Simple and Effective
 //! Pruning Approach for Large Language Models", arXiv:2306.11695, eq. 1; reference: `prune_wanda` in locuslab/wanda.
 //!
 //! Unstructured: exactly `int(in_features · ratio)` weights of each row, ties to the lower column (the reference sorts
 //! stably). N:M: the N lowest of each aligned group of M; ties to the lower column, where the reference leaves the order
-//! to `topk`. A column that was never active has s_j = 0 and goes first. `--use-variant` is in `variant.rs`.
+//! to `topk`. A column that was never active has s_j = 0 and is removed first. `--use-variant` is in `variant.rs`.
 
 use anyhow::Result;
 
+use super::column_squares::ColumnSquaresKind;
 use super::mask::Mask;
-use super::method::{Needs, PruningMethod, Request};
-use super::select::{Compares, ScoreMethod, mask_by_score};
-use super::target::Pattern;
-use super::variant;
+use super::method::{PruningMethod, Removes, Request};
+use super::select::lowest_of_rows;
+use super::statistics::StatisticsKind;
 use crate::linalg::StoredMatrix;
 
 /// Weights times input norms, compared per output row.
 #[derive(Debug, Clone, Copy)]
 pub struct Wanda;
-
-impl ScoreMethod for Wanda {
-    fn column_factors(&self, statistics: &[f32]) -> Vec<f32> {
-        statistics
-            .iter()
-            .map(|mean_square| mean_square.sqrt())
-            .collect() // √s_j: [in_features]
-    }
-
-    fn score_row(&self, magnitudes: &mut [f32], columns: &[f32]) {
-        magnitudes
-            .iter_mut()
-            .zip(columns)
-            .for_each(|(weight, norm)| *weight *= norm); // |W_ij| · √s_j
-    }
-
-    fn compares(&self) -> Compares {
-        Compares::Rows
-    }
-}
 
 impl PruningMethod for Wanda {
     fn name(&self) -> &'static str {
@@ -50,33 +30,36 @@ impl PruningMethod for Wanda {
         "weights times input norms, compared per output row"
     }
 
-    fn source(&self) -> &'static str {
-        "Sun et al. 2023, arXiv:2306.11695"
+    fn removes(&self) -> Removes {
+        Removes::FromRows
     }
 
-    fn needs(&self) -> Needs {
-        Needs::ColumnSquares
-    }
-
-    fn has_variant(&self) -> bool {
-        true
+    fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
+        Some(&ColumnSquaresKind)
     }
 
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
-        if request.use_variant
-            && request.target.pattern == Pattern::Unstructured
-            && request.target.ratio > 0.0
-        {
-            variant::mask_by_cumulative_score(self, weight, request)
-        } else {
-            mask_by_score(self, weight, request)
-        }
+        let norms = input_norms(request)?;
+        lowest_of_rows(weight, request, &|row| score(row, &norms))
+    }
+}
+
+/// √s_j `[in_features]`.
+pub(super) fn input_norms(request: &Request<'_>) -> Result<Vec<f32>> {
+    let squares = request.mean_squares()?;
+    Ok(squares.iter().map(|square| square.sqrt()).collect())
+}
+
+/// |W_ij| · √s_j, in place of |W_ij|.
+pub(super) fn score(magnitudes: &mut [f32], norms: &[f32]) {
+    for (weight, norm) in magnitudes.iter_mut().zip(norms) {
+        *weight *= norm;
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::target::Target;
+    use super::super::{ColumnSquares, Pattern, Statistics, Target, prune};
     use super::*;
     use crate::linalg::StoredDtype;
 
@@ -90,14 +73,14 @@ mod tests {
         let mut weight =
             StoredMatrix::from_f32(StoredDtype::F32, weights.len() / columns, columns, weights);
         let target = Target { ratio, pattern };
+        let statistics = ColumnSquares::from_mean(statistics.to_vec());
+        let statistics = Statistics::Merged(Box::new(statistics));
         let request = Request {
             name: "model.layers.0.mlp.up_proj",
-            statistics,
+            statistics: Some(&statistics),
             target,
-            use_variant: false,
-            score_time: None,
         };
-        let mask = Wanda.prune(&mut weight, &request)?;
+        let mask = prune(&Wanda, &mut weight, &request)?;
         Ok((0..weights.len())
             .map(|i| mask.is_pruned(i / columns, i % columns))
             .collect())
@@ -143,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_an_error_that_names_matrix_and_place() {
+    fn a_value_that_is_not_finite_is_an_error_that_names_matrix_and_place() {
         let nan = mask_of(&[1.0, f32::NAN], 2, &[1.0; 2], 0.5, Pattern::Unstructured)
             .unwrap_err()
             .to_string();

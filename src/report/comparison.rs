@@ -235,9 +235,6 @@ pub(super) fn method_label(manifest: &Manifest) -> String {
     if pruning.sparsity_type != "unstructured" {
         label += &format!(" {}", pruning.sparsity_type);
     }
-    if pruning.use_variant {
-        label += " variant";
-    }
     if pruning.layer_ratios.is_some() {
         label += ", ratios per layer";
     }
@@ -393,11 +390,7 @@ mod tests {
         let mut manifest = made_up::manifest("wanda", 0.5);
         let pruning = manifest.pruning.as_mut().unwrap();
         pruning.sparsity_type = "2:4".into();
-        pruning.use_variant = true;
         pruning.matrices = 3;
-        assert_eq!(
-            method_label(&manifest),
-            "wanda 2:4 variant, 3 of 14 matrices"
-        );
+        assert_eq!(method_label(&manifest), "wanda 2:4, 3 of 14 matrices");
     }
 }

@@ -64,11 +64,10 @@ impl TableRows {
             format!("{} ({millions:.1} M parameters)", model.path),
         );
         if let Some(pruning) = &manifest.pruning {
-            let variant = if pruning.use_variant { ", variant" } else { "" };
             self.add(
                 "pruning",
                 format!(
-                    "{} {:.4} {}{variant}, {} of {} matrices",
+                    "{} {:.4} {}, {} of {} matrices",
                     pruning.method,
                     pruning.sparsity_ratio,
                     pruning.sparsity_type,

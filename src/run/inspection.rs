@@ -156,6 +156,9 @@ pub struct DenseComparison {
     pub dense: String,
     /// Both have the same tensors. Every kept weight equals the dense model's bit for bit, every other tensor byte for byte.
     pub is_pruned_copy: bool,
+    /// The method that changed the kept weights, from the record of the run; absent where the record names none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub changed_by: Option<String>,
     /// Every weight of a decoder linear is +0 or the dense model's.
     pub kept_identical: bool,
     /// Compared weights of decoder linears that are not zero in this model.
@@ -176,6 +179,18 @@ pub struct DenseComparison {
     pub added: Vec<String>,
     /// Tensors of another shape or dtype than the dense model's; they were not compared.
     pub unlike: Vec<UnlikeTensor>,
+}
+
+impl DenseComparison {
+    /// Whether the model was made from the dense one: a pruned copy, or its kept weights alone differ and its method changes them.
+    pub fn is_made_from_dense(&self) -> bool {
+        self.is_pruned_copy
+            || self.changed_by.is_some()
+                && self.untouched_differing.is_empty()
+                && self.missing.is_empty()
+                && self.added.is_empty()
+                && self.unlike.is_empty()
+    }
 }
 
 /// A weight that is neither pruned nor equal to the dense model's.

@@ -162,8 +162,9 @@ pub struct PruningReport {
     pub sparsity_ratio: f64,
     /// `unstructured` or N:M.
     pub sparsity_type: String,
-    /// `--use-variant`.
-    pub use_variant: bool,
+    /// Whether the method changes the weights it keeps.
+    #[serde(default)]
+    pub changes_weights: bool,
     /// `--include`, as given.
     pub include: Vec<String>,
     /// `--exclude`, as given.
@@ -174,8 +175,6 @@ pub struct PruningReport {
     pub matrices_in_model: usize,
     /// Per layer where `--layer-ratios` was given.
     pub layer_ratios: Option<Vec<f64>>,
-    /// The hidden states that calibration passes to the next layer: always `pruned`, the output of pruned layers.
-    pub propagate: String,
 }
 
 /// Zeros over the decoder's linears.

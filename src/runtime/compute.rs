@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
@@ -112,26 +112,34 @@ impl<'a> Compute<'a> {
 
     /// Observes every sample in a layer, each with a new observer. Calls `done` with the observers in the order of the samples.
     ///
+    /// # Arguments
+    /// * `order`: [`ResultOrder::OfSamples`], or [`ResultOrder::Blocking`] for large observations
+    ///
     /// # Errors
     /// As [`Compute::forward`].
     pub fn capture<O: Observer + Send>(
         &mut self,
         layer: &DecoderLayer,
         hidden: &mut HiddenStates,
-        new: &(dyn Fn(usize) -> O + Sync),
+        order: ResultOrder,
+        new: &(dyn Fn(usize, Turn) -> O + Sync),
         done: &mut (dyn FnMut(usize, O) + Send),
     ) -> Result<()> {
         let workers = ready(&mut self.workers, &self.devices, layer)?;
         let (samples, context) = (hidden.samples(), &mut self.context);
         let hidden = Mutex::new(hidden);
+        let turn = match workers.is_empty() {
+            true => Turn::Now,
+            false => Turn::Later,
+        };
         Pass {
             on_device: &|worker, sample| {
                 let state = lock(&hidden).stored(sample)?;
-                worker.capture(sample, layer, &state, new)
+                worker.capture(sample, layer, &state, &|sample| new(sample, turn))
             },
             on_cpu: &mut |sample| {
                 let state = lock(&hidden).get(sample)?;
-                let mut observer = new(sample);
+                let mut observer = new(sample, turn);
                 layer.capture(&state, context, &mut observer)?;
                 Ok(observer)
             },
@@ -139,7 +147,7 @@ impl<'a> Compute<'a> {
                 done(sample, observer);
                 Ok(())
             },
-            order: ResultOrder::OfSamples,
+            order,
         }
         .run(workers, samples, self.events)
     }
@@ -251,11 +259,22 @@ fn ready<'s, 'a>(
     Ok(ready)
 }
 
+/// The moment at which the observations of a sample may be added to those of earlier samples.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// While the sample passes: all earlier samples are done.
+    Now,
+    /// After the sample has passed: other samples pass at the same time, and an attempt on a device may fail half-way.
+    Later,
+}
+
 /// The order in which results are handed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ResultOrder {
+pub enum ResultOrder {
     /// That of the samples. A result waits for those of earlier samples, so results should be small.
     OfSamples,
+    /// That of the samples, for large results: a device waits with its result, so there is at most one result per device.
+    Blocking,
     /// That of computing.
     Any,
 }
@@ -265,6 +284,8 @@ struct Results<'c, R> {
     order: ResultOrder,
     next: usize,
     waiting: BTreeMap<usize, R>,
+    /// An error or a panic ended the pass: no further result is taken.
+    is_over: bool,
     done: &'c mut (dyn FnMut(usize, R) -> Result<()> + Send),
 }
 
@@ -279,6 +300,45 @@ impl<R> Results<'_, R> {
             self.next += 1;
         }
         Ok(())
+    }
+}
+
+/// The samples of a pass that have not begun, and the results.
+struct Queue<'c, R> {
+    next: AtomicUsize,
+    samples: usize,
+    results: Mutex<Results<'c, R>>,
+    /// Signals that a result was taken, or that the pass is over.
+    changed: Condvar,
+}
+
+impl<R> Queue<'_, R> {
+    /// The next sample that no device has taken.
+    fn begin(&self) -> Option<usize> {
+        let sample = self.next.fetch_add(1, Ordering::Relaxed);
+        (sample < self.samples).then_some(sample)
+    }
+
+    /// Takes the result of a sample; with [`ResultOrder::Blocking`] after those of all earlier samples.
+    fn take(&self, sample: usize, result: R) -> Result<()> {
+        let mut results = lock(&self.results);
+        while results.order == ResultOrder::Blocking && results.next != sample && !results.is_over {
+            let woken = self.changed.wait(results);
+            results = woken.unwrap_or_else(PoisonError::into_inner);
+        }
+        if results.is_over {
+            return Ok(());
+        }
+        let taken = results.take(sample, result);
+        self.changed.notify_all();
+        taken
+    }
+
+    /// Ends the pass early: no device begins another sample, and none waits.
+    fn stop(&self) {
+        self.next.store(self.samples, Ordering::Relaxed);
+        lock(&self.results).is_over = true;
+        self.changed.notify_all();
     }
 }
 
@@ -298,12 +358,18 @@ impl<'a, R: Send> Pass<'_, 'a, R> {
         events: &dyn Events,
     ) -> Result<()> {
         let (on_device, on_cpu) = (self.on_device, Mutex::new(self.on_cpu));
-        let results = Mutex::new(Results {
-            order: self.order,
-            next: 0,
-            waiting: BTreeMap::new(),
-            done: self.done,
-        });
+        let queue = Queue {
+            next: AtomicUsize::new(0),
+            samples,
+            results: Mutex::new(Results {
+                order: self.order,
+                next: 0,
+                waiting: BTreeMap::new(),
+                is_over: false,
+                done: self.done,
+            }),
+            changed: Condvar::new(),
+        };
         let one = |worker: Option<&mut DeviceWorker<'a>>, sample: usize| -> Result<()> {
             events.check()?;
             let computed = match worker {
@@ -314,25 +380,17 @@ impl<'a, R: Send> Pass<'_, 'a, R> {
                 Some(result) => result,
                 None => (*lock(&on_cpu))(sample)?,
             };
-            lock(&results).take(sample, result)
+            queue.take(sample, result)
         };
         if workers.is_empty() {
             return (0..samples).try_for_each(|sample| one(None, sample));
         }
-        let next = AtomicUsize::new(0);
         let work = |worker: &mut DeviceWorker<'a>| -> Result<()> {
-            let _stop = StopOnPanic(&next, samples);
-            loop {
-                let sample = next.fetch_add(1, Ordering::Relaxed);
-                if sample >= samples {
-                    return Ok(());
-                }
-                if let Err(error) = one(Some(&mut *worker), sample) {
-                    // No worker begins another sample.
-                    next.store(samples, Ordering::Relaxed);
-                    return Err(error);
-                }
+            let _stop = StopOnPanic(&queue);
+            while let Some(sample) = queue.begin() {
+                one(Some(&mut *worker), sample).inspect_err(|_| queue.stop())?;
             }
+            Ok(())
         };
         on_threads(workers, &work)
     }
@@ -363,13 +421,13 @@ fn on_threads<'a>(
     })
 }
 
-/// Keeps the other threads from beginning another sample once one has panicked.
-struct StopOnPanic<'n>(&'n AtomicUsize, usize);
+/// Ends the pass for the other threads once one has panicked.
+struct StopOnPanic<'q, 'c, R>(&'q Queue<'c, R>);
 
-impl Drop for StopOnPanic<'_> {
+impl<R> Drop for StopOnPanic<'_, '_, R> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.store(self.1, Ordering::Relaxed);
+            self.0.stop();
         }
     }
 }

@@ -25,7 +25,7 @@ pub mod memory;
 pub mod sweep;
 
 pub use clock::Clock;
-pub use compute::{Compute, SweepReport};
+pub use compute::{Compute, ResultOrder, SweepReport, Turn};
 pub use devices::{Devices, Simulation};
 pub use hidden_states::{HiddenStates, check_spill_folder};
 pub use layer_store::LayerStore;

@@ -8,10 +8,10 @@ use candle_core::{DType, Tensor};
 
 use crate::checkpoint::{Checkpoint, WeightSource};
 use crate::linalg::StoredDtype;
-use crate::model::observe::Need;
+use crate::model::observe::FromDevice;
 use crate::model::on_device::LogSumExpPart;
 use crate::model::{DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer};
-use crate::pipeline::{PrunedMatrix, Watcher};
+use crate::pipeline::{MaskObserver, PrunedMatrix};
 use crate::pruning::Mask;
 use crate::run::Silent;
 use crate::synthetic::RandomCheckpoint;
@@ -87,10 +87,6 @@ impl Sums {
 }
 
 impl Observer for Sums {
-    fn needs(&self, _point: Observation) -> Need {
-        Need::Rows
-    }
-
     fn observe(&mut self, point: Observation, rows: &[f32]) {
         let sums = &mut self.0[point as usize];
         for row in rows.chunks_exact(sums.len()) {
@@ -100,8 +96,8 @@ impl Observer for Sums {
         }
     }
 
-    fn keeps(&self, _point: Observation) -> &[usize] {
-        &[]
+    fn wants(&mut self, _point: Observation) -> FromDevice<'_> {
+        FromDevice::Sums(&[])
     }
 
     fn observe_sums(&mut self, point: Observation, squares: &[f32], _kept: &[f32]) {
@@ -116,7 +112,7 @@ impl Observer for Sums {
 #[derive(Default)]
 pub(super) struct Masks(Vec<Mask>);
 
-impl Watcher for Masks {
+impl MaskObserver for Masks {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
         self.0.push(matrix.mask.clone());
         Ok(())

@@ -295,8 +295,15 @@ fn the_variant_belongs_to_wanda_without_a_pattern() {
         &place,
         "--use-variant --prune-method magnitude",
         2,
-        "error: --use-variant means nothing to magnitude with unstructured sparsity",
-        "hint: it belongs to --prune-method wanda with --sparsity-type unstructured",
+        "error: --use-variant belongs to --prune-method wanda, and magnitude was given",
+        "hint: leave --use-variant out",
+    );
+    refuses_at_once(
+        &place,
+        "--use-variant --sparsity-type 2:4",
+        2,
+        "error: wanda-variant has no 2:4 form: it prunes unstructured only",
+        "hint: leave --sparsity-type out, or choose another --prune-method",
     );
 }
 

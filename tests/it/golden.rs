@@ -13,9 +13,9 @@ use anyhow::{Context, Result};
 use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, StoredMatrix};
 use prune::model::Projection;
-use prune::pipeline::{PrunedMatrix, Watcher};
+use prune::pipeline::{MaskObserver, PrunedMatrix};
 use prune::pruning::mask::{Mask, RowBits};
-use prune::pruning::{Pattern, Target};
+use prune::pruning::{ColumnSquares, Pattern, Statistics, Target};
 
 use crate::support;
 use compare::{Comparison, DENSE_PERPLEXITY, differences, relative, within};
@@ -292,18 +292,18 @@ fn the_comparison_notices_another_seed() {
 }
 
 /// Two rows of four; with these statistics the scores are 1 2 3 4 and 4 (3 + 2^-21) 3 2.
-fn toy() -> (StoredMatrix, Vec<f32>) {
+fn toy() -> (StoredMatrix, Statistics) {
     let near_three = 3.0 + 2f32.powi(-21);
     let weights = [1.0, -1.0, 3.0, 4.0, 4.0, -near_three / 2.0, 3.0, 2.0];
     (
         StoredMatrix::from_f32(StoredDtype::F32, 2, 4, &weights),
-        vec![1.0, 4.0, 1.0, 1.0],
+        Statistics::Merged(Box::new(ColumnSquares::from_mean(vec![1.0, 4.0, 1.0, 1.0]))),
     )
 }
 
 fn pruned<'a>(
     weight: &'a StoredMatrix,
-    statistics: &'a [f32],
+    statistics: Option<&'a Statistics>,
     mask: &'a Mask,
     pattern: Pattern,
 ) -> PrunedMatrix<'a> {
@@ -351,7 +351,7 @@ fn the_comparison_notices_flipped_bits_and_lets_only_near_ties_pass() {
         }
         let mut comparison = Comparison::new(&golden);
         comparison
-            .matrix(&pruned(&weight, &statistics, &ours, pattern))
+            .matrix(&pruned(&weight, Some(&statistics), &ours, pattern))
             .unwrap();
         (comparison.failures, comparison.notes)
     };
@@ -379,7 +379,7 @@ fn the_comparison_notices_flipped_bits_and_lets_only_near_ties_pass() {
     let alternating = mask(|row, column| (row + column) % 2 == 0);
     let in_groups = pruned(
         &weight,
-        &statistics,
+        Some(&statistics),
         &alternating,
         Pattern::NOfM { n: 1, m: 2 },
     );
@@ -401,7 +401,7 @@ fn without_statistics_weights_compete_over_the_whole_matrix() {
         }
     });
     let found = differences(
-        &pruned(&weight, &[], &ours, Pattern::Unstructured),
+        &pruned(&weight, None, &ours, Pattern::Unstructured),
         &[ours.bits()[0] ^ 0b1100_0000],
     );
     assert_eq!(found.len(), 2);

@@ -12,7 +12,7 @@ use prune::synthetic::RandomCheckpoint;
 use safetensors::tensor::TensorInfo;
 use safetensors::{Dtype, SafeTensors};
 
-use crate::support::{Place, Ran};
+use crate::support::{Place, Ran, edit_json};
 
 /// The default checkpoint as `m`, pruned by magnitude into `out`.
 fn pruned(more: &str) -> Place {
@@ -222,6 +222,22 @@ fn one_changed_byte_is_named_with_row_and_column_and_the_exit_code_is_1() {
     assert_eq!(dense.to_bits() ^ found.to_bits(), 1);
     // Without DENSE there is nothing wrong with it.
     inspection(&place, "out/model", 0);
+
+    // The record of a run whose method changes weights explains the difference.
+    edit_json(&place.path("out/run.json"), |record| {
+        record["pruning"]["changes_weights"] = true.into();
+    });
+    let ran = place.run("inspect out/model --against m");
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let verdict = "verdict: m pruned by magnitude, which changes the weights it keeps\n";
+    assert!(ran.stdout.ends_with(verdict), "{}", ran.stdout);
+    rewrite(&place.path("out/model"), |tensors| {
+        let norm = tensors
+            .iter_mut()
+            .find(|tensor| tensor.name == "model.norm.weight");
+        norm.unwrap().data[0] ^= 1;
+    });
+    inspection(&place, "out/model --against m", 1);
 }
 
 #[test]

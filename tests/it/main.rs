@@ -24,6 +24,7 @@ mod licences;
 mod memory;
 mod memory_settings;
 mod messages;
+mod methods;
 mod on_device;
 mod oracle;
 mod origin;

@@ -237,7 +237,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         samples: SAMPLES,
         windows: WINDOWS,
         sides: &[Side::Dense, Side::Pruned],
-        prunes: true,
+        method: prune::pruning::method("wanda"),
         saves: true,
         threads: THREADS,
         products: automatic(dtype),

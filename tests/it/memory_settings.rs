@@ -12,7 +12,7 @@ use prune::synthetic::RandomCheckpoint;
 use crate::support::Place;
 
 /// Every setting alone, then all. The last two read the head in parts.
-const EXTREMES: [&str; 8] = [
+pub(crate) const EXTREMES: [&str; 8] = [
     r#"{"prefetch":false}"#,
     r#"{"mlp_tokens":1}"#,
     r#"{"logits_bytes":1}"#,

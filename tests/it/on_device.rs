@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::{StoredDtype, tensor};
-use prune::model::observe::Need;
+use prune::model::observe::FromDevice;
 use prune::model::on_device::{Cut, LogSumExpPart};
 use prune::model::{DecoderLayer, Head, LayerContext, ModelConfig, Observation, Observer};
 use prune::model::{Embedding, Projection};
@@ -22,16 +22,14 @@ const SEQLEN: usize = 75;
 #[derive(Debug, Clone, Default)]
 struct Observed {
     keeps: Vec<usize>,
+    /// Whether a device must send all rows instead of sums.
+    needs_rows: bool,
     squares: [Vec<f64>; 4],
     kept: [Vec<f32>; 4],
     seen: [usize; 4],
 }
 
 impl Observer for Observed {
-    fn needs(&self, _: Observation) -> Need {
-        Need::Rows
-    }
-
     fn observe(&mut self, point: Observation, rows: &[f32]) {
         let width = match point {
             Observation::DownInput => INTERMEDIATE,
@@ -51,8 +49,11 @@ impl Observer for Observed {
         }
     }
 
-    fn keeps(&self, _: Observation) -> &[usize] {
-        &self.keeps
+    fn wants(&mut self, _: Observation) -> FromDevice<'_> {
+        match self.needs_rows {
+            true => FromDevice::Rows,
+            false => FromDevice::Sums(&self.keeps),
+        }
     }
 
     fn observe_sums(&mut self, point: Observation, squares: &[f32], kept: &[f32]) {
@@ -141,7 +142,7 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
             mlp_tokens: 19,
             logits_bytes: ByteSize(5 * 4 * 307),
         };
-        for cut in [whole, small] {
+        for (cut, needs_rows) in [(whole, false), (small, false), (whole, true), (small, true)] {
             let theirs = values(&engine.forward(&layer, &state, &cut)?)?;
             let apart = difference(&ours, &theirs);
             assert!(
@@ -150,9 +151,12 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
             );
             let mut observed = Observed {
                 keeps: keeps.clone(),
+                needs_rows,
                 ..Observed::default()
             };
             engine.capture(&layer, &state, &cut, &mut observed)?;
+            let rows = if needs_rows { SEQLEN } else { 0 };
+            assert_eq!(observed.seen, [rows; 4]);
             for point in 0..4 {
                 let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect::<Vec<_>>();
                 let (ours, theirs) = (&expected.squares[point], &observed.squares[point]);

@@ -11,7 +11,7 @@ use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource, encode_header};
 use prune::cli::prune::PruneArgs;
 use prune::job;
-use prune::pipeline::Watcher;
+use prune::pipeline::MaskObserver;
 use prune::run::{Manifest, Silent};
 use prune::synthetic::RandomCheckpoint;
 use safetensors::tensor::TensorInfo;
@@ -44,7 +44,7 @@ struct Flags {
 /// A pruning run in this process, so that a watcher can see every mask.
 pub(crate) fn prune_in_process(
     line: &str,
-    watcher: Option<&mut dyn Watcher>,
+    watcher: Option<&mut dyn MaskObserver>,
 ) -> anyhow::Result<Manifest> {
     let flags = Flags::try_parse_from(std::iter::once("prune".to_owned()).chain(split(line)))?;
     job::prune(flags.args.settings(Vec::new())?, &Silent, watcher)

@@ -7,7 +7,7 @@
 //!
 //! Attention takes some key/value heads with their queries at a time, and some of these queries. Scores `[heads, queries, keys]` exist in
 //! f32 for one block, with the keys up to its last query. The MLP takes some tokens at a time. Observed inputs leave the device as column
-//! sums of squares and a few rows, never as whole activations.
+//! sums of squares and a few rows, or as all rows where an observer needs them.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use candle_nn::ops;
 use super::{CopyMatrix, Cut, upload_vector};
 use crate::linalg::attention::Heads;
 use crate::model::family::Activation;
-use crate::model::observe::{Need, Observation, Observer};
+use crate::model::observe::{FromDevice, Observation, Observer};
 use crate::model::{DecoderLayer, LayerContext, ModelConfig, Projection};
 
 /// Rotary tables on a device, `[seqlen, head_dim / 2]` each.
@@ -345,7 +345,8 @@ impl DeviceLayer {
     }
 }
 
-/// Shows an observer the column sums of squares of some rows, and the rows it keeps.
+/// Shows an observer the next rows of a sample, of which `first` is the position of the first one: all of them, or their column sums
+/// of squares and a few rows.
 fn show(
     observer: &mut Option<&mut dyn Observer>,
     point: Observation,
@@ -356,31 +357,37 @@ fn show(
     let Some(observer) = observer else {
         return Ok(());
     };
-    if observer.needs(point) == Need::Nothing {
-        return Ok(());
-    }
     let tokens = rows.dim(0)?;
+    let pieces = (0..tokens).step_by(cut.mlp_tokens.max(1));
+    let pieces = pieces.map(|at| rows.narrow(0, at, cut.mlp_tokens.clamp(1, tokens - at)));
+    let FromDevice::Sums(kept) = observer.wants(point) else {
+        for piece in pieces {
+            observer.observe(point, &to_host(&piece?)?);
+        }
+        return Ok(());
+    };
+    let kept = kept
+        .iter()
+        .filter(|position| (first..first + tokens).contains(position))
+        .map(|position| to_host(&rows.narrow(0, position - first, 1)?))
+        .collect::<Result<Vec<_>>>()?
+        .concat();
     let mut squares = vec![0.0f32; rows.dim(D::Minus1)?];
-    let mut at = 0;
-    while at < tokens {
-        let some = cut.mlp_tokens.clamp(1, tokens - at);
-        let wide = rows.narrow(0, at, some)?.to_dtype(DType::F32)?;
+    for piece in pieces {
+        let wide = piece?.to_dtype(DType::F32)?;
         let sums: Vec<f32> = wide.sqr()?.sum(0)?.to_device(&Device::Cpu)?.to_vec1()?;
         squares
             .iter_mut()
             .zip(sums)
             .for_each(|(square, sum)| *square += sum);
-        at += some;
-    }
-    let mut kept = Vec::new();
-    for &position in observer.keeps(point) {
-        if (first..first + tokens).contains(&position) {
-            // A copy, because a view would keep the whole tensor.
-            let row = rows.narrow(0, position - first, 1)?.force_contiguous()?;
-            let row = row.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-            kept.extend(row.flatten_all()?.to_vec1::<f32>()?);
-        }
     }
     observer.observe_sums(point, &squares, &kept);
     Ok(())
+}
+
+/// Some rows as f32 in host memory, converted there.
+fn to_host(rows: &Tensor) -> Result<Vec<f32>> {
+    // A copy of its own: a view would take the whole tensor along.
+    let rows = rows.force_contiguous()?.to_device(&Device::Cpu)?;
+    Ok(rows.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }

@@ -2,10 +2,9 @@
 
 use super::{F32, RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
-use crate::model::footprint;
+use crate::model::{Projection, footprint};
 use crate::pipeline::output_error;
 use crate::placement::{ExecutionOption, PhaseMemory, Processors};
-use crate::pruning::ColumnSquares;
 use crate::run::memory_settings::WeightsHeld;
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase};
@@ -59,11 +58,18 @@ impl<'r> Host<'r> {
         }
         phases.push(self.in_layer(Phase::Read, Vec::new()));
         if run.samples > 0 {
-            phases.push(self.passing(Phase::Calibrate, capture(sample), self.statistics()));
+            let mut statistics = self.statistics();
+            statistics.extend(self.waiting_rows());
+            phases.push(self.passing(Phase::Calibrate, capture(sample), statistics));
             phases.push(self.passing(Phase::Propagate, forward(sample), Vec::new()));
         }
-        if run.prunes {
-            let score = footprint::score(config, dtype, run.threads, settings);
+        if let Some(method) = run.method {
+            let shapes = Projection::ALL
+                .iter()
+                .map(|projection| projection.shape(config));
+            let working = shapes.map(|(out, inner)| method.working_bytes(out, inner));
+            let score = footprint::score(config, dtype, run.threads, settings)
+                + working.max().unwrap_or_default();
             let mut parts = vec![part(PartKind::Scores, score)];
             if run.passes_samples() {
                 let workspace = footprint::workspace(config, dtype, run.seqlen, settings);
@@ -194,18 +200,28 @@ impl<'r> Host<'r> {
     /// Statistics of the four observation points, and the calibration rows for output errors.
     fn statistics(&self) -> Vec<MemoryPart> {
         let run = self.run;
-        if run.samples == 0 {
+        let Some(kind) = run.statistics() else {
             return Vec::new();
-        }
-        let columns = output_error::widths(run.config)
-            .iter()
-            .map(|&width| ByteSize::of(ColumnSquares::bytes(width), 1))
-            .sum();
+        };
+        let widths = output_error::widths(run.config);
+        let columns = widths.iter().map(|&width| kind.bytes(width)).sum();
         let rows = output_error::bytes(run.config, run.samples, run.seqlen);
         vec![
             part(PartKind::Statistics, columns),
             part(PartKind::CalibrationRows, rows),
         ]
+    }
+
+    /// Rows of one sample per GPU, which wait for their turn to be added to statistics in place.
+    fn waiting_rows(&self) -> Option<MemoryPart> {
+        let Processors::Gpus(gpus) = self.option.processors else {
+            return None;
+        };
+        self.run.statistics().filter(|kind| kind.is_in_place())?;
+        let row: usize = output_error::widths(self.run.config).iter().sum();
+        let rows = ByteSize::of(self.run.seqlen * row, F32);
+        let bytes = rows.0.saturating_mul(gpus as u64);
+        Some(part(PartKind::SamplesInFlight, ByteSize(bytes)))
     }
 
     /// The samples on their way to and from each GPU. The workspace of the CPU exists, too: it computes what no GPU has memory for.

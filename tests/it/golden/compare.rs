@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use anyhow::Result;
-use prune::pipeline::{PrunedMatrix, Watcher};
-use prune::pruning::Pattern;
+use prune::pipeline::{MaskObserver, PrunedMatrix};
+use prune::pruning::{ColumnSquares, Pattern, Statistics};
 use prune::run::Manifest;
 use serde_json::{Value, json};
 
@@ -61,7 +61,7 @@ pub(super) fn differences(matrix: &PrunedMatrix<'_>, reference: &[u8]) -> Vec<Di
         return Vec::new();
     }
     let scores = scores(matrix);
-    let competing = match (matrix.target.pattern, matrix.statistics.is_empty()) {
+    let competing = match (matrix.target.pattern, matrix.statistics.is_none()) {
         (Pattern::NOfM { m, .. }, _) => m,
         (Pattern::Unstructured, false) => columns,
         (Pattern::Unstructured, true) => rows * columns,
@@ -101,13 +101,18 @@ pub(super) fn differences(matrix: &PrunedMatrix<'_>, reference: &[u8]) -> Vec<Di
     found
 }
 
+/// s_j of the matrix's input; empty for methods without statistics.
+fn mean_squares<'a>(matrix: &PrunedMatrix<'a>) -> &'a [f32] {
+    let squares = matrix.statistics.and_then(Statistics::downcast);
+    squares.map_or(&[], |squares: &ColumnSquares| squares.mean())
+}
+
 fn scores(matrix: &PrunedMatrix<'_>) -> Vec<f32> {
     let columns = matrix.weight.columns();
     let mut scores = vec![0.0; matrix.weight.elements()];
     matrix.weight.widen_rows(0, &mut scores);
     for (element, score) in scores.iter_mut().enumerate() {
-        let factor = matrix
-            .statistics
+        let factor = mean_squares(matrix)
             .get(element % columns)
             .map_or(1.0, |mean| mean.sqrt());
         *score = score.abs() * factor;
@@ -155,10 +160,10 @@ pub(super) struct Comparison<'a> {
     pub(super) notes: Vec<String>,
 }
 
-impl Watcher for Comparison<'_> {
+impl MaskObserver for Comparison<'_> {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
         let name = matrix.projection.full_name(matrix.layer);
-        self.statistics(&name, matrix.statistics);
+        self.statistics(&name, mean_squares(matrix));
         if self.golden.settings.method == "dense" {
             if matrix.mask.count() > 0 {
                 self.fail(format!("{name}: a dense run prunes"));

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use prune::checkpoint::{Checkpoint, WeightSource};
-use prune::pipeline::{PrunedMatrix, Watcher};
+use prune::pipeline::{MaskObserver, PrunedMatrix};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -90,7 +90,7 @@ fn saved_masks_are_the_ones_of_run_json_and_of_the_zeros() {
 #[derive(Default)]
 struct Seen(BTreeMap<String, Vec<u8>>);
 
-impl Watcher for Seen {
+impl MaskObserver for Seen {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> anyhow::Result<()> {
         let name = matrix.projection.full_name(matrix.layer);
         self.0.insert(name, matrix.mask.bits().to_vec());

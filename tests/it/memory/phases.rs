@@ -13,12 +13,11 @@ use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::eval::Perplexity;
 use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
-use prune::model::observe::Need;
 use prune::model::{
     DecoderLayer, Dtypes, Head, LayerContext, ModelConfig, Observation, Observer, Projection,
     footprint,
 };
-use prune::pruning::{self, Pattern, Request, Target};
+use prune::pruning::{self, ColumnSquares, Pattern, Request, Statistics, Target};
 use prune::run::Silent;
 use prune::run::memory_settings::{MemorySettings, WeightsHeld};
 use prune::runtime::Side;
@@ -53,17 +52,7 @@ fn shape(dtype: StoredDtype) -> RandomCheckpoint {
 struct Nobody;
 
 impl Observer for Nobody {
-    fn needs(&self, _: Observation) -> Need {
-        Need::Rows
-    }
-
     fn observe(&mut self, _: Observation, _: &[f32]) {}
-
-    fn keeps(&self, _: Observation) -> &[usize] {
-        &[]
-    }
-
-    fn observe_sums(&mut self, _: Observation, _: &[f32], _: &[f32]) {}
 }
 
 /// The most that was allocated during `body` beyond what was before.
@@ -90,20 +79,19 @@ fn load(
 fn score(layer: &mut DecoderLayer, method: &str, projection: Projection) -> Result<()> {
     let linear = layer.linear_mut(projection);
     let at_rest = linear.weight_mut().hold()?;
-    let statistics = vec![1.0; linear.in_features()];
+    let statistics = ColumnSquares::from_mean(vec![1.0; linear.in_features()]);
+    let statistics = Statistics::Merged(Box::new(statistics));
     let request = Request {
         name: "w",
-        statistics: &statistics,
+        statistics: Some(&statistics),
         target: Target {
             ratio: 0.5,
             pattern: Pattern::Unstructured,
         },
-        use_variant: false,
-        score_time: None,
     };
     let method = pruning::method(method).context("it is in the table")?;
     let weight = linear.weight_mut().held_mut().context("it is held")?;
-    drop(method.prune(weight, &request)?);
+    drop(pruning::prune(method, weight, &request)?);
     if let Some(at_rest) = at_rest {
         *linear.weight_mut() = Weight::AtRest(at_rest);
     }

@@ -7,7 +7,6 @@ use anyhow::Result;
 use candle_core::DType;
 use prune::checkpoint::Checkpoint;
 use prune::linalg::StoredDtype;
-use prune::model::observe::Need;
 use prune::model::{
     DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer, Projection,
     RopeScaling,
@@ -27,19 +26,9 @@ const PLAIN: f64 = 1e-4;
 struct Seen(HashMap<Observation, Vec<f32>>);
 
 impl Observer for Seen {
-    fn needs(&self, _point: Observation) -> Need {
-        Need::Rows
-    }
-
     fn observe(&mut self, point: Observation, rows: &[f32]) {
         self.0.entry(point).or_default().extend_from_slice(rows);
     }
-
-    fn keeps(&self, _: Observation) -> &[usize] {
-        &[]
-    }
-
-    fn observe_sums(&mut self, _: Observation, _: &[f32], _: &[f32]) {}
 }
 
 /// The largest difference, relative to the largest element.

@@ -1,0 +1,101 @@
+//! The output of a pruning run: written matrices, observers of masks, and the record of finished layers.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+
+use super::prune::PrunedMatrix;
+use crate::checkpoint::CheckpointWriter;
+use crate::model::{DecoderLayer, Projection};
+use crate::run::manifest::LayerReport;
+
+/// Sees every pruned matrix: writes masks, or compares them in tests.
+pub trait MaskObserver: Send {
+    /// Called once per matrix, in order.
+    ///
+    /// # Errors
+    /// Ends the sweep.
+    fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()>;
+
+    /// Called after the last matrix of a layer, before the layer is recorded as finished; it may be on another thread.
+    ///
+    /// # Errors
+    /// Ends the sweep.
+    fn layer_done(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Records finished layers, so that another process can continue.
+pub trait Record: Send {
+    /// Called when the tensors and masks of all these layers are on the disk; `tensors` has the SHA-256 of each, in hex.
+    ///
+    /// # Errors
+    /// Ends the sweep.
+    fn layer_done(
+        &mut self,
+        layers: &[LayerReport],
+        tensors: BTreeMap<String, String>,
+    ) -> Result<()>;
+}
+
+/// The receivers of pruned layers.
+#[derive(Default)]
+pub struct Output<'a> {
+    /// Writer of pruned matrices; `None` when no model is saved.
+    pub sink: Option<&'a mut CheckpointWriter>,
+    /// Record of finished layers; `None` where a later process could not continue.
+    pub record: Option<&'a mut dyn Record>,
+    /// Observers of every matrix, called in this order.
+    pub observers: Vec<&'a mut dyn MaskObserver>,
+}
+
+impl Output<'_> {
+    /// Shows a pruned matrix to the observers.
+    pub(super) fn show(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
+        let mut observers = self.observers.iter_mut();
+        observers.try_for_each(|observer| observer.matrix(matrix))
+    }
+
+    /// Writes one matrix, which is in memory.
+    pub(super) fn write(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
+        let Some(sink) = &mut self.sink else {
+            return Ok(());
+        };
+        let name = projection.tensor_name(layer.index());
+        let weight = layer.linear(projection).weight().held();
+        let weight = weight.with_context(|| format!("`{name}` is written from memory"))?;
+        sink.write(&name, weight.as_bytes())
+            .with_context(|| format!("writing `{name}`"))
+    }
+
+    /// Writes matrices of a layer, waits for the disk, then records the layer as finished. `layers` holds the reports up to this one.
+    pub(super) fn save(
+        &mut self,
+        layer: &DecoderLayer,
+        unwritten: &[Projection],
+        layers: &[LayerReport],
+    ) -> Result<()> {
+        for &projection in unwritten {
+            self.write(layer, projection)?;
+        }
+        let Some(record) = &mut self.record else {
+            return Ok(());
+        };
+        for observer in &mut self.observers {
+            observer.layer_done()?;
+        }
+        match &mut self.sink {
+            Some(sink) => record.layer_done(layers, sink.sync()?),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes parts of the output that do not depend on later layers, until `is_over`.
+    pub(super) fn go_ahead(&mut self, is_over: &dyn Fn() -> bool) -> Result<()> {
+        match &mut self.sink {
+            Some(sink) => sink.go_ahead(is_over),
+            None => Ok(()),
+        }
+    }
+}
