@@ -5,7 +5,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `wanda`, `variant`, `magnitude` | the methods |
+//! | `wanda`, `variant`, `magnitude`, `ria` | the methods |
 //! | `method` | the trait they implement, and the checks they share |
 //! | `statistics`, `column_squares` | statistics of a linear's input: the two ways to collect them, and Wanda's |
 //! | `select` | scores → mask |
@@ -15,6 +15,7 @@ pub mod column_squares;
 pub mod magnitude;
 pub mod mask;
 pub mod method;
+pub mod ria;
 pub mod select;
 pub mod statistics;
 pub mod target;
@@ -28,8 +29,13 @@ pub use statistics::{InPlaceStatistics, MergedStatistics, SamplePart, Statistics
 pub use target::{Pattern, Target};
 
 /// Every pruning method, in the order of the help text.
-pub static METHODS: &[&dyn PruningMethod] =
-    &[&wanda::Wanda, &variant::WandaVariant, &magnitude::Magnitude];
+pub static METHODS: &[&dyn PruningMethod] = &[
+    &wanda::Wanda,
+    &variant::WandaVariant,
+    &magnitude::Magnitude,
+    &ria::Ria::Matrix,
+    &ria::Ria::Rows,
+];
 
 /// Finds a method by its name.
 pub fn method(name: &str) -> Option<&'static dyn PruningMethod> {

@@ -8,7 +8,7 @@ use prune::pruning::{ColumnSquares, Pattern, Statistics};
 use prune::run::Manifest;
 use serde_json::{Value, json};
 
-use super::reference::Golden;
+use super::reference::{Golden, Settings};
 
 /// Of all bits of a model, and of those of any one matrix, this many must be equal.
 const EQUAL_IN_MODEL: f64 = 0.9999;
@@ -50,7 +50,11 @@ impl Difference {
 /// Scores are recomputed here: |W|·√s where there are statistics, else |W|. Weights compete within an aligned group (N:M), a
 /// row (Wanda) or the matrix (magnitude); of n that compete and k that we prune, the thresholds are the k-th and the
 /// (k+1)-th lowest score.
-pub(super) fn differences(matrix: &PrunedMatrix<'_>, reference: &[u8]) -> Vec<Difference> {
+pub(super) fn differences(
+    matrix: &PrunedMatrix<'_>,
+    rule: Rule,
+    reference: &[u8],
+) -> Vec<Difference> {
     let (rows, columns) = (matrix.weight.rows(), matrix.weight.columns());
     assert_eq!(
         reference.len(),
@@ -60,11 +64,11 @@ pub(super) fn differences(matrix: &PrunedMatrix<'_>, reference: &[u8]) -> Vec<Di
     if matrix.mask.bits() == reference {
         return Vec::new();
     }
-    let scores = scores(matrix);
-    let competing = match (matrix.target.pattern, matrix.statistics.is_none()) {
+    let scores = scores(matrix, rule);
+    let competing = match (matrix.target.pattern, rule) {
         (Pattern::NOfM { m, .. }, _) => m,
-        (Pattern::Unstructured, false) => columns,
-        (Pattern::Unstructured, true) => rows * columns,
+        (Pattern::Unstructured, Rule::Wanda | Rule::RiaPerRow) => columns,
+        (Pattern::Unstructured, Rule::Magnitude | Rule::Ria) => rows * columns,
     };
     let we_prune = |element: usize| matrix.mask.is_pruned(element / columns, element % columns);
     let mut found = Vec::new();
@@ -107,15 +111,68 @@ fn mean_squares<'a>(matrix: &PrunedMatrix<'a>) -> &'a [f32] {
     squares.map_or(&[], |squares: &ColumnSquares| squares.mean())
 }
 
-fn scores(matrix: &PrunedMatrix<'_>) -> Vec<f32> {
+/// The formula of a score, and the weights that compete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rule {
+    Wanda,
+    Magnitude,
+    Ria,
+    RiaPerRow,
+}
+
+impl Rule {
+    pub(super) fn of(settings: &Settings) -> Self {
+        match (settings.method.as_str(), settings.threshold.as_str()) {
+            ("ria", "per output row") => Self::RiaPerRow,
+            ("ria", _) => Self::Ria,
+            ("magnitude", _) => Self::Magnitude,
+            _ => Self::Wanda,
+        }
+    }
+
+    /// Our name of the method.
+    pub(super) fn method(self) -> &'static str {
+        match self {
+            Self::Wanda => "wanda",
+            Self::Magnitude => "magnitude",
+            Self::Ria => "ria",
+            Self::RiaPerRow => "ria-per-row",
+        }
+    }
+}
+
+fn scores(matrix: &PrunedMatrix<'_>, rule: Rule) -> Vec<f32> {
     let columns = matrix.weight.columns();
     let mut scores = vec![0.0; matrix.weight.elements()];
     matrix.weight.widen_rows(0, &mut scores);
+    if let Rule::Ria | Rule::RiaPerRow = rule {
+        return ria_scores(&scores, columns, mean_squares(matrix));
+    }
     for (element, score) in scores.iter_mut().enumerate() {
         let factor = mean_squares(matrix)
             .get(element % columns)
             .map_or(1.0, |mean| mean.sqrt());
         *score = score.abs() * factor;
+    }
+    scores
+}
+
+/// (|W_ij| / Σ_i |W_ij| + |W_ij| / Σ_j |W_ij|) · s_j^¼ in f64, rounded once.
+fn ria_scores(weights: &[f32], columns: usize, squares: &[f32]) -> Vec<f32> {
+    let mut of_columns = vec![0.0f64; columns];
+    for row in weights.chunks_exact(columns) {
+        for (sum, weight) in of_columns.iter_mut().zip(row) {
+            *sum += f64::from(weight.abs());
+        }
+    }
+    let mut scores = Vec::with_capacity(weights.len());
+    for row in weights.chunks_exact(columns) {
+        let of_row: f64 = row.iter().map(|weight| f64::from(weight.abs())).sum();
+        for ((weight, of_column), square) in row.iter().zip(&of_columns).zip(squares) {
+            let weight = f64::from(weight.abs());
+            let relative = weight / of_column + weight / of_row;
+            scores.push((relative * f64::from(*square).powf(0.25)) as f32);
+        }
     }
     scores
 }
@@ -192,7 +249,7 @@ impl MaskObserver for Comparison<'_> {
         let is_equal = matrix.mask.sha256() == linear.mask_sha256;
         let differing = match self.golden.masks.as_ref().map(|masks| masks.get(&name)) {
             Some(Some(bits)) => {
-                let differences = differences(matrix, bits);
+                let differences = differences(matrix, Rule::of(&self.golden.settings), bits);
                 if differences.is_empty() != is_equal {
                     self.fail(format!("{name}: bits and hash of the reference disagree"));
                 }
@@ -312,7 +369,7 @@ impl<'a> Comparison<'a> {
     /// samples that no one used (magnitude, dense).
     fn check_calibration(&mut self, record: Option<&Value>) {
         let Some(record) = record else {
-            if self.golden.settings.method == "wanda" {
+            if ["wanda", "ria"].contains(&self.golden.settings.method.as_str()) {
                 self.fail("no calibration samples, but the reference has some".to_owned());
             }
             return;
