@@ -1,9 +1,9 @@
-//! A checkpoint beside the dense one it may have been made from: what is kept, what changed, what is missing.
+//! Comparison of a checkpoint with the dense one it may have been made from: kept, changed and missing weights.
 
 use crate::checkpoint::{Checkpoint, Scan, TensorEntry, WeightSource};
 use crate::run::inspection::{ChangedWeight, DenseComparison, StoredAs, UnlikeTensor};
 
-/// Gathers the comparison while the tensors pass by.
+/// Collects the comparison while the tensors are read.
 pub(super) struct Against<'a> {
     dense: &'a Checkpoint,
     found: DenseComparison,
@@ -29,7 +29,7 @@ impl<'a> Against<'a> {
         Self { dense, found }
     }
 
-    /// What `entry` is to be compared with; where there is nothing, that is recorded.
+    /// The dense tensor to compare `entry` with. Records a tensor without one.
     pub(super) fn partner(
         &mut self,
         entry: &TensorEntry,
@@ -49,7 +49,7 @@ impl<'a> Against<'a> {
         Some((self.dense, other))
     }
 
-    /// Takes what was seen of a tensor that had a partner: one whose weights `may_be_pruned`, or one to be left alone.
+    /// Adds the scan of a tensor that has a partner: a tensor whose weights `may_be_pruned`, or one that must be equal.
     pub(super) fn add(&mut self, entry: &TensorEntry, may_be_pruned: bool, scan: &Scan) {
         let Some(compared) = scan.compared else {
             return;
@@ -77,7 +77,7 @@ impl<'a> Against<'a> {
         }
     }
 
-    /// The comparison with `model`, whose every tensor has passed by.
+    /// The comparison with `model`, after all its tensors.
     pub(super) fn finish(self, model: &Checkpoint) -> DenseComparison {
         let mut found = self.found;
         let missing = self

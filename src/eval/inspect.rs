@@ -1,8 +1,8 @@
-//! The sparsity check: what a checkpoint on the disk holds, and whether it is a pruned copy of a dense one.
+//! The sparsity check: the content of a checkpoint on the disk, and its comparison with a dense one.
 //!
 //! Every tensor is read once, in the order of the files, in small pieces: no tokenizer, no forward pass, no layer in
-//! memory. What a tensor holds is found by `checkpoint::scan_tensor`; this file knows which tensors are decoder linears and
-//! puts the findings together.
+//! memory. `checkpoint::scan_tensor` reads one tensor. This file knows the names of decoder linears and combines the
+//! results.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -23,13 +23,13 @@ use crate::run::{Events, Meter};
 /// zero beyond it, because they were before.
 const ACCOUNTS_FOR: f64 = 0.95;
 
-/// Kinds of tensors beside the decoder linears, in the order of the report.
+/// Kinds of tensors other than decoder linears, in the order of the report.
 const KINDS: [&str; 5] = ["embedding", "head", "norms", "biases", "others"];
 
-/// Looks at every tensor of `model`, beside those of `dense` where given.
+/// Reads every tensor of `model`, and compares it with that of `dense` if given.
 ///
 /// # Errors
-/// Fails only when a file cannot be read; everything that is odd about the tensors is part of the result.
+/// Fails only when a file cannot be read. Everything else that is wrong with tensors is part of the result.
 pub fn inspect(
     model: &Checkpoint,
     config: &ModelConfig,
@@ -178,7 +178,7 @@ fn matrix_of(entry: &TensorEntry, scan: &Scan) -> InspectedMatrix {
     }
 }
 
-/// The kind of a tensor that is no decoder linear, as an index of [`KINDS`].
+/// The kind of a tensor other than a decoder linear, as an index of [`KINDS`].
 fn kind_of(name: &str) -> usize {
     match name {
         "model.embed_tokens.weight" => 0,

@@ -1,4 +1,4 @@
-//! Measuring what pruning did: perplexity, riding in the sweep, and the sparsity of what is on the disk.
+//! Measurement of a model: perplexity within the sweep, and the sparsity of a checkpoint on the disk.
 
 mod comparison;
 pub mod inspect;

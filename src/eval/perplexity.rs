@@ -1,4 +1,4 @@
-//! Perplexity over non-overlapping windows, layer by layer, as a passenger of the sweep.
+//! Perplexity over non-overlapping windows, layer by layer, within the sweep.
 //!
 //! For window w of L tokens: ℓ_w = (1/(L−1)) Σ_{t<L} −ln p(x_{t+1} | x_{≤t}), perplexity = exp(mean_w ℓ_w). No beginning-of-text
 //! token is put back and the tail is dropped. Reference: `eval_ppl_wikitext` in locuslab/wanda (which multiplies by L and
@@ -18,7 +18,7 @@ use crate::run::manifest::PerplexityReport;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, HiddenStates, Passenger, Side};
 
-/// One stream of windows on its way through the model.
+/// One stream of windows, passed through the model.
 pub struct Perplexity<'a> {
     side: Side,
     hidden: HiddenStates,
@@ -144,7 +144,7 @@ impl Passenger for Perplexity<'_> {
                 .collect()
         })?;
         self.report = Some(summarise(&losses, self.seqlen));
-        // The windows have come to their end.
+        // No later layer needs the windows.
         self.hidden.clear();
         Ok(())
     }
@@ -154,7 +154,7 @@ impl Passenger for Perplexity<'_> {
 /// exist at once.
 const SUMMED_AT_ONCE: usize = 1 << 25;
 
-/// What is known of a token's prediction after some of the vocabulary's rows.
+/// A token's prediction after some of the vocabulary's rows.
 #[derive(Debug, Clone, Copy)]
 struct NextToken {
     /// The largest logit so far.
@@ -179,7 +179,7 @@ impl NextToken {
     /// Takes the logits of the vocabulary's `rows`. With all rows at once this is a plain log-sum-exp.
     fn see(&mut self, logits: &[f32], rows: &Range<usize>, next: usize) {
         let largest = exp::largest(logits).max(self.largest);
-        // What was added up relative to a smaller maximum is scaled, and new exponentials are relative to the largest so far:
+        // The sum relative to a smaller maximum is scaled, and new exponentials are relative to the largest logit so far:
         // once the row's maximum was seen, they are those of the whole row.
         if largest != self.largest {
             self.sum *= (f64::from(self.largest) - f64::from(largest)).exp();

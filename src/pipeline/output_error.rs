@@ -1,4 +1,4 @@
-//! How far a pruned matrix's output is from the dense one's, measured on a few calibration tokens.
+//! The error of a pruned matrix's output against the dense one's, measured on a few calibration tokens.
 //!
 //! e = ‖X·Wᵀ − X·W′ᵀ‖_F / ‖X·Wᵀ‖_F
 //!
@@ -8,12 +8,12 @@
 //! * products in f32 as in the forward pass, both sums of squares in f64; 0/0 is 0
 //!
 //! It is what the layer-wise pruning methods try to keep small (Frantar and Alistarh 2023, arXiv:2301.00774, equation 1,
-//! there squared and without the denominator), and it tells which matrix suffers most. It is not the error of the layer, where
-//! residual stream, softmax and the other matrices have their say, and not the error of the model: that is what perplexity is for.
+//! there squared and without the denominator), and it tells which matrix suffers most. It is not the error of the layer,
+//! which also depends on residual stream, softmax and the other matrices, and not the error of the model, which perplexity measures.
 //! At most [`TOKENS`] tokens are looked at, so it is an estimate. As the difference of two f32 products it cannot tell errors
 //! below about 1e-6 from none.
 //!
-//! Which tokens: the same number of each sample, spread evenly over its positions, from another first position in every sample.
+//! The tokens: the same number of each sample, spread evenly over its positions, from another first position in every sample.
 //! The choice depends on the number of samples and their length alone, not on threads nor on how rows are split into calls.
 
 use anyhow::Result;
@@ -61,10 +61,10 @@ fn positions(sample: usize, samples: usize, seqlen: usize) -> Vec<usize> {
         .collect()
 }
 
-/// Some rows of the four inputs of one layer, of one sample.
+/// Some rows of the four inputs of one layer, from one sample.
 #[derive(Debug, Clone)]
 pub(super) struct SampleRows {
-    /// Which rows.
+    /// The positions of the rows, ascending.
     chosen: Vec<usize>,
     points: [Point; 4],
 }
@@ -72,7 +72,7 @@ pub(super) struct SampleRows {
 #[derive(Debug, Clone)]
 struct Point {
     width: usize,
-    /// Rows that went by.
+    /// Rows seen so far.
     seen: usize,
     /// `[chosen, width]`
     rows: Vec<f32>,
@@ -116,7 +116,7 @@ impl SampleRows {
     }
 }
 
-/// Some rows of the four inputs of one layer, of all samples.
+/// Some rows of the four inputs of one layer, from all samples.
 #[derive(Debug, Clone)]
 pub(super) struct InputRows([Vec<f32>; 4]);
 
@@ -230,10 +230,11 @@ mod tests {
             );
             let mut stored = vec![0.0; outer * inner];
             linear.weight().held().unwrap().widen_rows(0, &mut stored);
-            let goes = |row: usize, column: usize| (row * 7 + column * 3) % 5 < 2;
+            let is_removed = |row: usize, column: usize| (row * 7 + column * 3) % 5 < 2;
 
             let dense = DenseOutput::of(&linear, &x, &mut ProductContext::new()).unwrap();
-            linear.weight_mut().held_mut().unwrap().zero_where(goes);
+            let weight = linear.weight_mut().held_mut().unwrap();
+            weight.zero_where(is_removed);
             let error = dense
                 .error_of(&linear, &mut ProductContext::new())
                 .unwrap()
@@ -247,7 +248,7 @@ mod tests {
                         let term = f64::from(x[token * inner + column])
                             * f64::from(stored[row * inner + column]);
                         all += term;
-                        lost += if goes(row, column) { term } else { 0.0 };
+                        lost += if is_removed(row, column) { term } else { 0.0 };
                     }
                     difference += lost * lost;
                     norm += all * all;

@@ -1,4 +1,4 @@
-//! Masks beside the model: every mask is written as it comes, and none is kept.
+//! The file of masks: every mask is written at once, and none is kept in memory.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -36,8 +36,8 @@ impl SaveMasks {
         Ok(Self { writer })
     }
 
-    /// Takes up the file an earlier process left at `path`, with the masks of `finished` (matrix → SHA-256 of its bits) in it; also
-    /// the names of those that are not what was written. `None` where there is no such file.
+    /// Reopens the file of an earlier process at `path`, which holds the masks of `finished` (matrix → SHA-256 of its bits). Returns the
+    /// names of damaged masks as well; `None` without such a file.
     ///
     /// # Errors
     /// Fails when the file cannot be read.
@@ -67,7 +67,7 @@ impl SaveMasks {
     }
 }
 
-/// The matrices whose masks are saved, and what the file says of them.
+/// The matrices whose masks are saved, and the metadata of the file.
 fn layout(
     method: &dyn PruningMethod,
     targets: &TargetPlan,

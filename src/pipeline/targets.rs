@@ -1,4 +1,4 @@
-//! Which matrices lose how much: ratio, pattern, per-layer ratios and globs, resolved into a list before anything runs.
+//! The target of every matrix: ratio, pattern, per-layer ratios and globs, resolved into a list before anything runs.
 
 use std::collections::BTreeMap;
 
@@ -13,18 +13,18 @@ use crate::pruning::method::check_pattern;
 use crate::pruning::{Pattern, PruningMethod, Removes, Target};
 use crate::run::manifest::LayerReport;
 
-/// What the user asked for.
+/// The user's choice of matrices, ratio and pattern.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Selection {
     /// `--sparsity-ratio`.
     pub sparsity_ratio: Option<f64>,
     /// `--sparsity-type`.
     pub sparsity_type: Pattern,
-    /// `--include`: only what matches one of these; everything where empty.
+    /// `--include`: only matrices that match one of these globs; all matrices without a glob.
     pub include: Vec<String>,
-    /// `--exclude`: not what matches one of these.
+    /// `--exclude`: no matrix that matches one of these globs.
     pub exclude: Vec<String>,
-    /// Ratio per layer, where a file gave them.
+    /// Ratios per layer, from a file.
     pub layer_ratios: Option<LayerRatios>,
 }
 
@@ -103,12 +103,12 @@ impl TargetPlan {
         Ok(plan)
     }
 
-    /// What one matrix loses; `None` where it is left alone.
+    /// The target of one matrix; `None` for a matrix that stays as it is.
     pub fn of(&self, layer: usize, projection: Projection) -> Option<Target> {
         self.targets.get(layer)?.get(&projection).copied()
     }
 
-    /// The names of the tensors that lose weights.
+    /// The names of the tensors that are pruned.
     pub fn tensors(&self) -> Vec<String> {
         let rows = self.targets.iter().enumerate();
         rows.flat_map(|(layer, row)| {
@@ -123,7 +123,7 @@ impl TargetPlan {
         self.targets.iter().map(BTreeMap::len).sum()
     }
 
-    /// The ratio of each layer, where not all are alike.
+    /// The ratio of each layer; `None` if all are alike.
     pub fn uneven_ratios(&self) -> Option<Vec<f64>> {
         let ratios: Vec<f64> = self
             .targets
@@ -166,7 +166,7 @@ impl TargetPlan {
         })
     }
 
-    /// What was chosen, for a person: one line where all layers are alike, else one per run of equal layers.
+    /// Describes the chosen matrices: in one line if all layers are alike, else in one line per run of equal layers.
     pub fn describe(&self) -> Vec<String> {
         let total = self.matrices_in_model;
         if self.matrices() == total {
@@ -230,7 +230,7 @@ fn overall_ratio(selection: &Selection, pattern: Pattern, config: &ModelConfig) 
             Ok(ratios.iter().sum::<f64>() / config.num_hidden_layers.max(1) as f64)
         }
         (None, _) => Err(Failure::usage("--sparsity-ratio is missing")
-            .hint("say how much goes, like --sparsity-ratio 0.5 or --sparsity-type 2:4")
+            .hint("name the fraction to remove, like --sparsity-ratio 0.5 or --sparsity-type 2:4")
             .into()),
     }
 }
@@ -300,7 +300,7 @@ impl<'a> Globs<'a> {
         Ok(Self { flag, texts, globs })
     }
 
-    /// Whether any glob matches the full name (`model.layers.0.mlp.up_proj`), or the name inside the layer, or its last part.
+    /// Returns whether any glob matches the full name (`model.layers.0.mlp.up_proj`), the name inside the layer, or its last part.
     fn matches(&self, name: &str, matched: &mut [bool]) -> bool {
         let inside = name.splitn(4, '.').nth(3).unwrap_or(name);
         let last = name.rsplit('.').next().unwrap_or(name);

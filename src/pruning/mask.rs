@@ -1,4 +1,4 @@
-//! Which weights of a matrix are pruned, one bit each.
+//! Masks: the pruned weights of a matrix, one bit each.
 
 use crate::bytes::hex;
 use rayon::prelude::*;
@@ -25,8 +25,8 @@ pub struct RowBits<'a> {
 }
 
 impl RowBits<'_> {
-    /// Prunes every column `is_pruned` says; it is asked once for each, in order. There is no branch on the answer, which nobody
-    /// could predict.
+    /// Prunes the columns for which `is_pruned` is true. It is called once per column, in order. The code does not branch on its
+    /// result, which no processor could predict.
     pub fn set_where(&mut self, mut is_pruned: impl FnMut(usize) -> bool) {
         let (mut column, end) = (0, self.first + self.columns);
         while column < self.columns && !(self.first + column).is_multiple_of(8) {
@@ -65,11 +65,11 @@ impl Mask {
     /// Builds a mask row by row on all threads.
     ///
     /// # Arguments
-    /// * `scratch`: makes what one task reuses between rows
+    /// * `scratch`: makes the buffers that one task reuses between rows
     /// * `fill(scratch, row, bits)`: sets the pruned columns of a row, all of which are clear
     ///
     /// # Errors
-    /// The error of the lowest task that failed.
+    /// Fails with the error of the lowest task that failed.
     pub fn by_rows<S, E: Send>(
         rows: usize,
         columns: usize,
@@ -107,14 +107,14 @@ impl Mask {
         self.columns
     }
 
-    /// Whether a weight is pruned.
+    /// Returns whether a weight is pruned.
     #[inline]
     pub fn is_pruned(&self, row: usize, column: usize) -> bool {
         let bit = row * self.columns + column;
         self.bits[bit / 8] >> (bit % 8) & 1 == 1
     }
 
-    /// How many weights are pruned.
+    /// The number of pruned weights.
     pub fn count(&self) -> u64 {
         self.bits
             .par_chunks(1 << 16)
@@ -132,7 +132,7 @@ impl Mask {
         &self.bits
     }
 
-    /// The packed bits, the mask given up.
+    /// Converts the mask into its packed bits.
     pub fn into_bits(self) -> Vec<u8> {
         self.bits
     }
@@ -169,15 +169,15 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_any_length_lose_the_columns_they_are_told() {
-        let goes = |row: usize, column: usize| (row * 5 + column * 3) % 7 < 3;
+    fn rows_of_any_length_lose_the_chosen_columns() {
+        let is_chosen = |row: usize, column: usize| (row * 5 + column * 3) % 7 < 3;
         for columns in [1, 3, 8, 13, 16, 27] {
             let mask = Mask::by_rows(
                 11,
                 columns,
                 || (),
                 |(), row, bits| {
-                    bits.set_where(|column| goes(row, column));
+                    bits.set_where(|column| is_chosen(row, column));
                     Ok::<_, ()>(())
                 },
             )
@@ -185,7 +185,11 @@ mod tests {
             for (row, column) in
                 (0..11).flat_map(|row| (0..columns).map(move |column| (row, column)))
             {
-                assert_eq!(mask.is_pruned(row, column), goes(row, column), "{columns}");
+                assert_eq!(
+                    mask.is_pruned(row, column),
+                    is_chosen(row, column),
+                    "{columns}"
+                );
             }
         }
     }

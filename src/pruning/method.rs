@@ -45,13 +45,13 @@ pub trait PruningMethod: Debug + Sync {
         None
     }
 
-    /// Whether [`PruningMethod::prune`] changes the weights it keeps. These weights stay in memory until their layer is done,
+    /// States that [`PruningMethod::prune`] changes the weights it keeps. These weights stay in memory until their layer is done,
     /// `--verify full` is refused, and `prune inspect --against` accepts that they differ.
     fn changes_weights(&self) -> bool {
         false
     }
 
-    /// Whether the method has no N:M form.
+    /// States that the method has no N:M form.
     fn is_unstructured_only(&self) -> bool {
         false
     }

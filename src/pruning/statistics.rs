@@ -28,7 +28,7 @@ pub trait StatisticsKind: Debug + Sync {
 }
 
 impl dyn StatisticsKind {
-    /// Whether samples enter in place.
+    /// Returns whether samples enter in place.
     pub fn is_in_place(&self) -> bool {
         matches!(self.begin(0), Statistics::InPlace(_))
     }
