@@ -168,11 +168,7 @@ fn is_begun(folder: &Path) -> bool {
         })
 }
 
-/// Reads the record of a run.
-///
-/// # Errors
-/// Fails for a file that is no record, or that a newer version wrote.
-pub(super) fn read(file: &Path) -> Result<Manifest> {
+fn read(file: &Path) -> Result<Manifest> {
     let shown = file.display();
     let no_manifest = |why: String| {
         Failure::new(format!("`{shown}` is not the record of a run"))

@@ -80,11 +80,17 @@ fn sweep(
     let (method, targets, model) = (pruning.method, &pruning.targets, &job.model);
     let samples = streams.calibration.take();
     let calibrator = Calibrator::new(method, samples, &model.config, &model.clock, events);
-    let masks = masks.as_mut().map(|masks| masks as &mut dyn MaskObserver);
+    let mut observers: Vec<&mut dyn MaskObserver> = Vec::new();
+    if let Some(observer) = observer {
+        observers.push(observer);
+    }
+    if let Some(masks) = masks {
+        observers.push(masks);
+    }
     let output = Output {
         sink: writer.as_mut(),
         record: state.as_mut().map(|state| state as &mut dyn Record),
-        observers: observer.into_iter().chain(masks).collect(),
+        observers,
     };
     let mut pruner = Pruner::new(method, targets, calibrator, output, layers_before);
     let swept = streams.sweep(job, finished, Some(&mut pruner), events)?;

@@ -83,9 +83,9 @@ impl<'a> Pruner<'a> {
         statistics: Option<&LayerStatistics>,
         compute: &mut Compute<'_>,
     ) -> Result<(Vec<MatrixReport>, Vec<Projection>)> {
-        let mut reports = Vec::with_capacity(Projection::ALL.len());
+        let mut reports = Vec::new();
         let mut unwritten = Vec::new();
-        for projection in Projection::ALL {
+        for projection in layer.projections().collect::<Vec<_>>() {
             let at_rest = match layer.linear(projection).weight() {
                 Weight::Held(_) => None,
                 Weight::AtRest(_) => self.clock.measure(Phase::Read, || {

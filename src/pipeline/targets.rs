@@ -145,10 +145,10 @@ impl TargetPlan {
         let (mut weights, mut planned, mut removed) = (0.0, 0.0, 0.0);
         for layer in layers {
             for matrix in &layer.matrices {
+                let mut targets = self.targets.get(layer.layer).into_iter().flatten();
                 let is_it = |p: &Projection| p.full_name(layer.layer) == matrix.name;
-                let projection = Projection::ALL.into_iter().find(is_it);
-                let target = projection.and_then(|p| self.of(layer.layer, p));
-                if let (Some(target), Some(pruned)) = (target, matrix.pruned) {
+                let target = targets.find(|(projection, _)| is_it(projection));
+                if let (Some((_, target)), Some(pruned)) = (target, matrix.pruned) {
                     let elements = (matrix.shape[0] * matrix.shape[1]) as f64;
                     weights += elements;
                     planned += elements * target.ratio;

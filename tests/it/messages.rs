@@ -269,7 +269,8 @@ fn an_interrupted_run_says_what_it_leaves_and_never_looks_finished() {
         "{rest:?}"
     );
     assert!(
-        unfinished.starts_with("finished layers are kept in `out`; this command continues the run:"),
+        unfinished
+            .starts_with("finished layers are kept in `out`; this command continues the run:"),
         "{rest:?}"
     );
     assert!(command.contains("--save out"), "{rest:?}");

@@ -141,11 +141,12 @@ fn check(method: &dyn PruningMethod) {
         let before = matrix(dtype);
         for target in [0.3, 0.5, 0.7].map(unstructured) {
             let mut weight = before.clone();
-            let mask = prune(method, &mut weight, target, None).unwrap();
+            let mask = prune(method, &mut weight, target, None).expect("valid input");
             check_count(method, &mask, target, dtype != StoredDtype::F32);
             check_kept(method, &before, weight, &mask);
         }
-        let mask = prune(method, &mut before.clone(), unstructured(0.0), None).unwrap();
+        let mask =
+            prune(method, &mut before.clone(), unstructured(0.0), None).expect("valid input");
         assert_eq!(mask.count(), 0, "{name}: a ratio of 0 removes nothing");
         for (n, m) in [(2, 4), (1, 4), (4, 8), (5, 16)] {
             let target = Target {
@@ -155,12 +156,12 @@ fn check(method: &dyn PruningMethod) {
             let mut weight = before.clone();
             let mask = prune(method, &mut weight, target, None);
             if method.is_unstructured_only() {
-                let error = mask.unwrap_err();
+                let error = mask.expect_err("refused input");
                 let failure = error.downcast_ref::<Failure>().expect("a refusal");
                 assert!(failure.is_usage, "{name}: {failure}");
                 continue;
             }
-            let mask = mask.unwrap();
+            let mask = mask.expect("valid input");
             for row in 0..ROWS {
                 for first in (0..COLUMNS).step_by(m) {
                     let count = count(&mask, row..row + 1, first..first + m);
@@ -217,9 +218,9 @@ fn check_kept(
 fn check_threads(method: &dyn PruningMethod) {
     let with = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
-        pool.build().unwrap().install(|| {
+        pool.build().expect("valid input").install(|| {
             let mut weight = matrix(StoredDtype::Bf16);
-            let mask = prune(method, &mut weight, unstructured(0.55), None).unwrap();
+            let mask = prune(method, &mut weight, unstructured(0.55), None).expect("valid input");
             (weight.as_bytes().to_vec(), mask)
         })
     };
@@ -237,7 +238,7 @@ fn check_not_finite(method: &dyn PruningMethod) {
         values[5 * COLUMNS + 7] = bad;
         let mut weight = StoredMatrix::from_f32(StoredDtype::F32, ROWS, COLUMNS, &values);
         let error = prune(method, &mut weight, unstructured(0.5), None)
-            .unwrap_err()
+            .expect_err("refused input")
             .to_string();
         assert!(
             error.contains("up_proj` has a weight that is NaN or infinite at row 5, column 7"),
@@ -245,7 +246,8 @@ fn check_not_finite(method: &dyn PruningMethod) {
         );
         if method.statistics().is_some() {
             let mut weight = matrix(StoredDtype::F32);
-            let error = prune(method, &mut weight, unstructured(0.5), Some(bad)).unwrap_err();
+            let error = prune(method, &mut weight, unstructured(0.5), Some(bad))
+                .expect_err("refused input");
             let error = error.to_string();
             assert!(
                 error.contains("the input of `model.layers.0.mlp.up_proj` is not finite"),

@@ -2,7 +2,7 @@
 
 use super::{F32, RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
-use crate::model::{Projection, footprint};
+use crate::model::footprint;
 use crate::pipeline::output_error;
 use crate::placement::{ExecutionOption, PhaseMemory, Processors};
 use crate::run::memory_settings::WeightsHeld;
@@ -64,8 +64,8 @@ impl<'r> Host<'r> {
             phases.push(self.passing(Phase::Propagate, forward(sample), Vec::new()));
         }
         if let Some(method) = run.method {
-            let shapes = Projection::ALL
-                .iter()
+            let shapes = config
+                .projections()
                 .map(|projection| projection.shape(config));
             let working = shapes.map(|(out, inner)| method.working_bytes(out, inner));
             let score = footprint::score(config, dtype, run.threads, settings)

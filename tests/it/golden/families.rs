@@ -76,7 +76,7 @@ fn run(
     );
     support::prune_in_process(
         &line,
-        comparison.map(|one| one as &mut dyn prune::pipeline::Watcher),
+        comparison.map(|one| one as &mut dyn prune::pipeline::MaskObserver),
     )
 }
 
