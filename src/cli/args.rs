@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::builder::{PossibleValue, PossibleValuesParser};
+use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 
 use crate::checkpoint::VerifyLevel;
@@ -443,63 +443,4 @@ fn methods_help() -> String {
         .map(|method| format!("{} ({})", method.name(), method.summary()))
         .collect();
     format!("How weights are chosen: {}", methods.join(" or "))
-}
-
-impl ValueEnum for ComputeDtype {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::Auto, Self::F32, Self::Bf16x3, Self::Bf16]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        let (name, help) = match self {
-            Self::Auto => (
-                "auto",
-                "bf16 for bf16 checkpoints where the CPU has it; for all others bf16x3 where it has tiles, else f32",
-            ),
-            Self::F32 => (
-                "f32",
-                "Single precision, the same bits on every CPU with fused multiply-adds",
-            ),
-            Self::Bf16x3 => (
-                "bf16x3",
-                "Single precision as sums of products of bf16 parts, three of an activation, on AMX tiles",
-            ),
-            Self::Bf16 => (
-                "bf16",
-                "bf16 products with f32 accumulation, for bf16 checkpoints",
-            ),
-        };
-        Some(PossibleValue::new(name).help(help))
-    }
-}
-
-impl ValueEnum for EvalSides {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::Pruned, Self::Both, Self::None]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        let (name, help) = match self {
-            Self::Pruned => ("pruned", "The pruned model"),
-            Self::Both => ("both", "The dense and the pruned model, in one sweep"),
-            Self::None => ("none", "Nothing; needs no evaluation text"),
-            // `prune eval` has no such flag.
-            Self::Dense => return None,
-        };
-        Some(PossibleValue::new(name).help(help))
-    }
-}
-
-impl ValueEnum for VerifyLevel {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::Quick, Self::Full]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        let (name, help) = match self {
-            Self::Quick => ("quick", "Hashes, zeros, N:M groups"),
-            Self::Full => ("full", "Also every kept weight against the source"),
-        };
-        Some(PossibleValue::new(name).help(help))
-    }
 }

@@ -21,6 +21,7 @@ pub mod report;
 pub mod selftest;
 pub mod shell;
 mod terminal;
+mod values;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

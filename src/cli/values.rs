@@ -1,0 +1,66 @@
+//! Values of flags with their help, for enums of other rooms.
+
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
+
+use crate::checkpoint::VerifyLevel;
+use crate::settings::{ComputeDtype, EvalSides};
+
+impl ValueEnum for ComputeDtype {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Auto, Self::F32, Self::Bf16x3, Self::Bf16]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Self::Auto => (
+                "auto",
+                "bf16 for bf16 checkpoints where the CPU has it; for all others bf16x3 where it has tiles, else f32",
+            ),
+            Self::F32 => (
+                "f32",
+                "Single precision, the same bits on every CPU with fused multiply-adds",
+            ),
+            Self::Bf16x3 => (
+                "bf16x3",
+                "Single precision as sums of products of bf16 parts, three of an activation, on AMX tiles",
+            ),
+            Self::Bf16 => (
+                "bf16",
+                "bf16 products with f32 accumulation, for bf16 checkpoints",
+            ),
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
+}
+
+impl ValueEnum for EvalSides {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Pruned, Self::Both, Self::None]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Self::Pruned => ("pruned", "The pruned model"),
+            Self::Both => ("both", "The dense and the pruned model, in one sweep"),
+            Self::None => ("none", "Nothing; needs no evaluation text"),
+            // `prune eval` has no such flag.
+            Self::Dense => return None,
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
+}
+
+impl ValueEnum for VerifyLevel {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Quick, Self::Full]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Self::Quick => ("quick", "Hashes, zeros, N:M groups"),
+            Self::Full => ("full", "Also every kept weight against the source"),
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
+}
