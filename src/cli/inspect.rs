@@ -42,7 +42,7 @@ pub struct InspectArgs {
 /// Runs the command and prints what it found.
 ///
 /// # Errors
-/// Fails for everything [`job::inspect`] fails for, and, after the result is printed, when decoder linears are missing or the
+/// Fails for everything [`job::inspect()`] fails for, and, after the result is printed, when decoder linears are missing or the
 /// folder is no pruned copy.
 pub fn command(args: &InspectArgs, console: &Console) -> Result<()> {
     let inspection = job::inspect(&args.folder, args.against.as_deref(), console)?;

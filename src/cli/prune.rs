@@ -62,7 +62,7 @@ impl PruneArgs {
 /// Runs the command and prints its table.
 ///
 /// # Errors
-/// See [`job::prune`].
+/// See [`job::prune()`].
 pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
     let settings = args.settings(arguments)?;
     if settings.output.log_memory {

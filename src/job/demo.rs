@@ -81,7 +81,7 @@ const SENTENCE_TOKENS: usize = 40;
 /// Prunes the embedded model in several ways and lets each result write a sentence.
 ///
 /// # Errors
-/// Fails when the folder is not empty or cannot be written; see also [`prune`].
+/// Fails when the folder is not empty or cannot be written; see also [`prune()`].
 pub fn demo(settings: &DemoSettings, events: &dyn Events) -> Result<DemoTable> {
     match &settings.save {
         Some(save) => {

@@ -200,7 +200,7 @@ fn softmax(x: &Tensor) -> Result<Tensor> {
     Ok(exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)?)
 }
 
-/// The mean over all tokens of −ln softmax(logits)[next], in nat.
+/// The mean over all tokens of −ln softmax(logits)\[next\], in nat.
 ///
 /// # Arguments
 /// * `logits`: `[tokens, vocab_size]`

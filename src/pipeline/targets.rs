@@ -136,7 +136,7 @@ impl TargetPlan {
             .then_some(ratios)
     }
 
-    /// A warning where the layers lost another share of their weights than the plan says, by more than [`MISSED`]. Only a method
+    /// A warning where the layers lost another share of their weights than the plan says, by more than 0.005. Only a method
     /// that prunes near the ratio can miss it.
     pub fn missed(&self, method: &dyn PruningMethod, layers: &[LayerReport]) -> Option<String> {
         if method.removes() != Removes::NearRatio {

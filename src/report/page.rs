@@ -1,7 +1,7 @@
 //! The page `prune report` writes: one HTML file without references to others, and its pictures as separate files.
 //!
 //! The page has no script and loads nothing. It suits light and dark screens of any width, and paper. `page.html` is its template:
-//! minijinja escapes everything that comes from a manifest ([`escape`]).
+//! minijinja escapes everything that comes from a manifest (`escape`).
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
