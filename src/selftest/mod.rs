@@ -388,7 +388,10 @@ impl Bench {
     /// Fills the device but for a little, and lets a sample pass all the same.
     #[cfg(feature = "cuda")]
     fn out_of_memory(&self, folder: &Path) -> Result<Outcome> {
+        use crate::linalg::StoredDtype;
         use crate::runtime::engine::{OutOfMemory, cuda};
+        use crate::synthetic::RandomCheckpoint;
+        use candle_core::Tensor;
         if matches!(self.device, Device::Cpu) {
             return Ok(Outcome::Skipped("the CPU's memory is not to be used up"));
         }
