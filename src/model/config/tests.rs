@@ -1,3 +1,5 @@
+//! Tests of the configuration.
+
 use super::*;
 use serde_json::json;
 
