@@ -127,8 +127,8 @@ magnitude 60 %    60.0 %     12345.68     6172.84
     ... One\u{fffd}day {}word
     {}
 ",
-            "day ".repeat(11),
-            "day ".repeat(8),
+            "day ".repeat(12),
+            "day ".repeat(7),
             "word ".repeat(12),
             "word ".repeat(7)
         );

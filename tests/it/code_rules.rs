@@ -28,7 +28,7 @@ const QUESTIONS_AT_MOST: f64 = 0.02;
 
 /// The largest number of lines of a file, and the number of files that may have more.
 const FILE_LINES: usize = 500;
-const LONG_FILES: usize = 3;
+const LONG_FILES: usize = 0;
 
 /// The largest number of lines of a function, and the functions that may have more because they are tables.
 const FUNCTION_LINES: usize = 100;

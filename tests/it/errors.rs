@@ -74,7 +74,7 @@ fn a_ratio_that_is_missing_is_asked_for() {
         "--sparsity-ratio -",
         2,
         "error: --sparsity-ratio is missing",
-        "hint: say how much goes, like --sparsity-ratio 0.5 or --sparsity-type 2:4",
+        "hint: name the fraction to remove, like --sparsity-ratio 0.5 or --sparsity-type 2:4",
     );
 }
 
