@@ -96,7 +96,7 @@ fn score(magnitudes: &mut [f32], columns: &[f32], activations: &[f32]) {
     }
 }
 
-/// c_j = Σ_i |W_ij|, `[in_features]`.
+/// c_j = Σ_i |W_ij|, `[in_features]`. Weights that are not finite are left out: scoring refuses them with their place.
 fn column_sums(weight: &StoredMatrix) -> Vec<f32> {
     let (rows, columns) = (weight.rows(), weight.columns());
     let part = rows.div_ceil(PARTS).max(1);
@@ -108,7 +108,8 @@ fn column_sums(weight: &StoredMatrix) -> Vec<f32> {
             for at in first..rows.min(first + part) {
                 weight.widen_rows(at, &mut row);
                 for (sum, weight) in sums.iter_mut().zip(&row) {
-                    *sum += f64::from(weight.abs());
+                    let is_finite = weight.is_finite();
+                    *sum += f64::from(if is_finite { weight.abs() } else { 0.0 });
                 }
             }
             sums
