@@ -73,7 +73,7 @@ name, other, folder = sys.argv[1:]
 ours = [json.loads(line) for line in open(folder + "/ours.jsonl")]
 theirs = [json.loads(line) for line in open(folder + "/theirs.jsonl")]
 def mine(run):
-    return sum(phase["seconds"] for phase in run["phases"] if phase["phase"] != "tokenise")
+    return sum(phase["seconds"] for phase in run["phases"] if phase["phase"] != "tokenize")
 def its(run):
     return sum(run[phase] for phase in ("embed", "capture", "prune", "propagate", "evaluate") if phase in run)
 a, b = [mine(run) for run in ours], [its(run) for run in theirs]

@@ -401,7 +401,7 @@ pub(super) struct OutputArgs {
     /// Tell memory at the original's checkpoints and after each layer, and write SAVE/memory_log.csv
     ///
     /// Of this process, in GiB, although the columns say GB as the original's. 01_start, 02_model_loaded (headers read, texts
-    /// tokenised), 03_before_pruning, layer_0 and so on, 04_after_pruning, 05_before_eval and 06_after_eval (the head; the rest
+    /// tokenized), 03_before_pruning, layer_0 and so on, 04_after_pruning, 05_before_eval and 06_after_eval (the head; the rest
     /// of the evaluation happened layer by layer), 07_before_save_model and 08_after_save_model (finishing and reading back the
     /// files), 09_end.
     #[arg(long)]

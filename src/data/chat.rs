@@ -103,7 +103,7 @@ impl ChatTemplate {
             let why = format!("it has {bytes}, the limit is {LARGEST}");
             return Err(unusable(&why).hint(OWN_PROMPT).into());
         }
-        let panicked = unusable("the template library panicked").hint(OWN_PROMPT);
+        let panicked = unusable("the template library failed").hint(OWN_PROMPT);
         let rendered = thread::scope(|scope| {
             let thread = thread::Builder::new()
                 .name("chat-template".to_owned())

@@ -171,7 +171,7 @@ fn damaged(path: &Path, error: &dyn Display) -> Failure {
 
 /// The failure for a file on which the `parquet` crate panics.
 fn library_panicked(path: &Path) -> Failure {
-    damaged(path, &"the parquet library panicked")
+    damaged(path, &"the parquet library failed")
 }
 
 #[cfg(test)]

@@ -48,7 +48,7 @@ pub struct Tokenizer {
 /// The largest `tokenizer.json` that is read. Published files have up to 35 MB.
 pub(super) const LARGEST: ByteSize = ByteSize(256 << 20);
 /// The reason in the failure for a panic of the library.
-const PANICKED: &str = "the tokenizer library panicked";
+const FAILED: &str = "the tokenizer library failed";
 
 /// The rule for encoding a long text in pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -89,7 +89,7 @@ impl Tokenizer {
                 .hint("copy it from the model's page again, or write it anew with a current `transformers` (save_pretrained)")
         };
         // The library panics on some values of the wrong type.
-        let parsed = blaming(damaged(PANICKED.into()), || parse(&bytes))?;
+        let parsed = blaming(damaged(FAILED.into()), || parse(&bytes))?;
         let mut inner = parsed.map_err(|error| damaged(error.to_string()))?;
         let sha256 = digest::of_bytes(&bytes);
         drop(bytes);
@@ -110,7 +110,7 @@ impl Tokenizer {
             largest_id,
             special: None,
             cuts: None,
-            damaged: damaged(PANICKED.into()),
+            damaged: damaged(FAILED.into()),
         };
         if let Some(special) = tokenizer.configured_special_tokens(model_folder)? {
             tokenizer.apply(special)?;

@@ -119,13 +119,13 @@ impl OpenedModel {
         self.dtypes().layers
     }
 
-    /// Loads the tokenizer, as part of the tokenise phase.
+    /// Loads the tokenizer, as part of the tokenize phase.
     ///
     /// # Errors
     /// Fails when there is none.
     pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
         self.clock
-            .measure(Phase::Tokenise, || Tokenizer::load(&self.folder))
+            .measure(Phase::Tokenize, || Tokenizer::load(&self.folder))
     }
 
     /// Checks that the embedding, the last norm and the head can be read, and says where another head is passed over.

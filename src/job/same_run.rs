@@ -23,7 +23,7 @@ const ARITHMETIC: &str = "arithmetic";
 /// The settings that come from the checkpoint, not from a flag.
 const OF_THE_SOURCE: [&str; 2] = ["source", "config"];
 
-/// Returns what decides the outcome and is known before texts are tokenised.
+/// Returns what decides the outcome and is known before texts are tokenized.
 ///
 /// # Errors
 /// Fails when the source cannot be read.
@@ -52,7 +52,7 @@ pub(super) fn early(
     Ok(deciding)
 }
 
-/// Returns what decides the outcome and is known once texts are tokenised and the work is planned.
+/// Returns what decides the outcome and is known once texts are tokenized and the work is planned.
 pub(super) fn late(
     texts: &Texts,
     model: &OpenedModel,

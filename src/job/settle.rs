@@ -12,7 +12,7 @@ use super::same_run;
 use super::texts::{TextSources, Texts};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{check_sidecars, output_bytes};
-use crate::data::footprint::Encoding;
+use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::disk::{self, Room};
 use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, RunShape, TargetPlan, check_verification};
@@ -57,7 +57,7 @@ pub(super) enum Settled {
 }
 
 impl Job {
-    /// Opens the checkpoint, resolves targets, folders and memory, and tokenises the texts.
+    /// Opens the checkpoint, resolves targets, folders and memory, and tokenizes the texts.
     ///
     /// # Errors
     /// Fails for everything that can be wrong with settings, checkpoint, texts and folders.
@@ -92,7 +92,7 @@ impl Job {
         let planning = Planning::new(&settings.device, model.threads)?;
         let sides = settings.evaluation.eval.sides();
         let calibration = settings.calibration.as_ref();
-        // The number of windows is unknown before tokenising. A run that does not fit with one window fails now.
+        // The number of windows is unknown before the texts are tokenized. A run that does not fit with one window fails now.
         let mut workload = RunShape {
             samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
             windows: sides.len().min(1),
@@ -101,8 +101,8 @@ impl Job {
             saves: folder.model.is_some(),
             ..model.workload(&settings.device)
         };
-        planning.plan(&workload)?;
-        let texts = tokenise(&settings, &model, &planning, &mut workload, events)?;
+        plan_early(&planning, &mut workload, &model)?;
+        let texts = tokenize(&settings, &model, &planning, &mut workload, events)?;
         memory::release_freed();
         model.clock.mark(Moment::ModelLoaded, events);
         workload.samples = texts.samples();
@@ -356,12 +356,31 @@ fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
     method.statistics().is_some() && !prunes_nothing
 }
 
+/// Plans a run whose texts are not found yet. A refusal counts the tokenizer, too, so that its advice is enough for the whole run.
+fn plan_early(
+    planning: &Planning<'_>,
+    workload: &mut RunShape<'_>,
+    model: &OpenedModel,
+) -> Result<()> {
+    let Err(refusal) = planning.plan(workload) else {
+        return Ok(());
+    };
+    if workload.samples + workload.windows > 0
+        && let Ok(size) = TokenizerSize::of(&model.folder)
+    {
+        workload.tokenizing = footprint::load_tokenizer(size);
+        workload.retained = footprint::retained(size, model.threads);
+        planning.plan(workload)?;
+    }
+    Err(refusal)
+}
+
 /// Tokenizes the texts. Their memory is planned before the tokenizer is loaded. Only a loaded tokenizer tells whether texts can be
 /// cut; if they cannot, the memory of a single call is planned, too.
 ///
 /// # Errors
 /// Fails when tokenizing does not fit, and for texts that are missing, too short or cannot be read.
-fn tokenise(
+fn tokenize(
     settings: &Settings,
     model: &OpenedModel,
     planning: &Planning<'_>,
@@ -378,5 +397,5 @@ fn tokenise(
         (workload.tokenizing, workload.retained) = sources.memory(model, Encoding::InOneCall)?;
         planning.plan(workload)?;
     }
-    sources.tokenise(settings, model, &tokenizer, events)
+    sources.tokenize(settings, model, &tokenizer, events)
 }

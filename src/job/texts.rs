@@ -121,7 +121,7 @@ impl TextSources {
     ///
     /// # Errors
     /// Fails for a text that is too short or cannot be read, and for ids that the embedding does not have.
-    pub(super) fn tokenise(
+    pub(super) fn tokenize(
         &self,
         settings: &Settings,
         model: &OpenedModel,
@@ -138,7 +138,7 @@ impl TextSources {
                 seqlen,
                 seed: settings.seed,
             };
-            let samples = model.clock.measure(Phase::Tokenise, || {
+            let samples = model.clock.measure(Phase::Tokenize, || {
                 data::calibration(dataset, tokenizer, draw, cache, events)
             })?;
             model.check_ids(&samples.tokens, tokenizer, "calibration")?;
@@ -147,7 +147,7 @@ impl TextSources {
         if let Some(dataset) = &self.evaluation {
             let windows = settings.evaluation.eval_windows;
             let windows = windows.map(|windows| usize::try_from(windows).unwrap_or(usize::MAX));
-            let windows = model.clock.measure(Phase::Tokenise, || {
+            let windows = model.clock.measure(Phase::Tokenize, || {
                 data::evaluation(dataset, tokenizer, seqlen, windows, cache, events)
             })?;
             model.check_ids(&windows.tokens, tokenizer, "evaluation")?;

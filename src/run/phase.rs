@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
     /// Tokenizer and texts are loaded, texts become token ids.
-    Tokenise,
+    #[serde(alias = "tokenise")]
+    Tokenize,
     /// Output files get their final size.
     Allocate,
     /// The files of an interrupted run are compared with its record.

@@ -40,7 +40,7 @@ pub fn reset_peak() {
     let _ = std::fs::write("/proc/self/clear_refs", "5");
 }
 
-/// Gives memory that was freed in small pieces back to the system. glibc keeps it otherwise: after tokenising 5 MB of
+/// Gives memory that was freed in small pieces back to the system. glibc keeps it otherwise: after tokenizing 5 MB of
 /// text with Llama 3's tokenizer 411 MB stay resident, 38 MB after this call. Does nothing with other C libraries.
 pub fn release_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]

@@ -255,7 +255,7 @@ fn the_manifest_tells_what_was_done() {
         .map(|phase| phase.phase.to_string())
         .collect();
     for phase in [
-        "tokenise",
+        "tokenize",
         "allocate",
         "embed",
         "read",

@@ -1,8 +1,8 @@
-//! Peak memory does not depend on the number of layers and equals the plan. Peak memory of tokenising hardly depends on the text
+//! Peak memory does not depend on the number of layers and equals the plan. Peak memory of tokenizing hardly depends on the text
 //! and equals [`footprint`].
 //!
 //! The allocator of this test binary counts allocated bytes. Tests share a process, so a measurement runs in a child process: this
-//! binary again, with the one test [`child`] or [`tokenising_child`].
+//! binary again, with the one test [`child`] or [`tokenizing_child`].
 #![expect(
     unsafe_code,
     reason = "an allocator that counts can only be written so"
@@ -99,10 +99,10 @@ fn child() {
     fs::write(TAKEN, format!("{peak} {resident}")).unwrap();
 }
 
-/// Tokenises `text.txt` with the tokenizer of the folder, on two workers, with a cache if the argument asks for one.
+/// Tokenizes `text.txt` with the tokenizer of the folder, on two workers, with a cache if the argument asks for one.
 #[test]
 #[ignore = "started by the other tests of this module, in a process of its own"]
-fn tokenising_child() {
+fn tokenizing_child() {
     let Ok(arguments) = std::env::var(ARGUMENTS) else {
         return;
     };
@@ -226,7 +226,7 @@ fn automatic(dtype: StoredDtype) -> Products {
     }
 }
 
-/// The phase of the peak that is planned for the run of [`flat_in_depth`], tokenising left out: a text of a few kilobytes.
+/// The phase of the peak that is planned for the run of [`flat_in_depth`], tokenizing left out: a text of a few kilobytes.
 fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> PhaseMemory {
     let config = ModelConfig::load(&place.path("m")).expect("just written");
     let job = RunShape {
@@ -251,7 +251,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         processors: Processors::Cpu,
     };
     let phases = job.layers(&option).and(job.head(&option)).host;
-    let left_out = [Phase::Tokenise, Phase::SaveAndVerify];
+    let left_out = [Phase::Tokenize, Phase::SaveAndVerify];
     phases
         .into_iter()
         .filter(|memory| !left_out.contains(&memory.phase))
@@ -345,7 +345,7 @@ fn large_tokenizer() -> (Value, Vec<String>) {
 }
 
 #[test]
-fn tokenising_takes_what_was_planned_however_long_the_text_is() {
+fn tokenizing_takes_what_was_planned_however_long_the_text_is() {
     let place = Place::empty();
     let (tokenizer, words) = large_tokenizer();
     fs::write(place.path("tokenizer.json"), tokenizer.to_string()).unwrap();
@@ -357,7 +357,7 @@ fn tokenising_takes_what_was_planned_however_long_the_text_is() {
             .map(|at| words[at * 7919 % words.len()].as_str())
             .collect();
         fs::write(place.path("text.txt"), &text).unwrap();
-        let (peak, loading) = measured(&place, "tokenising_child", arguments);
+        let (peak, loading) = measured(&place, "tokenizing_child", arguments);
         let text = ByteSize(text.len() as u64);
         let spec = place.path("text.txt").display().to_string();
         let cache = TextCache::open(Some(place.path("cache")));

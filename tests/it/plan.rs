@@ -199,7 +199,7 @@ fn a_tokenizer_whose_texts_cannot_be_cut_is_part_of_the_plan() {
     });
     let ran = place.run(eval);
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    let needed = "\"tokenise\" needs at least 14";
+    let needed = "\"tokenize\" needs at least 14";
     assert!(ran.stderr.contains(needed), "{}", ran.stderr);
 }
 

@@ -50,7 +50,7 @@ impl<'r> Host<'r> {
             footprint::capture(config, dtype, seqlen, threads, settings, kernel)
         };
         let mut phases = vec![self.phase(
-            Phase::Tokenise,
+            Phase::Tokenize,
             vec![part(PartKind::Tokenizer, run.tokenizing)],
         )];
         if run.passes_samples() {

@@ -16,6 +16,8 @@ const EQUAL_IN_MATRIX: f64 = 0.999;
 /// The largest distance, relative to the threshold, of the score of a differing bit: a few steps of f32 (1.2e-7),
 /// since statistics summed in another order move scores by about that.
 const NEAR_TIE: f64 = 1e-6;
+/// The same in layers after one whose mask differs by a near-tie: their inputs differ too. Up to 4.8e-5 was seen.
+const NEAR_TIE_AFTER_ANOTHER: f64 = 1e-4;
 /// Relative error of statistics: f32 rounding in the middle; cancelled columns, fed by earlier layers' rounding, at most.
 const STATISTICS_MEDIAN: f64 = 1e-6;
 const STATISTICS_MAX: f64 = 1e-4;
@@ -194,6 +196,7 @@ pub(super) fn within(error: f64, tolerance: f64) -> bool {
 /// One matrix, compared.
 struct Matrix {
     name: String,
+    layer: usize,
     bits: usize,
     /// Differing bits; unknown (`None`) where the hashes differ and the reference saved no bits.
     differing: Option<usize>,
@@ -253,7 +256,7 @@ impl MaskObserver for Comparison<'_> {
                 if differences.is_empty() != is_equal {
                     self.fail(format!("{name}: bits and hash of the reference disagree"));
                 }
-                self.list(&name, &differences);
+                self.list(matrix.layer, &name, &differences);
                 Some(differences.len())
             }
             Some(None) => {
@@ -264,6 +267,7 @@ impl MaskObserver for Comparison<'_> {
         };
         self.matrices.push(Matrix {
             name,
+            layer: matrix.layer,
             bits: matrix.weight.elements(),
             differing,
         });
@@ -307,7 +311,16 @@ impl<'a> Comparison<'a> {
         }
     }
 
-    fn list(&mut self, name: &str, differences: &[Difference]) {
+    fn list(&mut self, layer: usize, name: &str, differences: &[Difference]) {
+        let is_after_another = self
+            .matrices
+            .iter()
+            .any(|matrix| matrix.layer < layer && matrix.differing != Some(0));
+        let near = if is_after_another {
+            NEAR_TIE_AFTER_ANOTHER
+        } else {
+            NEAR_TIE
+        };
         for bit in differences {
             let line = format!(
                 "{name} row {} column {}: {} by us only, score {:e}, threshold {:e}, {:.1e} apart",
@@ -318,7 +331,7 @@ impl<'a> Comparison<'a> {
                 bit.threshold,
                 bit.distance()
             );
-            if bit.distance() <= NEAR_TIE {
+            if bit.distance() <= near {
                 self.notes.push(format!("{}: {line}", self.golden.name));
             } else {
                 self.fail(line);
