@@ -162,8 +162,8 @@ impl fmt::Display for ByteSize {
 impl FromStr for ByteSize {
     type Err = Failure;
 
-    /// Reads "24GiB", "1.5 GB" (powers of 1000) or a plain number of bytes, in any case but
-    /// for the `B`: "40Gb" is refused: elsewhere it means bits.
+    /// Reads "24GiB", "1.5 GB" (powers of 1000) or a plain number of bytes, in upper or lower case. "40Gb" and other units of two
+    /// letters that end in a small b are refused, because elsewhere they mean bits.
     fn from_str(text: &str) -> Result<Self, Failure> {
         let bad = |why: &str| {
             Failure::usage(format!("`{text}` is not an amount of memory: {why}"))

@@ -9,5 +9,5 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 /// The suffix of an unfinished file; no loader opens it.
 pub const PARTIAL_SUFFIX: &str = ".partial";
 
-/// Bytes that copies and checks move at once: enough for the full speed of a disk, too few to count in a memory plan.
+/// Bytes of one piece of a copy or a check, enough for the full speed of a disk. The memory plan counts two of them.
 pub(crate) const CHUNK_BYTES: usize = 8 << 20;

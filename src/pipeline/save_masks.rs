@@ -1,4 +1,4 @@
-//! The file of masks: every mask is written at once, and none is kept in memory.
+//! The file of masks: each mask is written as soon as it is known, and none is kept in memory.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! A run in numbers: the memory of its phases and its work, for the settings a plan chooses from.
 //!
-//! The planner knows nothing of models. `pipeline/run_shape.rs` knows them and implements [`Workload`].
+//! The planner knows nothing of models. `pipeline/workload.rs` knows them and implements [`Workload`].
 
 use crate::bytes::ByteSize;
 use crate::run::plan::{MemoryPart, PartKind};

@@ -1,4 +1,4 @@
-//! The door for pruning methods: a method's declarations, and its one function from a weight to a mask.
+//! The trait of pruning methods: a method's declarations, and its one function from a weight to a mask.
 
 use std::fmt::Debug;
 

@@ -1,6 +1,6 @@
 //! Pruning methods: scores, selection rules, masks, statistics. Pure mathematics on one matrix at a time.
 //!
-//! A method is one file here and one line in [`METHODS`]. The command line, its help and the conformance test
+//! A method is one file here, its `pub mod` line, and one line in [`METHODS`]. The command line, its help and the conformance test
 //! (`tests/it/methods.rs`) iterate that table. Wanda's formula is in `wanda.rs`.
 //!
 //! | file | content |

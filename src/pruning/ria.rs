@@ -1,7 +1,7 @@
 //! RIA, relative importance and activations: score_ij = (|W_ij| / c_j + |W_ij| / r_i) · (√s_j)^½.
 //!
 //! W `[out_features, in_features]`; c_j = Σ_i |W_ij| its column sums `[in_features]`, r_i = Σ_j |W_ij| its row sums
-//! `[out_features]`; s_j as in Wanda (`column_squares.rs`). A weight counts for much if it is large among the weights of its input or
+//! `[out_features]`; s_j as in Wanda (`column_squares.rs`). A weight is important if it is large among the weights of its input or
 //! of its output. Zhang, Bai, Lin, Zhao, Hou, Cannistraci 2024, "Plug-and-Play: An Efficient Post-training Pruning Method for Large
 //! Language Models", ICLR 2024, with the exponent a = 0.5; reference: `prune_ria` in
 //! biomedical-cybernetics/Relative-importance-and-activation-pruning.
@@ -10,7 +10,7 @@
 //! `int(elements · ratio)`), `ria-per-row` within each output row, as the reference's `--per_outneuron` does. N:M: the N lowest of
 //! each aligned group of M, ties to the lower column. Sums run in f64 and are rounded to f32; the reference sums in the dtype of
 //! the weights, f16. A column or row without weights has a sum of 0 and scores 0. The reference's channel permutation and weight update
-//! are not built.
+//! are not implemented.
 
 use anyhow::Result;
 use rayon::prelude::*;

@@ -1,4 +1,4 @@
-//! Statistics of a linear's input: the door through which a method learns about calibration samples.
+//! Statistics of a linear's input: all that a method knows about the calibration samples.
 //!
 //! A method names a [`StatisticsKind`]. The pipeline keeps one accumulator per distinct input (q, k and v share one, gate and up
 //! another) and hands it to the method together with each weight. Samples enter in one of two ways:

@@ -193,7 +193,7 @@ impl fmt::Display for PartKind {
 /// Seconds by a stated model; docs/memory-model.md has it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct TimeEstimate {
-    /// The total.
+    /// The time of the run. Less than the sum of the other fields if reading overlaps computing.
     pub seconds: f64,
     /// Floating-point operations, divided by the rate of the devices.
     pub compute: f64,

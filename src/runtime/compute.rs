@@ -1,8 +1,8 @@
 //! The devices that compute: the CPU, and GPUs, which share the samples of a layer.
 //!
-//! A plan names the devices of each layer. Without a GPU a pass takes the samples one by one, with all threads in each. With GPUs each takes the next
-//! sample that no other has taken; the CPU computes at once what a GPU has no memory for ([`DeviceWorker`]). Results are combined in
-//! the order of the samples, so they do not depend on the device of a sample, apart from its rounding.
+//! A plan names the devices of each layer. Without a GPU, samples are computed one by one, each with all threads. With GPUs, each GPU
+//! takes the next free sample. If a GPU has too little memory for a sample, the CPU computes this sample immediately ([`DeviceWorker`]).
+//! Results are combined in the order of the samples, so they depend on the device of a sample only by its rounding.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -54,7 +54,7 @@ impl LayerStore {
                 None
             } else {
                 let layer = DecoderLayer::load(&*source, &config, index)
-                    .with_context(|| format!("in layer {index}"))?;
+                    .with_context(|| format!("in model.layers.{index}"))?;
                 done += 1;
                 events.emit(Event::Progress { done });
                 Some(layer)
@@ -179,7 +179,7 @@ impl Reader {
                 .map_err(|_| anyhow!("the reader of layer {index} is gone"))?;
             self.is_busy = false;
             if read == index {
-                return layer.with_context(|| format!("in layer {index}"));
+                return layer.with_context(|| format!("in model.layers.{index}"));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Reads decoder layers: the next one while this one is in use, if both fit the memory.
+//! Reads decoder layers: the next one while this one is in use, if the plan says so (`prefetch`).
 //!
 //! A waiting layer has its stored dtype. At most two layers exist at a time; without reading ahead, one.
 //! The thread that reads a layer also copies it to the GPU that will compute it, while the GPU works on the layer before.

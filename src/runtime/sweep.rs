@@ -1,8 +1,8 @@
 //! The one loop of the program: every decoder layer once, in order.
 //!
 //! For each layer, passengers get the dense layer, the editor changes it, and passengers get the pruned layer. Weights are read once for
-//! calibration, pruning and all perplexities; peak memory is one layer, the next one's stored bytes, the hidden states
-//! and one workspace, at any depth. Other [`MemorySettings`] need less memory.
+//! calibration, pruning and all perplexities; at any depth, memory holds the layer in use (with some kernels also packed),
+//! the next one's stored bytes, the hidden states and one workspace. Other [`MemorySettings`] need less memory.
 //!
 //! A sweep can continue the work of an earlier process. Then only the samples pass through the finished layers: the editor's and
 //! those of the pruned side through the written layers, those of the dense side through the source's.
@@ -222,7 +222,7 @@ impl Sweep<'_> {
             layers.clone(),
         );
         for index in layers {
-            let in_layer = || format!("in layer {index}");
+            let in_layer = || format!("in model.layers.{index}");
             let layer = self
                 .clock
                 .measure(Phase::Read, || loader.take(index))

@@ -115,7 +115,7 @@ pub(super) fn multiply(
 ) {
     assert!(
         is_granted_here(),
-        "the kernel is listed where tiles are granted"
+        "AMX tiles are not granted to this process"
     );
     let Factors {
         x,
@@ -202,7 +202,7 @@ pub(super) fn multiply(
 /// Runs the instruction on four accumulators in turn; returns the number of operations.
 pub(super) fn spin() -> usize {
     const ROUNDS: usize = 1_000_000;
-    assert!(is_granted(), "the kernel is listed where tiles are granted");
+    assert!(is_granted(), "AMX tiles are not granted to this process");
     // SAFETY: tiles are granted; the operand is a valid configuration of 64 bytes; tiles are zeroed before they are multiplied
     // and released at the end.
     unsafe {
