@@ -6,13 +6,8 @@
 use std::fs::{File, TryLockError};
 use std::io;
 use std::path::Path;
-use std::thread::sleep;
-use std::time::Duration;
 
 use crate::run::Events;
-
-/// The time between two attempts.
-const POLL: Duration = Duration::from_millis(100);
 
 /// Takes the lock after every other process has released it; `None` on a file system without locks.
 ///
@@ -22,38 +17,36 @@ pub(super) fn acquire(path: &Path, file: &str, events: &dyn Events) -> io::Resul
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
     }
-    let lock = File::options()
+    let mut options = File::options();
+    let lock = options
         .write(true)
         .create(true)
         .truncate(false)
         .open(path)?;
-    let mut has_waited = false;
-    loop {
-        match lock.try_lock() {
-            Ok(()) => return Ok(Some(lock)),
-            Err(TryLockError::WouldBlock) => {}
-            Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(TryLockError::Error(error)) => {
-                events.warn(format!(
-                    "no lock on `{}` ({error}): another process may download `{file}` a second time",
-                    path.display()
-                ));
-                return Ok(None);
-            }
-        }
-        if !has_waited {
+    let shown = path.display();
+    let locked = match lock.try_lock() {
+        Err(TryLockError::WouldBlock) => {
             events.note(format!(
-                "another process downloads `{file}`; waiting for it (lock `{}`)",
-                path.display()
+                "another process downloads `{file}`; waiting for it (lock `{shown}`)"
             ));
-            has_waited = true;
+            lock.lock()
         }
-        sleep(POLL);
+        Err(TryLockError::Error(error)) => Err(error),
+        Ok(()) => Ok(()),
+    };
+    if let Err(error) = &locked {
+        events.warn(format!(
+            "no lock on `{shown}` ({error}): another process may download `{file}` a second time"
+        ));
     }
+    Ok(locked.is_ok().then_some(lock))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::thread::sleep;
+    use std::time::Duration;
+
     use super::*;
     use crate::run::Silent;
 
@@ -66,7 +59,7 @@ mod tests {
         let other = path.clone();
         let second =
             std::thread::spawn(move || acquire(&other, "x", &Silent).map(|lock| lock.is_some()));
-        sleep(3 * POLL);
+        sleep(Duration::from_millis(300));
         assert!(!second.is_finished());
         drop(first);
         assert!(second.join().expect("no panic")?);
