@@ -11,18 +11,19 @@
 
 use std::fs;
 use std::io;
+#[cfg(unix)]
+use std::os::unix::fs::symlink;
+#[cfg(windows)]
+use std::os::windows::fs::symlink_file as symlink;
 use std::path::{Component, Path, PathBuf};
 
-use hf_hub::{Cache, CacheRepo};
-
 use super::id::HubRepo;
-use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
 /// The folder of a repository in the cache.
 pub(super) struct RepoCache {
-    layout: CacheRepo,
     folder: PathBuf,
+    /// The folder of the locks.
     locks: PathBuf,
     revision: String,
 }
@@ -31,7 +32,6 @@ impl RepoCache {
     pub(super) fn new(cache: &Path, repo: &HubRepo) -> Self {
         let name = repo.repo().folder_name();
         Self {
-            layout: Cache::new(cache.to_path_buf()).repo(repo.repo()),
             folder: cache.join(&name),
             locks: cache.join(".locks").join(name),
             revision: repo.revision().to_string(),
@@ -40,7 +40,8 @@ impl RepoCache {
 
     /// The commit of the revision, or of its last download.
     pub(super) fn commit(&self) -> Option<String> {
-        if is_full_hash(&self.revision) {
+        // A revision that is a commit never moves.
+        if self.revision.len() == 40 && self.revision.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             return Some(self.revision.clone());
         }
         let commit = fs::read_to_string(self.reference()).ok()?;
@@ -54,7 +55,7 @@ impl RepoCache {
 
     /// The folder of a commit's files.
     pub(super) fn snapshot(&self, commit: &str) -> PathBuf {
-        self.layout.pointer_path(commit)
+        self.folder.join("snapshots").join(commit)
     }
 
     /// Returns whether a file of a commit is in the cache.
@@ -63,59 +64,33 @@ impl RepoCache {
     }
 
     pub(super) fn blob(&self, etag: &str) -> PathBuf {
-        self.layout.blob_path(etag)
+        self.folder.join("blobs").join(etag)
     }
 
     pub(super) fn lock(&self, etag: &str) -> PathBuf {
         self.locks.join(format!("{etag}.lock"))
     }
 
-    /// Creates the folder of the blobs.
-    pub(super) fn create(&self) -> Result<(), Failure> {
-        let blobs = self.folder.join("blobs");
-        fs::create_dir_all(&blobs).map_err(|error| cannot_write(&blobs, &error))
-    }
-
     /// Links a blob under its file name in a commit.
     pub(super) fn link(&self, commit: &str, file: &str, etag: &str) -> Result<(), Failure> {
         let pointer = self.snapshot(commit).join(file);
-        let cannot = |error: io::Error| cannot_write(&pointer, &error);
-        let is_below = Path::new(file)
-            .components()
-            .all(|part| matches!(part, Component::Normal(_)));
-        if !is_below || file.is_empty() {
-            return Err(cannot(io::ErrorKind::InvalidFilename.into()));
+        let is_normal = |part| matches!(part, Component::Normal(_));
+        if file.is_empty() || !Path::new(file).components().all(is_normal) {
+            return Err(cannot_write(&pointer)(
+                io::ErrorKind::InvalidFilename.into(),
+            ));
         }
-        if let Some(folder) = pointer.parent() {
-            fs::create_dir_all(folder).map_err(cannot)?;
+        if pointer.is_file() {
+            return Ok(());
         }
         // Leaves the file's folders, the commit and `snapshots`.
         let depth = Path::new(file).components().count() + 1;
-        let target: PathBuf = std::iter::repeat_n("..", depth)
-            .chain(["blobs", etag])
-            .collect();
-        loop {
-            if pointer.is_file() {
-                return Ok(());
-            }
-            match symlink(&target, &pointer) {
-                Ok(()) => return Ok(()),
-                // Another process made the link, or an old link is broken.
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    if pointer.is_file() {
-                        return Ok(());
-                    }
-                    match fs::remove_file(&pointer) {
-                        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                            return Err(cannot(error));
-                        }
-                        _ => {}
-                    }
-                }
-                // Without links, the blob itself gets the name, as with the Python client.
-                Err(_) => return fs::rename(self.blob(etag), &pointer).map_err(cannot),
-            }
-        }
+        let up = std::iter::repeat_n("..", depth);
+        let target: PathBuf = up.chain(["blobs", etag]).collect();
+        replace(&pointer, |temporary| symlink(&target, temporary))
+            // Without links, the blob itself gets the name, as with the Python client.
+            .or_else(|_| fs::rename(self.blob(etag), &pointer))
+            .map_err(cannot_write(&pointer))
     }
 
     /// Records the commit of the revision, unless the revision is a commit itself.
@@ -124,25 +99,18 @@ impl RepoCache {
             return Ok(());
         }
         let path = self.reference();
-        let cannot = |error: io::Error| cannot_write(&path, &error);
-        if let Some(folder) = path.parent() {
-            fs::create_dir_all(folder).map_err(cannot)?;
-        }
-        // The rename keeps readers from a half-written file.
-        let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
-        fs::write(&temporary, commit).map_err(cannot)?;
-        fs::rename(&temporary, &path).map_err(cannot)
+        replace(&path, |temporary| fs::write(temporary, commit)).map_err(cannot_write(&path))
     }
 }
 
-#[cfg(unix)]
-fn symlink(target: &Path, pointer: &Path) -> io::Result<()> {
-    std::os::unix::fs::symlink(target, pointer)
-}
-
-#[cfg(windows)]
-fn symlink(target: &Path, pointer: &Path) -> io::Result<()> {
-    std::os::windows::fs::symlink_file(target, pointer)
+/// Creates a file under a temporary name and renames it. So readers find the old file or the whole new one.
+fn replace(path: &Path, create: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
+    create(&temporary)?;
+    fs::rename(&temporary, path)
 }
 
 /// Returns whether a text can be the name of a commit's folder.
@@ -150,43 +118,20 @@ pub(super) fn is_plain_commit(text: &str) -> bool {
     (1..=64).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric())
 }
 
-/// Returns whether a revision is a commit, which never moves.
-fn is_full_hash(text: &str) -> bool {
-    text.len() == 40 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
-}
-
 /// The failure for a cache that cannot be written.
-pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
+pub(super) fn cannot_write(path: &Path) -> impl Fn(io::Error) -> Failure {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    let cannot = format!("cannot write `{}`", path.display());
     let elsewhere = "choose another cache with --cache-dir or HF_HUB_CACHE";
-    if is_full(error) {
-        return Failure::new(format!(
-            "the disk is full: cannot write `{}`",
-            path.display()
-        ))
-        .hint(format!(
-            "free space there, or {elsewhere}; the downloaded part is kept"
-        ));
-    }
-    Failure::new(format!("cannot write `{}`", path.display()))
-        .detail(error.to_string())
-        .hint(elsewhere)
-}
-
-fn is_full(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
-    )
-}
-
-/// The failure for a write of which `missing` bytes remain.
-pub(super) fn cannot_store(path: &Path, error: &io::Error, missing: Option<ByteSize>) -> Failure {
-    let failure = cannot_write(path, error);
-    match missing {
-        Some(missing) if is_full(error) => {
-            failure.detail(format!("{missing} are still to be written"))
+    move |error| match error.kind() {
+        StorageFull | QuotaExceeded | FileTooLarge => {
+            Failure::new(format!("the disk is full: {cannot}")).hint(format!(
+                "free space there, or {elsewhere}; the downloaded part is kept"
+            ))
         }
-        _ => failure,
+        _ => Failure::new(&cannot)
+            .detail(error.to_string())
+            .hint(elsewhere),
     }
 }
 
@@ -203,7 +148,7 @@ mod tests {
     fn links_are_relative_and_replace_broken_ones() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let cache = cache(folder.path());
-        cache.create().expect("writable");
+        fs::create_dir_all(folder.path().join("models--a--b/blobs")).expect("writable");
         fs::write(cache.blob("e1"), "x").expect("write");
         cache.link("c0", "en/x.gz", "e1").expect("linked");
         let pointer = folder.path().join("models--a--b/snapshots/c0/en/x.gz");
@@ -249,11 +194,9 @@ mod tests {
     #[test]
     fn a_full_disk_is_named_in_the_message() {
         let full = io::Error::from(io::ErrorKind::StorageFull);
-        let shown = cannot_store(Path::new("x"), &full, Some(ByteSize(3 << 20))).to_string();
+        let shown = cannot_write(Path::new("x"))(full).to_string();
         assert!(
-            shown.starts_with(
-                "the disk is full: cannot write `x`\n  3.00 MiB are still to be written"
-            ),
+            shown.starts_with("the disk is full: cannot write `x`\nhint: free space there"),
             "{shown}"
         );
     }

@@ -3,16 +3,12 @@
 //! A plan needs names, shapes and dtypes. For the 138 GB of Llama-2-70B these are `config.json`, the index, and some kilobytes of each
 //! shard. `model` has the names of the files and refuses unusable repositories.
 
-use std::io::Read;
-
 use anyhow::Result;
 
-use super::cache::RepoCache;
 use super::http::HttpRequest;
 use super::id::HubRepo;
-use super::listing::{Listing, listing};
-use super::model::refuse_other_repositories;
-use super::refusal::{self, Asked, RequestError};
+use super::refusal::RequestError;
+use super::transfer::Transfer;
 use super::{Hub, ModelFiles, Snapshot};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
@@ -56,25 +52,20 @@ impl Hub {
         files: &dyn ModelFiles,
         events: &dyn Events,
     ) -> Result<ModelHeaders> {
-        let cache = RepoCache::new(self.cache(), repo);
+        let transfer = Transfer::new(self, repo, events);
         let cached = || {
-            self.cached_model(repo, &cache)
-                .map(|snapshot| ModelHeaders {
-                    snapshot,
-                    shards: None,
-                })
+            transfer.cached_model().map(|snapshot| ModelHeaders {
+                snapshot,
+                shards: None,
+            })
         };
-        if self.client.settings().is_offline {
-            return cached();
+        if self.settings.is_offline {
+            return Ok(cached()?);
         }
-        self.warn_of_open_token(events);
-        let list = match self
-            .client
-            .with_retries(events, || listing(&self.client, repo))
-        {
+        let list = match transfer.list() {
             Ok(list) => list,
-            Err(error) => {
-                let headers = cached().map_err(|_| error)?;
+            Err(failure) => {
+                let headers = cached().map_err(|_| failure)?;
                 events.note(format!(
                     "the hub did not list the files of the model `{}`; using the cache, which has commit {}",
                     repo.id(),
@@ -83,68 +74,58 @@ impl Hub {
                 return Ok(headers);
             }
         };
-        refuse_other_repositories(repo, &list)?;
-        let transfer = self.transfer(repo, &cache, events);
-        self.fetch_config(&transfer, &list, files)?;
-        let names = self.fetch_index(&transfer, &list)?;
-        let shards = names
-            .into_iter()
-            .map(|name| self.shard_header(repo, &list, name, events))
-            .collect::<Result<_>>()?;
+        let mut shards = Vec::new();
+        for name in transfer.weight_files(&list, files)? {
+            let announced = list.files.get(&name).copied().flatten();
+            shards.push(transfer.shard_header(&list.commit, name, announced)?);
+        }
         Ok(ModelHeaders {
-            snapshot: Snapshot {
-                folder: cache.snapshot(&list.commit),
-                commit: list.commit,
-            },
+            snapshot: transfer.snapshot(list.commit),
             shards: Some(shards),
         })
     }
+}
 
+impl Transfer<'_> {
+    /// Fetches the header of a shard; `announced` is the length of the whole file, if the hub lists it.
     fn shard_header(
         &self,
-        repo: &HubRepo,
-        list: &Listing,
+        commit: &str,
         name: String,
-        events: &dyn Events,
-    ) -> Result<ShardHeader> {
+        announced: Option<u64>,
+    ) -> Result<ShardHeader, Failure> {
         let unlike = |why: String| {
-            Failure::new(format!(
-                "cannot read the header of `{name}` of the model `{}`: {why}",
-                repo.id()
-            ))
-            .hint("download the model and name its folder, or use another --revision")
+            let named = self.repo.named(Some(&name));
+            Failure::new(format!("cannot read the header of {named}: {why}"))
+                .hint("download the model and name its folder, or use another --revision")
         };
         let read = |first: u64, end: u64| {
-            self.client
-                .with_retries(events, || self.range(repo, &list.commit, &name, first, end))
+            let part = || self.part(commit, &name, first, end);
+            self.hub.with_retries(self.events, part)
         };
-        let (begin, whole) = read(0, FIRST_BYTES)?;
-        let file_bytes = list
-            .files
-            .get(&name)
-            .copied()
-            .flatten()
+        let (mut json, whole) = read(0, FIRST_BYTES)?;
+        let file_bytes = announced
             .or(whole)
             .ok_or_else(|| unlike("its length is unknown".to_string()))?;
-        let length = begin
+        let length = json
             .first_chunk::<8>()
             .map(|length| u64::from_le_bytes(*length))
-            .ok_or_else(|| unlike(format!("{} bytes are too few", begin.len())))?;
+            .ok_or_else(|| unlike(format!("{} bytes are too few", json.len())))?;
         if length > MAX_HEADER_BYTES || length > file_bytes.saturating_sub(8) {
             return Err(unlike(format!(
                 "it announces a header of {length} bytes in a file of {file_bytes}"
-            ))
-            .into());
+            )));
         }
-        let mut json = begin[8..].to_vec();
-        if (json.len() as u64) < length {
-            let (rest, _) = read(8 + json.len() as u64, 8 + length)?;
-            json.extend_from_slice(&rest);
+        let end = 8 + length;
+        if (json.len() as u64) < end {
+            json.extend(read(json.len() as u64, end)?.0);
         }
-        if (json.len() as u64) < length {
-            return Err(unlike(format!("{} of {length} bytes came", json.len())).into());
+        if (json.len() as u64) < end {
+            let came = json.len() - 8;
+            return Err(unlike(format!("{came} of {length} bytes came")));
         }
-        json.truncate(length as usize);
+        json.truncate(end as usize);
+        json.drain(..8);
         Ok(ShardHeader {
             name,
             json,
@@ -154,51 +135,28 @@ impl Hub {
 
     /// Requests the bytes from `first` up to `end` of a file. Returns them, fewer at the end of the file, and the file's length if the
     /// answer has it.
-    fn range(
+    fn part(
         &self,
-        repo: &HubRepo,
         commit: &str,
         name: &str,
         first: u64,
         end: u64,
     ) -> Result<(Vec<u8>, Option<u64>), RequestError> {
-        let asked = Asked {
-            repo,
-            file: Some(name),
-        };
-        let answer = self.client.send(&HttpRequest {
-            asked,
-            path: repo.file_path(commit, name),
-            is_head: false,
+        let answer = self.hub.send(&HttpRequest {
             headers: vec![("range", format!("bytes={first}-{}", end - 1))],
+            ..HttpRequest::file(self.repo, commit, name)
         })?;
-        let origin = answer.origin.clone();
-        let is_part = answer.response.status() == 206;
-        if !is_part && first > 0 {
+        let (start, whole) = answer.range().unwrap_or((first, None));
+        if start != first {
             return Err(Failure::new(format!(
-                "`{origin}` does not answer range requests, and the header of `{name}` is longer than {}",
+                "`{}` does not answer range requests, and the header of `{name}` is longer than {}",
+                answer.origin,
                 ByteSize(FIRST_BYTES)
             ))
             .hint("download the model and name its folder")
             .into());
         }
-        // `bytes 0-65535/9976576152`
-        let told = answer
-            .header("content-range")
-            .and_then(|range| range.rsplit('/').next()?.parse().ok());
-        let own = answer
-            .header("content-length")
-            .filter(|_| !is_part)
-            .and_then(|bytes| bytes.parse().ok());
-        let whole = told.or(own);
-        let mut bytes = Vec::new();
         // A server may ignore the range and send the whole file; the rest is not read.
-        let body = answer.response.into_body().into_reader();
-        body.take(end - first)
-            .read_to_end(&mut bytes)
-            .map_err(|error| {
-                refusal::unanswered(self.client.settings(), &origin, &ureq::Error::from(error))
-            })?;
-        Ok((bytes, whole))
+        Ok((self.hub.read(answer, end - first)?, whole))
     }
 }

@@ -5,15 +5,17 @@
 //! redirect describe a large file. Third, a redirect without a location, in a circle, or from https to http needs a clear error.
 //! Addresses are printed without their query, which may hold a signature.
 
+use std::io::Read;
 use std::thread::sleep;
 use std::time::Duration;
 
-use anyhow::Result;
 use ureq::http::{HeaderMap, Response, Uri};
 use ureq::{Agent, Body};
 
-use super::refusal::{self, Asked, RequestError, header};
-use super::settings::{Origin, Settings};
+use super::Hub;
+use super::id::HubRepo;
+use super::refusal::{CHECK_ENDPOINT, RequestError, Retry, refused, unanswered};
+use super::settings::{HubSettings, Origin};
 use crate::failure::Failure;
 use crate::run::Events;
 
@@ -29,7 +31,9 @@ const UNREACHABLE_RETRIES: u32 = 2;
 /// A request below the endpoint.
 #[derive(Debug)]
 pub(super) struct HttpRequest<'a> {
-    pub(super) asked: Asked<'a>,
+    pub(super) repo: &'a HubRepo,
+    /// A file of the repository; `None` for the list of files.
+    pub(super) file: Option<&'a str>,
     /// Path and query.
     pub(super) path: String,
     /// `HEAD`: headers only, up to the redirect that describes the file.
@@ -37,7 +41,20 @@ pub(super) struct HttpRequest<'a> {
     pub(super) headers: Vec<(&'static str, String)>,
 }
 
-/// A usable answer: 2xx, 416, or the redirect that describes the file.
+impl<'a> HttpRequest<'a> {
+    /// A request for a whole file at a commit or revision.
+    pub(super) fn file(repo: &'a HubRepo, revision: &str, file: &'a str) -> Self {
+        Self {
+            repo,
+            file: Some(file),
+            path: repo.file_path(revision, file),
+            is_head: false,
+            headers: Vec::new(),
+        }
+    }
+}
+
+/// The answer to a request, after its redirects.
 pub(super) struct Answer {
     pub(super) response: Response<Body>,
     /// The server that answered.
@@ -51,76 +68,87 @@ impl Answer {
     pub(super) fn header(&self, name: &str) -> Option<&str> {
         header(self.response.headers(), name)
     }
+
+    /// The first byte of the file in the body and the length of the file, if known; `None` for a part without a usable range.
+    pub(super) fn range(&self) -> Option<(u64, Option<u64>)> {
+        if self.response.status() == 206 {
+            return content_range(self.header("content-range")?);
+        }
+        let length = self.header("content-length");
+        Some((0, length.and_then(|bytes| bytes.parse().ok())))
+    }
 }
 
-/// The client: an HTTP agent and the settings.
-pub(super) struct Client {
-    agent: Agent,
-    settings: Settings,
+/// A header as text.
+pub(super) fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    headers.get(name)?.to_str().ok().map(str::trim)
 }
 
-impl Client {
-    pub(super) fn new(settings: Settings) -> Self {
+/// `bytes 3-9/10` → (3, Some(10)); the total may be `*`.
+fn content_range(value: &str) -> Option<(u64, Option<u64>)> {
+    let (range, total) = value.strip_prefix("bytes ")?.split_once('/')?;
+    let (start, _) = range.split_once('-')?;
+    let total = match total.trim() {
+        "*" => None,
+        total => Some(total.parse().ok()?),
+    };
+    Some((start.trim().parse().ok()?, total))
+}
+
+impl Hub {
+    /// A hub with these settings. Nothing is connected yet.
+    pub fn new(settings: HubSettings) -> Self {
+        let silence = Some(settings.silence);
         let config = Agent::config_builder()
             .max_redirects(0)
             .http_status_as_error(false)
             .user_agent(concat!("prune/", env!("CARGO_PKG_VERSION")))
             // Sizes and ranges must count the file's own bytes, not compressed ones.
             .accept_encoding("identity")
-            .timeout_resolve(Some(settings.silence))
-            .timeout_connect(Some(settings.silence))
-            .timeout_recv_response(Some(settings.silence))
+            .timeout_resolve(silence)
+            .timeout_connect(silence)
+            .timeout_recv_response(silence)
             // The limit is per read: a whole shard may take hours.
-            .timeout_per_read(Some(settings.silence))
-            .timeout_per_write(Some(settings.silence));
-        Self {
-            agent: config.build().into(),
-            settings,
-        }
-    }
-
-    pub(super) fn settings(&self) -> &Settings {
-        &self.settings
+            .timeout_per_read(silence)
+            .timeout_per_write(silence);
+        let agent = config.build().into();
+        Self { agent, settings }
     }
 
     /// Calls `attempt` until it succeeds, fails for good, or has failed too often in a row.
-    ///
-    /// # Errors
-    /// Fails with the last failure.
     pub(super) fn with_retries<T>(
         &self,
         events: &dyn Events,
         mut attempt: impl FnMut() -> Result<T, RequestError>,
-    ) -> Result<T> {
+    ) -> Result<T, Failure> {
         let mut failed = 0;
         loop {
-            let error = match attempt() {
+            let RequestError { failure, retry } = match attempt() {
                 Ok(answer) => return Ok(answer),
-                Err(RequestError::Permanent(failure)) => return Err((*failure).into()),
-                Err(RequestError::Transient(error)) => error,
+                Err(error) => error,
             };
-            if error.has_progressed {
-                failed = 0;
+            let mut retries = self.settings.retries;
+            match retry {
+                Retry::Never => return Err(failure),
+                Retry::Unreachable => retries = retries.min(UNREACHABLE_RETRIES),
+                Retry::Progressed => failed = 0,
+                Retry::Later | Retry::After(_) => {}
             }
             failed += 1;
-            let retries = if error.is_unreachable {
-                self.settings.retries.min(UNREACHABLE_RETRIES)
-            } else {
-                self.settings.retries
+            let wait = match retry {
+                Retry::After(wait) => wait,
+                _ => self.delay(failed),
             };
-            let wait = error.wait.unwrap_or_else(|| self.delay(failed));
             if wait > MAX_WAIT {
-                let asked = format!("it asks to wait {} s", wait.as_secs());
-                return Err(error.failure.detail(asked).into());
+                return Err(failure.detail(format!("it asks to wait {} s", wait.as_secs())));
             }
             if failed > retries {
                 let times = if failed == 1 { "time" } else { "times" };
-                let tried = format!("tried {failed} {times}");
-                return Err(error.failure.detail(tried).into());
+                return Err(failure.detail(format!("tried {failed} {times}")));
             }
             events.note(format!(
                 "{}; trying again in {} s ({failed} of {retries})",
-                error.failure.message,
+                failure.message,
                 wait.as_secs_f64()
             ));
             sleep(wait);
@@ -130,126 +158,102 @@ impl Client {
     /// The wait after some failed tries; it doubles each time.
     fn delay(&self, failed: u32) -> Duration {
         let factor = 1u32 << (failed - 1).min(16);
-        self.settings
-            .retry_delay
-            .saturating_mul(factor)
-            .min(MAX_DELAY)
+        let delay = self.settings.retry_delay.saturating_mul(factor);
+        delay.min(MAX_DELAY)
     }
 
-    /// Sends a request and follows its redirects.
-    ///
-    /// # Errors
-    /// Fails for every answer except 2xx, 416, and a redirect that describes the file.
+    /// Sends a request and follows its redirects. Fails for every answer except 2xx, 416, and a redirect that describes the file.
     pub(super) fn send(&self, request: &HttpRequest<'_>) -> Result<Answer, RequestError> {
-        let address = format!("{}{}", self.settings.endpoint, request.path);
+        let settings = &self.settings;
+        let address = format!("{}{}", settings.endpoint, request.path);
         let mut uri: Uri = address.parse().map_err(|_| {
             Failure::new(format!("`{address}` is not an address")).hint("check HF_ENDPOINT")
         })?;
+        let mut origin = settings.origin.clone();
         let (mut is_home, mut commit) = (true, None);
         for _ in 0..=MAX_REDIRECTS {
-            let origin = Origin::of(&uri).ok_or_else(|| {
-                Failure::new(format!("`{}` is neither http nor https", shown(&uri)))
-            })?;
-            is_home &= origin == self.settings.origin;
-            let response = self.call(request, &uri, &origin, is_home)?;
-            let headers = response.headers();
+            is_home &= origin == settings.origin;
+            let mut call = if request.is_head {
+                self.agent.head(&uri)
+            } else {
+                self.agent.get(&uri)
+            };
+            for (name, value) in &request.headers {
+                call = call.header(*name, value);
+            }
+            if let Some(token) = settings.token.as_ref().filter(|_| is_home) {
+                call = call.header("authorization", token.bearer());
+            }
+            let response = call.call();
+            let response = response.map_err(|error| unanswered(settings, &origin, &error))?;
+            let (status, headers) = (response.status(), response.headers());
             commit = commit.or_else(|| header(headers, "x-repo-commit").map(str::to_string));
-            let status = response.status();
             let is_redirect = matches!(status.as_u16(), 301 | 302 | 303 | 307 | 308);
             let describes_file = request.is_head && headers.contains_key("x-linked-etag");
             if is_redirect && !describes_file {
-                uri = next(&uri, &origin, headers)?;
+                (uri, origin) = next(&uri, &origin, headers)?;
                 continue;
             }
-            if status.is_success() || status == 416 || is_redirect {
-                return Ok(Answer {
-                    response,
-                    origin,
-                    commit,
-                });
-            }
-            return Err(refusal::refused(
-                &self.settings,
-                request.asked,
-                &response,
-                &origin,
-                is_home,
-            ));
+            let is_usable = status.is_success() || status == 416 || is_redirect;
+            let answer = Answer {
+                response,
+                origin,
+                commit,
+            };
+            return if is_usable {
+                Ok(answer)
+            } else {
+                Err(refused(settings, request, &answer, is_home))
+            };
         }
         Err(Failure::new(format!(
             "`{}` redirects in a circle: {MAX_REDIRECTS} redirects and no answer",
-            self.settings.origin
+            settings.origin
         ))
-        .detail(format!("the last one led to `{}`", shown(&uri)))
-        .hint("check HF_ENDPOINT and the proxy; or name a local folder")
+        .detail(format!("the last one led to `{origin}{}`", uri.path()))
+        .hint(CHECK_ENDPOINT)
         .into())
     }
 
-    fn call(
-        &self,
-        request: &HttpRequest<'_>,
-        uri: &Uri,
-        origin: &Origin,
-        is_home: bool,
-    ) -> Result<Response<Body>, RequestError> {
-        let mut builder = if request.is_head {
-            self.agent.head(uri)
-        } else {
-            self.agent.get(uri)
-        };
-        for (name, value) in &request.headers {
-            builder = builder.header(*name, value);
+    /// Reads at most `most` bytes of an answer's body.
+    pub(super) fn read(&self, answer: Answer, most: u64) -> Result<Vec<u8>, RequestError> {
+        let mut bytes = Vec::new();
+        let body = answer.response.into_body().into_reader();
+        match body.take(most).read_to_end(&mut bytes) {
+            Ok(_) => Ok(bytes),
+            Err(error) => Err(unanswered(
+                &self.settings,
+                &answer.origin,
+                &ureq::Error::from(error),
+            )),
         }
-        if let Some(token) = self.settings.token.as_ref().filter(|_| is_home) {
-            builder = builder.header("authorization", token.bearer());
-        }
-        builder
-            .call()
-            .map_err(|error| refusal::unanswered(&self.settings, origin, &error))
     }
 }
 
-/// Returns an address without its query.
-fn shown(uri: &Uri) -> String {
-    let host = uri.host().unwrap_or_default();
-    let port = uri
-        .port_u16()
-        .map_or(String::new(), |port| format!(":{port}"));
-    format!(
-        "{}://{host}{port}{}",
-        uri.scheme_str().unwrap_or_default(),
-        uri.path()
-    )
-}
-
 /// The address to which a redirect leads.
-fn next(uri: &Uri, origin: &Origin, headers: &HeaderMap) -> Result<Uri, RequestError> {
+fn next(uri: &Uri, origin: &Origin, headers: &HeaderMap) -> Result<(Uri, Origin), Failure> {
     let wrong = |why: &str| {
         Failure::new(format!("`{origin}` redirects {why}"))
-            .detail(format!("asked for `{}`", shown(uri)))
-            .hint("check HF_ENDPOINT and the proxy; or name a local folder")
+            .detail(format!("asked for `{origin}{}`", uri.path()))
+            .hint(CHECK_ENDPOINT)
     };
-    let location = headers
-        .get("location")
-        .ok_or_else(|| wrong("without saying where to"))?;
-    let location = location
-        .to_str()
-        .map_err(|_| wrong("to something that is no address"))?;
-    let next = joined(uri, location).ok_or_else(|| wrong("to something that is no address"))?;
+    let location = headers.get("location");
+    let location = location.ok_or_else(|| wrong("without saying where to"))?;
+    let next = location.to_str().ok().and_then(|text| joined(uri, text));
+    let next = next.ok_or_else(|| wrong("to something that is no address"))?;
     let target =
         Origin::of(&next).ok_or_else(|| wrong("to something that is neither http nor https"))?;
     if origin.is_https && !target.is_https {
         return Err(wrong(&format!(
             "from https to plain http (`{target}`), which is refused"
-        ))
-        .into());
+        )));
     }
-    Ok(next)
+    Ok((next, target))
 }
 
 /// The address of a location, which may be absolute or relative to `uri`.
 fn joined(uri: &Uri, location: &str) -> Option<Uri> {
-    let location = location.split('#').next()?;
+    let location = location.split('#').next().filter(|part| !part.is_empty())?;
     let (scheme, authority) = (uri.scheme_str()?, uri.authority()?);
     let address = if location.contains("://") && !location.starts_with(['/', '?']) {
         location.to_string()
@@ -259,8 +263,6 @@ fn joined(uri: &Uri, location: &str) -> Option<Uri> {
         format!("{scheme}://{authority}{location}")
     } else if location.starts_with('?') {
         format!("{scheme}://{authority}{}{location}", uri.path())
-    } else if location.is_empty() {
-        return None;
     } else {
         let (folder, _) = uri.path().rsplit_once('/')?;
         format!("{scheme}://{authority}{folder}/{location}")
@@ -298,10 +300,8 @@ mod tests {
         let message = |location: &str| {
             let mut headers = HeaderMap::new();
             headers.insert("location", location.parse().expect("a header"));
-            match next(&uri, &origin, &headers) {
-                Err(RequestError::Permanent(failure)) => failure.to_string(),
-                other => panic!("{other:?}"),
-            }
+            let refused = next(&uri, &origin, &headers);
+            refused.expect_err(location).to_string()
         };
         let error = message("http://hub/a?signature=secret");
         assert!(
@@ -310,5 +310,20 @@ mod tests {
         );
         assert!(!error.contains("secret"), "{error}");
         assert!(message("ftp://hub/a").contains("neither http nor https"));
+    }
+
+    #[test]
+    fn a_content_range_has_a_start_and_perhaps_a_total() {
+        assert_eq!(content_range("bytes 3-9/10"), Some((3, Some(10))));
+        assert_eq!(content_range("bytes 0-0/*"), Some((0, None)));
+        for wrong in [
+            "bytes */10",
+            "3-9/10",
+            "bytes 3-9",
+            "bytes x-9/10",
+            "bytes 3-9/x",
+        ] {
+            assert_eq!(content_range(wrong), None, "{wrong}");
+        }
     }
 }

@@ -1,19 +1,17 @@
 //! The Hugging Face hub: turns ids into folders of files, downloaded once into the cache that all its clients share.
 //!
-//! The flow is `settings` (flags and environment) → `model` or `dataset` (the files) → `transfer` (one file, resumed and verified) →
-//! `cache` (its folder) → a snapshot folder, which is read like any other folder.
+//! The flow is `settings` (flags and environment) → `model` (its files) or `headers` (for a plan) → `transfer` (one file, resumed and
+//! verified) → `cache` (its folder) → a snapshot folder, which is read like any other folder.
 //!
-//! The cache's names and addresses come from `hf-hub`. Its transfer does not: in 0.5 it sends the token to whichever host the
+//! The names of folders and addresses come from `hf-hub`. Its transfer does not: in 0.5 it sends the token to whichever host the
 //! first redirect names, panics at a redirect without a location, appends to a partial file without asking whether the server
 //! honoured the range, gives up on a lock after five seconds, retries refusals like 404, verifies no hash, and never times out.
 //! `http` and `transfer` replace it, with the same HTTP client.
 
 mod cache;
-mod dataset;
 mod headers;
 mod http;
 mod id;
-mod listing;
 mod lock;
 mod model;
 mod partial;
@@ -26,14 +24,16 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 pub use headers::{ModelHeaders, ShardHeader};
-pub use id::{HubRepo, RepoKind};
-pub use settings::{Settings, Token};
+pub use id::HubRepo;
+pub use settings::HubSettings;
 
-use http::Client;
+use crate::run::{Events, Meter};
+use transfer::Transfer;
 
 /// The hub, or its cache when offline.
 pub struct Hub {
-    client: Client,
+    agent: ureq::Agent,
+    settings: HubSettings,
 }
 
 /// The files of a repository in the cache, at one commit.
@@ -43,20 +43,6 @@ pub struct Snapshot {
     pub folder: PathBuf,
     /// Their commit.
     pub commit: String,
-}
-
-impl Hub {
-    /// A hub with these settings. Nothing is connected yet.
-    pub fn new(settings: Settings) -> Self {
-        Self {
-            client: Client::new(settings),
-        }
-    }
-
-    /// The folder of the cache.
-    pub fn cache(&self) -> &Path {
-        &self.client.settings().cache
-    }
 }
 
 /// The caller's choice among a model's files.
@@ -69,4 +55,32 @@ pub trait ModelFiles {
     /// # Errors
     /// Fails for a model that this program cannot read.
     fn check_config(&self, folder: &Path) -> Result<()>;
+}
+
+impl Hub {
+    /// Downloads one file of a dataset into the cache, unless it is there. Returns the folder in which its path begins.
+    ///
+    /// The file is requested without a list of files: C4 has tens of thousands.
+    ///
+    /// # Errors
+    /// Fails when the hub cannot be reached or refuses, and offline when the file is not in the cache.
+    pub fn dataset_file(&self, id: &str, file: &str, events: &dyn Events) -> Result<PathBuf> {
+        let repo = HubRepo::dataset(id);
+        let transfer = Transfer::new(self, &repo, events);
+        let cache = &transfer.cache;
+        if self.settings.is_offline {
+            let commit = cache.commit().filter(|commit| cache.has(commit, file));
+            let commit = commit.ok_or_else(|| transfer.not_cached(Some(file)))?;
+            return Ok(cache.snapshot(&commit));
+        }
+        let remote = transfer.describe(None, file)?;
+        if !cache.has(&remote.commit, file) {
+            let total = remote.bytes.unwrap_or_default();
+            let mut meter = Meter::start(events, format!("download {id}"), total);
+            transfer.fetch(&remote, Some(&mut meter))?;
+            meter.finish();
+        }
+        cache.write_reference(&remote.commit)?;
+        Ok(cache.snapshot(&remote.commit))
+    }
 }

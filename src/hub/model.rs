@@ -4,15 +4,16 @@
 //! and checked, then the other small files, then the weights: `model.safetensors`, or the shards of the index. Offline, the same
 //! files are found in the cache.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::Result;
 use serde::Deserialize;
 
-use super::cache::RepoCache;
+use super::cache::is_plain_commit;
+use super::http::HttpRequest;
 use super::id::HubRepo;
-use super::listing::{Listing, listing};
+use super::refusal::not_a_hub;
 use super::transfer::Transfer;
 use super::{Hub, ModelFiles, Snapshot};
 use crate::bytes::{ByteSize, read_whole};
@@ -25,11 +26,32 @@ const SINGLE: &str = "model.safetensors";
 const TOKENIZER: &str = "tokenizer.json";
 /// The largest index that is read; the reader of folders has the same limit.
 const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);
+/// The longest list of files that is read; the list of a model has some kilobytes.
+const LONGEST_LIST: ByteSize = ByteSize(64 << 20);
 
 /// The part of the index that names the shards.
 #[derive(Deserialize)]
 struct ShardIndex {
-    weight_map: std::collections::BTreeMap<String, String>,
+    weight_map: BTreeMap<String, String>,
+}
+
+/// The files of a repository at a commit: name → bytes, if the hub gives them.
+pub(super) struct Listing {
+    pub(super) commit: String,
+    pub(super) files: BTreeMap<String, Option<u64>>,
+}
+
+/// The hub's answer to a request for the list.
+#[derive(Deserialize)]
+struct Info {
+    sha: String,
+    siblings: Vec<Sibling>,
+}
+
+#[derive(Deserialize)]
+struct Sibling {
+    rfilename: String,
+    size: Option<u64>,
 }
 
 impl Hub {
@@ -44,17 +66,20 @@ impl Hub {
         files: &dyn ModelFiles,
         events: &dyn Events,
     ) -> Result<Snapshot> {
-        let cache = RepoCache::new(self.cache(), repo);
-        if self.client.settings().is_offline {
-            return self.cached_model(repo, &cache);
+        let transfer = Transfer::new(self, repo, events);
+        if self.settings.is_offline {
+            return Ok(transfer.cached_model()?);
         }
-        self.warn_of_open_token(events);
-        let list = self
-            .client
-            .with_retries(events, || listing(&self.client, repo))
-            .map_err(|error| self.or_offline(error, repo, &cache))?;
-        refuse_other_repositories(repo, &list)?;
-        let transfer = self.transfer(repo, &cache, events);
+        let list = transfer
+            .list()
+            .map_err(|failure| match transfer.cached_model() {
+                Ok(Snapshot { commit, .. }) => failure.detail(format!(
+                    "the cache holds it at commit {commit}: HF_HUB_OFFLINE=1 uses that"
+                )),
+                Err(_) => failure,
+            })?;
+        let commit = &list.commit;
+        let weights = transfer.weight_files(&list, files)?;
         if !list.files.contains_key(TOKENIZER) {
             // The user should know before gigabytes are downloaded. Runs without texts need no tokenizer.
             events.note(format!(
@@ -62,159 +87,135 @@ impl Hub {
                 repo.id()
             ));
         }
-        self.fetch_config(&transfer, &list, files)?;
-        let is_small = |name: &str| {
-            name != CONFIG
-                && !name.contains(['/', '\\'])
-                && !name.ends_with(".safetensors")
-                && files.wants(name)
+        let is_small = |name: &&String| {
+            !name.contains(['/', '\\']) && !name.ends_with(".safetensors") && files.wants(name)
         };
-        for name in list.files.keys().filter(|name| is_small(name)) {
-            transfer.ensure(&list.commit, name, None)?;
+        for name in list.files.keys().filter(is_small) {
+            transfer.ensure(commit, name, None)?;
         }
-        let weights = self.fetch_index(&transfer, &list)?;
-        for shard in &weights {
-            if !list.files.contains_key(shard) {
-                return Err(Failure::new(format!(
-                    "the model `{}` is incomplete: `{INDEX}` names `{shard}`, which is not there",
-                    repo.id()
-                ))
-                .hint("use another --revision")
-                .into());
-            }
-        }
-        let missing: Vec<&String> = weights
-            .iter()
-            .filter(|name| !cache.has(&list.commit, name))
-            .collect();
+        let is_missing = |name: &&String| !transfer.cache.has(commit, name);
+        let missing: Vec<&String> = weights.iter().filter(is_missing).collect();
         if !missing.is_empty() {
-            let sizes = missing
-                .iter()
-                .map(|name| list.files.get(*name).copied().flatten());
-            let total = sizes.collect::<Option<Vec<u64>>>().unwrap_or_default();
-            // The hub's numbers may be anything.
-            let total = total.into_iter().fold(0, u64::saturating_add);
+            let size = |name: &&String| list.files.get(*name).copied().flatten().map(ByteSize);
+            let total: Option<ByteSize> = missing.iter().map(size).sum();
+            let total = total.unwrap_or_default().0;
             let mut meter = Meter::start(events, format!("download {}", repo.id()), total);
             for name in missing {
-                transfer.ensure(&list.commit, name, Some(&mut meter))?;
+                transfer.ensure(commit, name, Some(&mut meter))?;
             }
             meter.finish();
         }
-        cache.write_reference(&list.commit)?;
-        Ok(Snapshot {
-            folder: cache.snapshot(&list.commit),
-            commit: list.commit,
+        transfer.cache.write_reference(commit)?;
+        Ok(transfer.snapshot(list.commit))
+    }
+}
+
+impl Transfer<'_> {
+    /// Requests the list of the files.
+    pub(super) fn list(&self) -> Result<Listing, Failure> {
+        self.hub.with_retries(self.events, || {
+            let answer = self.hub.send(&HttpRequest {
+                repo: self.repo,
+                file: None,
+                path: format!("/api/{}?blobs=true", self.repo.repo().api_url()),
+                is_head: false,
+                headers: Vec::new(),
+            })?;
+            let origin = answer.origin.clone();
+            let text = self.hub.read(answer, LONGEST_LIST.0)?;
+            let why = match serde_json::from_slice::<Info>(&text) {
+                _ if text.len() as u64 == LONGEST_LIST.0 => format!("more than {LONGEST_LIST}"),
+                Err(error) => error.to_string(),
+                Ok(info) if is_plain_commit(&info.sha) => {
+                    let files = info.siblings.into_iter();
+                    return Ok(Listing {
+                        commit: info.sha,
+                        files: files.map(|file| (file.rfilename, file.size)).collect(),
+                    });
+                }
+                Ok(_) => "the commit is no hash".to_string(),
+            };
+            Err(not_a_hub(&origin, format!("its list of files: {why}")).into())
         })
     }
 
-    /// Downloads `config.json` and checks it.
-    pub(super) fn fetch_config(
+    /// Downloads `config.json`, checks it, and downloads the index of the weights, if there is one. Returns the names of the weight
+    /// files in order.
+    pub(super) fn weight_files(
         &self,
-        transfer: &Transfer<'_>,
         list: &Listing,
         files: &dyn ModelFiles,
-    ) -> Result<()> {
-        transfer.ensure(&list.commit, CONFIG, None)?;
-        files.check_config(&transfer.cache.snapshot(&list.commit))
-    }
-
-    /// Downloads the index of the weights, if there is one, and returns the names of the weight files in order.
-    pub(super) fn fetch_index(
-        &self,
-        transfer: &Transfer<'_>,
-        list: &Listing,
     ) -> Result<Vec<String>> {
+        refuse_other_repositories(self.repo, list)?;
+        let folder = self.cache.snapshot(&list.commit);
+        self.ensure(&list.commit, CONFIG, None)?;
+        files.check_config(&folder)?;
         if !list.files.contains_key(INDEX) {
             return Ok(vec![SINGLE.to_string()]);
         }
-        transfer.ensure(&list.commit, INDEX, None)?;
-        shards(transfer.repo, &transfer.cache.snapshot(&list.commit))
-    }
-
-    /// Downloads of a repository into its cache.
-    pub(super) fn transfer<'a>(
-        &'a self,
-        repo: &'a HubRepo,
-        cache: &'a RepoCache,
-        events: &'a dyn Events,
-    ) -> Transfer<'a> {
-        Transfer {
-            client: &self.client,
-            repo,
-            cache,
-            events,
+        self.ensure(&list.commit, INDEX, None)?;
+        let shards = shards(self.repo, &folder)?;
+        match shards.iter().find(|shard| !list.files.contains_key(*shard)) {
+            None => Ok(shards),
+            Some(shard) => Err(Failure::new(format!(
+                "the model `{}` is incomplete: `{INDEX}` names `{shard}`, which is not there",
+                self.repo.id()
+            ))
+            .hint("use another --revision")
+            .into()),
         }
     }
 
     /// The model in the cache.
-    pub(super) fn cached_model(&self, repo: &HubRepo, cache: &RepoCache) -> Result<Snapshot> {
-        let commit = cache.commit().ok_or_else(|| self.not_cached(repo, None))?;
-        let folder = cache.snapshot(&commit);
-        let missing = |name: &str| !cache.has(&commit, name);
-        if missing(CONFIG) {
-            return Err(self.not_cached(repo, Some(CONFIG)).into());
-        }
-        let weights = if missing(INDEX) {
-            vec![SINGLE.to_string()]
+    pub(super) fn cached_model(&self) -> Result<Snapshot, Failure> {
+        let commit = self.cache.commit().ok_or_else(|| self.not_cached(None))?;
+        let has = |name: &str| self.cache.has(&commit, name);
+        let mut needed = vec![CONFIG.to_string()];
+        if has(INDEX) {
+            needed.extend(shards(self.repo, &self.cache.snapshot(&commit))?);
         } else {
-            shards(repo, &folder)?
-        };
-        if let Some(name) = weights.iter().find(|name| missing(name)) {
-            return Err(self.not_cached(repo, Some(name)).into());
+            needed.push(SINGLE.to_string());
         }
-        Ok(Snapshot { folder, commit })
+        match needed.iter().find(|name| !has(name)) {
+            Some(name) => Err(self.not_cached(Some(name))),
+            None => Ok(self.snapshot(commit)),
+        }
+    }
+
+    /// The files of a commit.
+    pub(super) fn snapshot(&self, commit: String) -> Snapshot {
+        Snapshot {
+            folder: self.cache.snapshot(&commit),
+            commit,
+        }
     }
 
     /// The failure for a file that is not in the cache while offline.
-    pub(super) fn not_cached(&self, repo: &HubRepo, file: Option<&str>) -> Failure {
-        let (noun, id, revision) = (repo.noun(), repo.id(), repo.revision());
-        let message = match file {
-            None => format!("the {noun} `{id}` (revision `{revision}`) is not in the cache"),
-            Some(file) => {
-                format!("`{file}` of the {noun} `{id}` (revision `{revision}`) is not in the cache")
-            }
+    pub(super) fn not_cached(&self, file: Option<&str>) -> Failure {
+        let instead = match self.repo.noun() {
+            "model" => "a local folder to --model",
+            _ => "the text's path",
         };
-        Failure::new(format!("{message}, and HF_HUB_OFFLINE forbids to download it"))
-            .detail(format!("the cache is `{}`", self.cache().display()))
-            .hint(match noun {
-                "model" => "run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or \
-                            give a local folder to --model",
-                _ => "run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give \
-                      the text's path",
-            })
-    }
-
-    /// Adds to an error that the cache holds the model, if it does.
-    fn or_offline(&self, error: anyhow::Error, repo: &HubRepo, cache: &RepoCache) -> anyhow::Error {
-        match (error.downcast::<Failure>(), self.cached_model(repo, cache)) {
-            (Ok(failure), Ok(snapshot)) => failure
-                .detail(format!(
-                    "the cache holds it at commit {}: HF_HUB_OFFLINE=1 uses that",
-                    snapshot.commit
-                ))
-                .into(),
-            (Ok(failure), Err(_)) => failure.into(),
-            (Err(error), _) => error,
-        }
-    }
-
-    pub(super) fn warn_of_open_token(&self, events: &dyn Events) {
-        if let Some(warning) = self.client.settings().unencrypted_token() {
-            events.warn(warning);
-        }
+        Failure::new(format!(
+            "{} (revision `{}`) is not in the cache, and HF_HUB_OFFLINE forbids to download it",
+            self.repo.named(file),
+            self.repo.revision()
+        ))
+        .detail(format!("the cache is `{}`", self.hub.settings.cache.display()))
+        .hint(format!(
+            "run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give {instead}"
+        ))
     }
 }
 
 /// The shards that the index in `folder` names, in order.
-fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
+fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>, Failure> {
     let path = folder.join(INDEX);
     let unusable = |why: String| {
-        Failure::new(format!(
-            "`{INDEX}` of the model `{}` is not usable",
-            repo.id()
-        ))
-        .detail(format!("`{}`: {why}", path.display()))
-        .hint("remove that file to download it again, or use another --revision")
+        let named = repo.named(Some(INDEX));
+        Failure::new(format!("{named} is not usable"))
+            .detail(format!("`{}`: {why}", path.display()))
+            .hint("remove that file to download it again, or use another --revision")
     };
     let text = read_whole(&path, LARGEST_INDEX).map_err(|error| unusable(error.to_string()))?;
     let index: ShardIndex =
@@ -225,38 +226,34 @@ fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>> {
         name.ends_with(".safetensors") && !name.starts_with('.') && !name.contains(['/', '\\', ':'])
     };
     match shards.iter().find(|name| !is_plain(name)) {
-        Some(odd) => Err(unusable(format!("it names `{odd}`")).into()),
-        None if shards.is_empty() => Err(unusable("it names no file".to_string()).into()),
+        Some(odd) => Err(unusable(format!("it names `{odd}`"))),
+        None if shards.is_empty() => Err(unusable("it names no file".to_string())),
         None => Ok(shards.into_iter().collect()),
     }
 }
 
 /// Refuses a repository whose list of files shows no model in safetensors.
-pub(super) fn refuse_other_repositories(repo: &HubRepo, list: &Listing) -> Result<(), Failure> {
-    let id = repo.id();
+fn refuse_other_repositories(repo: &HubRepo, list: &Listing) -> Result<(), Failure> {
+    let (id, revision) = (repo.id(), repo.revision());
     let has = |name: &str| list.files.contains_key(name);
-    let with = |endings: &[&str]| {
-        let mut names = list.files.keys();
-        names.find(|name| endings.iter().any(|ending| name.ends_with(ending)))
+    let find = |endings: &[&str]| {
+        let ends = |name: &&String| endings.iter().any(|ending| name.ends_with(ending));
+        list.files.keys().find(ends)
     };
-    if has(CONFIG) && (has(INDEX) || has(SINGLE)) {
+    let has_weights = has(INDEX) || has(SINGLE);
+    if has(CONFIG) && has_weights {
         return Ok(());
     }
-    if has("adapter_config.json") {
-        return Err(
-            Failure::new(format!("`{id}` is an adapter, not a whole model"))
-                .hint("merge it into its base model first, and prune that"),
-        );
-    }
-    if has(INDEX) || has(SINGLE) {
-        return Err(Failure::new(format!(
-            "`{id}` has no config.json at revision `{}`",
-            repo.revision()
+    Err(if has("adapter_config.json") {
+        Failure::new(format!("`{id}` is an adapter, not a whole model"))
+            .hint("merge it into its base model first, and prune that")
+    } else if has_weights {
+        Failure::new(format!(
+            "`{id}` has no config.json at revision `{revision}`"
         ))
-        .hint("use the repository of the transformers format; its name often ends in -hf"));
-    }
-    if let Some(found) = with(&[".bin", ".pth", ".pt", ".ckpt"]) {
-        return Err(Failure::new(format!(
+        .hint("use the repository of the transformers format; its name often ends in -hf")
+    } else if let Some(found) = find(&[".bin", ".pth", ".pt", ".ckpt"]) {
+        Failure::new(format!(
             "`{id}` holds pickled weights only, and loading a pickle can run code"
         ))
         .detail(format!("found `{found}`, no `{SINGLE}`; nothing was downloaded"))
@@ -265,22 +262,17 @@ pub(super) fn refuse_other_repositories(repo: &HubRepo, list: &Listing) -> Resul
              import AutoModelForCausalLM as M; M.from_pretrained('{id}').save_pretrained('{0}', safe_serialization=True)\" and \
              --model ./{0}",
             id.rsplit('/').next().unwrap_or(id)
-        )));
-    }
-    if let Some(found) = with(&[".gguf"]) {
-        return Err(
-            Failure::new(format!("`{id}` holds GGUF weights, not safetensors"))
-                .detail(format!("found `{found}`; nothing was downloaded"))
-                .hint("use the repository it was converted from"),
-        );
-    }
-    Err(Failure::new(format!(
-        "`{id}` holds no model at revision `{}`",
-        repo.revision()
-    ))
-    .detail(format!(
-        "neither `{SINGLE}` nor `{INDEX}` is among its {} files",
-        list.files.len()
-    ))
-    .hint("use the repository of the transformers format, or another --revision"))
+        ))
+    } else if let Some(found) = find(&[".gguf"]) {
+        Failure::new(format!("`{id}` holds GGUF weights, not safetensors"))
+            .detail(format!("found `{found}`; nothing was downloaded"))
+            .hint("use the repository it was converted from")
+    } else {
+        Failure::new(format!("`{id}` holds no model at revision `{revision}`"))
+            .detail(format!(
+                "neither `{SINGLE}` nor `{INDEX}` is among its {} files",
+                list.files.len()
+            ))
+            .hint("use the repository of the transformers format, or another --revision")
+    })
 }

@@ -3,12 +3,12 @@
 //! A download appends to `blobs/<etag>.incomplete`, the Python client's name for it, and renames it when it is whole.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-use super::cache::{cannot_store, cannot_write};
+use super::cache::cannot_write;
 use crate::bytes::{ByteSize, hex};
 use crate::failure::Failure;
 
@@ -25,15 +25,15 @@ pub(super) struct Partial {
 }
 
 impl Partial {
-    /// Opens a partial file, or creates it.
+    /// Opens a partial file, or creates it and its folder.
     pub(super) fn open(path: PathBuf) -> Result<Self, Failure> {
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(|error| cannot_write(&path, &error))?;
+        let mut options = File::options();
+        let options = options.read(true).write(true).create(true).truncate(false);
+        let file = path
+            .parent()
+            .map_or(Ok(()), fs::create_dir_all)
+            .and_then(|()| options.open(&path))
+            .map_err(cannot_write(&path))?;
         Ok(Self {
             file,
             path,
@@ -45,7 +45,7 @@ impl Partial {
     /// Returns the bytes in the file.
     pub(super) fn stored(&self) -> Result<u64, Failure> {
         let metadata = self.file.metadata();
-        Ok(metadata.map_err(|error| self.cannot(&error))?.len())
+        Ok(metadata.map_err(cannot_write(&self.path))?.len())
     }
 
     /// Keeps the first `length` bytes, hashes them, and continues behind them.
@@ -53,7 +53,7 @@ impl Partial {
         self.hash = Sha256::new();
         self.length = length;
         let kept = self.hash_and_cut(length);
-        kept.map_err(|error| self.cannot(&error))
+        kept.map_err(cannot_write(&self.path))
     }
 
     fn hash_and_cut(&mut self, length: u64) -> io::Result<()> {
@@ -62,24 +62,25 @@ impl Partial {
             self.file.set_len(length)?;
         }
         self.file.seek(SeekFrom::Start(0))?;
-        let mut buffer = vec![0; BUFFER];
-        let mut left = length;
-        while left > 0 {
-            let read = self.file.read(&mut buffer)?;
-            if read == 0 {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-            self.hash.update(&buffer[..read]);
-            left -= read as u64;
+        let kept = Read::by_ref(&mut self.file).take(length);
+        let hashed = io::copy(&mut BufReader::with_capacity(BUFFER, kept), &mut self.hash)?;
+        if hashed < length {
+            return Err(io::ErrorKind::UnexpectedEof.into());
         }
         Ok(())
     }
 
     /// Appends bytes; `missing` is the number that the file lacks, for the message of a full disk.
     pub(super) fn append(&mut self, bytes: &[u8], missing: Option<u64>) -> Result<(), Failure> {
-        self.file
-            .write_all(bytes)
-            .map_err(|error| cannot_store(&self.path, &error, missing.map(ByteSize)))?;
+        self.file.write_all(bytes).map_err(|error| {
+            let failure = cannot_write(&self.path)(error);
+            match missing {
+                Some(missing) => {
+                    failure.detail(format!("{} are still to be written", ByteSize(missing)))
+                }
+                None => failure,
+            }
+        })?;
         self.hash.update(bytes);
         self.length += bytes.len() as u64;
         Ok(())
@@ -97,11 +98,7 @@ impl Partial {
 
     /// Gives the whole file its name in the cache.
     pub(super) fn publish(self, blob: &Path) -> Result<(), Failure> {
-        self.file.sync_all().map_err(|error| self.cannot(&error))?;
-        fs::rename(&self.path, blob).map_err(|error| cannot_write(blob, &error))
-    }
-
-    fn cannot(&self, error: &io::Error) -> Failure {
-        cannot_write(&self.path, error)
+        self.file.sync_all().map_err(cannot_write(&self.path))?;
+        fs::rename(&self.path, blob).map_err(cannot_write(blob))
     }
 }

@@ -3,210 +3,167 @@
 use std::io;
 use std::time::Duration;
 
-use ureq::Body;
-use ureq::http::{HeaderMap, Response};
+use ureq::http::HeaderMap;
+use ureq::{Error, Timeout};
 
-use super::id::HubRepo;
-use super::settings::{Origin, Settings};
+use super::http::{Answer, HttpRequest, header};
+use super::settings::{HubSettings, Origin};
 use crate::failure::Failure;
 
 /// The most characters of a server's explanation that are shown.
 const MAX_SAID: usize = 300;
 
+/// The remedy for an answer that a hub does not give.
+pub(super) const CHECK_ENDPOINT: &str = "check HF_ENDPOINT and the proxy; or name a local folder";
+
+const LATER: &str = "try again later; the downloaded part is kept";
+
 /// The failure of a request.
 #[derive(Debug)]
-pub(super) enum RequestError {
-    /// The same request may succeed later.
-    Transient(Box<Transient>),
-    /// The same request will fail again.
-    Permanent(Box<Failure>),
+pub(super) struct RequestError {
+    pub(super) failure: Failure,
+    pub(super) retry: Retry,
 }
 
-/// A failure that may pass.
-#[derive(Debug)]
-pub(super) struct Transient {
-    pub(super) failure: Failure,
-    /// The wait that the server asks for.
-    pub(super) wait: Option<Duration>,
+/// Advice on another try.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Retry {
+    /// The same request will fail again.
+    Never,
+    /// The same request may succeed later.
+    Later,
+    /// The server asks for this wait.
+    After(Duration),
     /// No server answered.
-    pub(super) is_unreachable: bool,
+    Unreachable,
     /// The download made progress, so tries are counted from zero.
-    pub(super) has_progressed: bool,
+    Progressed,
 }
 
 impl RequestError {
-    pub(super) fn transient(failure: Failure) -> Self {
-        Self::Transient(Box::new(Transient {
-            failure,
-            wait: None,
-            is_unreachable: false,
-            has_progressed: false,
-        }))
+    pub(super) fn later(failure: Failure) -> Self {
+        let retry = Retry::Later;
+        Self { failure, retry }
     }
 }
 
 impl From<Failure> for RequestError {
     fn from(failure: Failure) -> Self {
-        Self::Permanent(Box::new(failure))
+        let retry = Retry::Never;
+        Self { failure, retry }
     }
-}
-
-/// The object of a request, which refusals name.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Asked<'a> {
-    pub(super) repo: &'a HubRepo,
-    /// A file of the repository; `None` for the list of files.
-    pub(super) file: Option<&'a str>,
-}
-
-/// A header as text.
-pub(super) fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
-    headers.get(name)?.to_str().ok().map(str::trim)
 }
 
 /// The failure for an answer that is neither a success nor a redirect. `is_home`: the endpoint itself answered, to a request with the
 /// token.
 pub(super) fn refused(
-    settings: &Settings,
-    asked: Asked<'_>,
-    response: &Response<Body>,
-    origin: &Origin,
+    settings: &HubSettings,
+    request: &HttpRequest<'_>,
+    answer: &Answer,
     is_home: bool,
 ) -> RequestError {
-    let (status, headers) = (response.status(), response.headers());
-    let answered = format!(
-        "`{origin}` answered {}{}",
-        status.as_u16(),
-        status
-            .canonical_reason()
-            .map_or(String::new(), |reason| format!(" {reason}"))
-    );
-    let said = said(settings, headers);
-    let explained = |failure: Failure| match &said {
+    let (status, headers) = (answer.response.status(), answer.response.headers());
+    let reason = status.canonical_reason().unwrap_or_default();
+    let answered = format!("`{}` answered {} {reason}", answer.origin, status.as_u16());
+    let answered = answered.trim_end();
+    let about = format!("{answered} for {}", request.repo.named(request.file));
+    let later = wait(headers).map_or(Retry::Later, Retry::After);
+    let (failure, retry) = match status.as_u16() {
+        429 => {
+            let hint = match settings.token {
+                Some(_) => "wait some minutes; the downloaded part is kept",
+                None => "wait some minutes, or set HF_TOKEN: with a token more is allowed",
+            };
+            let slow = format!("{answered}: it asks to slow down");
+            (Failure::new(slow).hint(hint), later)
+        }
+        408 | 500..=599 => (Failure::new(answered).hint(LATER), later),
+        // Signed addresses expire; the next try gets a new one.
+        400..=499 if !is_home => (Failure::new(about).hint(LATER), Retry::Later),
+        401 | 403 | 404 => {
+            let code = header(headers, "x-error-code").unwrap_or_default();
+            let denied = denied(settings, request, status.as_u16(), code);
+            (denied.detail(answered), Retry::Never)
+        }
+        _ => {
+            let hint = "check HF_ENDPOINT; or name a local folder";
+            (Failure::new(about).hint(hint), Retry::Never)
+        }
+    };
+    let failure = match said(settings, headers) {
         Some(said) => failure.detail(format!("its message: {said}")),
         None => failure,
     };
-    match status.as_u16() {
-        429 => {
-            let hint = if settings.token.is_some() {
-                "wait some minutes; the downloaded part is kept"
-            } else {
-                "wait some minutes, or set HF_TOKEN: with a token more is allowed"
-            };
-            let failure = Failure::new(format!("{answered}: it asks to slow down")).hint(hint);
-            RequestError::Transient(Box::new(Transient {
-                failure: explained(failure),
-                wait: wait(headers),
-                is_unreachable: false,
-                has_progressed: false,
-            }))
-        }
-        408 | 500..=599 => RequestError::Transient(Box::new(Transient {
-            failure: explained(
-                Failure::new(answered).hint("try again later; the downloaded part is kept"),
-            ),
-            wait: wait(headers),
-            is_unreachable: false,
-            has_progressed: false,
-        })),
-        // Signed addresses expire; the next try gets a new one.
-        400..=499 if !is_home => RequestError::transient(explained(
-            Failure::new(format!("{answered} for {}", what(asked)))
-                .hint("try again later; the downloaded part is kept"),
-        )),
-        401 | 403 | 404 => {
-            let code = header(headers, "x-error-code").unwrap_or_default();
-            let failure = denied(settings, asked, status.as_u16(), code, origin);
-            explained(failure.detail(answered)).into()
-        }
-        _ => explained(
-            Failure::new(format!("{answered} for {}", what(asked)))
-                .hint("check HF_ENDPOINT; or name a local folder"),
-        )
-        .into(),
-    }
+    RequestError { failure, retry }
 }
 
 /// The failure for a repository that is missing or forbidden. The hub often hides the difference, to keep private names private.
-fn denied(
-    settings: &Settings,
-    asked: Asked<'_>,
-    status: u16,
-    code: &str,
-    origin: &Origin,
-) -> Failure {
-    let (id, noun) = (asked.repo.id(), asked.repo.noun());
-    let page = format!("{}{}", settings.endpoint, asked.repo.page_path());
+fn denied(settings: &HubSettings, request: &HttpRequest<'_>, status: u16, code: &str) -> Failure {
+    let (repo, origin, endpoint) = (request.repo, &settings.origin, &settings.endpoint);
+    let (the_repo, revision) = (repo.named(None), repo.revision());
+    let page = format!("{endpoint}/{}", repo.repo().url());
     let has_token = settings.token.is_some();
-    let no_folder = |failure: Failure| {
-        if noun == "model" {
-            failure.detail("there is no local folder of that name either")
-        } else {
-            failure
+    let is_gated = code == "GatedRepo" || status == 403;
+    let is_file = code == "EntryNotFound" || (code.is_empty() && request.file.is_some());
+    let (message, hint) = match (status, code) {
+        _ if is_gated && has_token => (
+            format!("the token gives no access to {the_repo}"),
+            format!(
+                "accept the licence at {page} with the token's account (its owner may have to approve), and set HF_TOKEN to a \
+                 token that may read gated repositories"
+            ),
+        ),
+        _ if is_gated => (
+            format!(
+                "{the_repo} is gated: only users who accepted its licence may download its files"
+            ),
+            format!("accept the licence at {page}, then set HF_TOKEN to your token"),
+        ),
+        (_, "RevisionNotFound") => (
+            format!("{the_repo} has no revision `{revision}`"),
+            format!("see {page}, or use --revision main"),
+        ),
+        (404, _) if is_file => {
+            let file = repo.named(request.file);
+            (
+                format!("there is no {file} at revision `{revision}`"),
+                format!("see {page}/tree/{revision}"),
+            )
+        }
+        (401, "") if has_token => (
+            format!("`{origin}` does not accept the token"),
+            format!(
+                "set HF_TOKEN to a new one ({endpoint}/settings/tokens), or unset it for public repositories"
+            ),
+        ),
+        _ => {
+            let absent = format!("{the_repo} is not on `{origin}`");
+            let failure = if has_token {
+                Failure::new(format!("{absent}, or the token may not see it"))
+                    .hint("check the spelling, and whose token it is")
+            } else if status == 401 {
+                Failure::new(format!("{absent}, or not public")).hint(format!(
+                    "check the spelling; for a private or gated one accept the licence at {page} and set HF_TOKEN to your token"
+                ))
+            } else {
+                Failure::new(format!(
+                    "there is no {} `{}` on `{origin}`",
+                    repo.noun(),
+                    repo.id()
+                ))
+                .hint("check the spelling; a private one needs HF_TOKEN")
+            };
+            return match repo.noun() {
+                "model" => failure.detail("there is no local folder of that name either"),
+                _ => failure,
+            };
         }
     };
-    let spelling = "check the spelling";
-    match (status, code) {
-        (_, "GatedRepo") | (403, _) if has_token => {
-            Failure::new(format!("the token gives no access to the {noun} `{id}`"))
-                .hint(format!(
-                    "accept the licence at {page} with the token's account (its owner may have to approve), and set HF_TOKEN \
-                     to a token that may read gated repositories"
-                ))
-        }
-        (_, "GatedRepo") | (403, _) => Failure::new(format!(
-            "the {noun} `{id}` is gated: only users who accepted its licence may download its files"
-        ))
-        .hint(format!(
-            "accept the licence at {page}, then set HF_TOKEN to your token"
-        )),
-        (_, "RevisionNotFound") => Failure::new(format!(
-            "the {noun} `{id}` has no revision `{}`",
-            asked.repo.revision()
-        ))
-        .hint(format!("see {page}, or use --revision main")),
-        (404, "EntryNotFound") => no_file(asked, &page),
-        (404, "") if asked.file.is_some() => no_file(asked, &page),
-        (401, "RepoNotFound" | "") if !has_token => no_folder(Failure::new(format!(
-            "the {noun} `{id}` is not on `{origin}`, or not public"
-        )))
-        .hint(format!(
-            "{spelling}; for a private or gated one accept the licence at {page} and set HF_TOKEN to your token"
-        )),
-        (401, "") => Failure::new(format!("`{origin}` does not accept the token"))
-            .hint(format!(
-                "set HF_TOKEN to a new one ({}/settings/tokens), or unset it for public repositories",
-                settings.endpoint
-            )),
-        _ if has_token => no_folder(Failure::new(format!(
-            "the {noun} `{id}` is not on `{origin}`, or the token may not see it"
-        )))
-        .hint(format!("{spelling}, and whose token it is")),
-        _ => no_folder(Failure::new(format!("there is no {noun} `{id}` on `{origin}`")))
-            .hint(format!("{spelling}; a private one needs HF_TOKEN")),
-    }
-}
-
-fn no_file(asked: Asked<'_>, page: &str) -> Failure {
-    Failure::new(format!(
-        "there is no {} at revision `{}`",
-        what(asked),
-        asked.repo.revision()
-    ))
-    .hint(format!("see {page}/tree/{}", asked.repo.revision()))
-}
-
-/// "`config.json` of the model `a/b`".
-pub(super) fn what(asked: Asked<'_>) -> String {
-    let repo = format!("the {} `{}`", asked.repo.noun(), asked.repo.id());
-    match asked.file {
-        Some(file) => format!("`{file}` of {repo}"),
-        None => repo,
-    }
+    Failure::new(message).hint(hint)
 }
 
 /// The explanation in the server's answer, without the token.
-fn said(settings: &Settings, headers: &HeaderMap) -> Option<String> {
+fn said(settings: &HubSettings, headers: &HeaderMap) -> Option<String> {
     let said = header(headers, "x-error-message").filter(|said| !said.is_empty())?;
     let said: String = said.chars().take(MAX_SAID).collect();
     Some(match &settings.token {
@@ -217,91 +174,84 @@ fn said(settings: &Settings, headers: &HeaderMap) -> Option<String> {
 
 /// The wait that the server asks for: `Retry-After` in seconds, else the hub's `RateLimit: ...;t=SECONDS`.
 fn wait(headers: &HeaderMap) -> Option<Duration> {
-    let seconds = header(headers, "retry-after")
-        .and_then(|value| value.parse::<f64>().ok())
-        .or_else(|| {
-            let limit = header(headers, "ratelimit")?;
-            limit
-                .split(';')
-                .find_map(|part| part.trim().strip_prefix("t=")?.parse().ok())
-        })?;
-    Duration::try_from_secs_f64(seconds).ok()
+    let limit = || {
+        let mut parts = header(headers, "ratelimit")?.split(';');
+        parts.find_map(|part| part.trim().strip_prefix("t=")?.parse().ok())
+    };
+    let seconds = header(headers, "retry-after").and_then(|value| value.parse().ok());
+    Duration::try_from_secs_f64(seconds.or_else(limit)?).ok()
+}
+
+/// The failure for an answer of a server that is no hub, such as the login page of a network.
+pub(super) fn not_a_hub(origin: &Origin, detail: String) -> Failure {
+    Failure::new(format!("`{origin}` does not answer like a hub"))
+        .detail(detail)
+        .hint("check HF_ENDPOINT; a login page of the network may answer in its place")
 }
 
 /// The failure for a request without an answer.
-pub(super) fn unanswered(
-    settings: &Settings,
-    origin: &Origin,
-    error: &ureq::Error,
-) -> RequestError {
-    use ureq::Error as E;
-    use ureq::Timeout as T;
-    let elsewhere = "name a local folder, or set HF_ENDPOINT to a mirror you can reach";
+pub(super) fn unanswered(settings: &HubSettings, origin: &Origin, error: &Error) -> RequestError {
+    use io::ErrorKind as Kind;
+    // An error inside a secure connection arrives as invalid data of the connection below.
+    let is_tls = match error {
+        Error::Rustls(_) | Error::Tls(_) | Error::Pem(_) | Error::TlsRequired => true,
+        Error::Io(error) => origin.is_https && error.kind() == Kind::InvalidData,
+        _ => false,
+    };
     let broke_off = |error: &io::Error| {
         matches!(
             error.kind(),
-            io::ErrorKind::UnexpectedEof
-                | io::ErrorKind::ConnectionReset
-                | io::ErrorKind::ConnectionAborted
-                | io::ErrorKind::BrokenPipe
+            Kind::UnexpectedEof
+                | Kind::ConnectionReset
+                | Kind::ConnectionAborted
+                | Kind::BrokenPipe
         )
     };
-    // An error inside a secure connection arrives as invalid data of the connection below.
-    let is_tls = match error {
-        E::Rustls(_) | E::Tls(_) | E::Pem(_) | E::TlsRequired => true,
-        E::Io(error) => origin.is_https && error.kind() == io::ErrorKind::InvalidData,
-        _ => false,
+    let offline = format!(
+        "name a local folder, or set HF_ENDPOINT to a mirror you can reach, or HF_HUB_OFFLINE=1 to use the cache `{}`",
+        settings.cache.display()
+    );
+    let (message, hint, retry) = match error {
+        _ if is_tls => (
+            format!("no secure connection to `{origin}`"),
+            "check the clock and HF_ENDPOINT; a proxy that opens https with its own certificate is not trusted",
+            Retry::Never,
+        ),
+        Error::InvalidProxyUrl | Error::BadUri(_) | Error::Http(_) => (
+            format!("cannot ask `{origin}`"),
+            "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT",
+            Retry::Never,
+        ),
+        Error::Io(error) if broke_off(error) => (
+            format!("the connection to `{origin}` broke off"),
+            LATER,
+            Retry::Later,
+        ),
+        Error::Timeout(timeout) if !matches!(timeout, Timeout::Resolve | Timeout::Connect) => (
+            format!(
+                "`{origin}` is silent for {} s",
+                settings.silence.as_secs_f64()
+            ),
+            "try again later, the downloaded part is kept; or allow longer with HF_HUB_DOWNLOAD_TIMEOUT=120",
+            Retry::Later,
+        ),
+        Error::Io(_)
+        | Error::HostNotFound
+        | Error::ConnectionFailed
+        | Error::Timeout(_)
+        | Error::ConnectProxyFailed(_) => (
+            format!("cannot reach `{origin}`"),
+            offline.as_str(),
+            Retry::Unreachable,
+        ),
+        _ => (
+            format!("the answer of `{origin}` cannot be read"),
+            CHECK_ENDPOINT,
+            Retry::Later,
+        ),
     };
-    match error {
-        _ if is_tls => {
-            Failure::new(format!("no secure connection to `{origin}`"))
-                .detail(error.to_string())
-                .hint("check the clock and HF_ENDPOINT; a proxy that opens https with its own certificate is not trusted")
-                .into()
-        }
-        E::InvalidProxyUrl | E::BadUri(_) | E::Http(_) => {
-            Failure::new(format!("cannot ask `{origin}`"))
-                .detail(error.to_string())
-                .hint("check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT")
-                .into()
-        }
-        E::Io(broken) if broke_off(broken) => RequestError::transient(
-            Failure::new(format!("the connection to `{origin}` broke off"))
-                .hint("try again later; the downloaded part is kept"),
-        ),
-        E::Timeout(timeout) if !matches!(timeout, T::Resolve | T::Connect) => {
-            RequestError::transient(silent(settings, origin))
-        }
-        E::Io(_)
-        | E::HostNotFound
-        | E::ConnectionFailed
-        | E::Timeout(_)
-        | E::ConnectProxyFailed(_) => RequestError::Transient(Box::new(Transient {
-            failure: Failure::new(format!("cannot reach `{origin}`"))
-                .detail(error.to_string())
-                .hint(format!(
-                    "{elsewhere}, or HF_HUB_OFFLINE=1 to use the cache `{}`",
-                    settings.cache.display()
-                )),
-            wait: None,
-            is_unreachable: true,
-            has_progressed: false,
-        })),
-        _ => RequestError::transient(
-            Failure::new(format!("the answer of `{origin}` cannot be read"))
-                .detail(error.to_string())
-                .hint("check HF_ENDPOINT and the proxy; or name a local folder"),
-        ),
-    }
-}
-
-/// The failure for a connection that stopped transferring.
-pub(super) fn silent(settings: &Settings, origin: &Origin) -> Failure {
-    Failure::new(format!(
-        "`{origin}` is silent for {} s",
-        settings.silence.as_secs_f64()
-    ))
-    .hint("try again later, the downloaded part is kept; or allow longer with HF_HUB_DOWNLOAD_TIMEOUT=120")
+    let failure = Failure::new(message).detail(error.to_string()).hint(hint);
+    RequestError { failure, retry }
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ const HUB: &str = "https://huggingface.co";
 
 /// A user's token. `Debug` does not print it.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Token(String);
+pub(super) struct Token(String);
 
 impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -43,45 +43,41 @@ impl Token {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Origin {
     pub(super) is_https: bool,
-    pub(super) host: String,
-    pub(super) port: u16,
+    is_loopback: bool,
+    /// The host in lower case, with the port unless it is the scheme's own.
+    address: String,
 }
 
 impl Origin {
     /// The origin of an absolute http or https address.
     pub(super) fn of(uri: &Uri) -> Option<Self> {
-        let is_https = match uri.scheme_str()? {
-            "https" => true,
-            "http" => false,
+        let (is_https, usual) = match uri.scheme_str()? {
+            "https" => (true, 443),
+            "http" => (false, 80),
             _ => return None,
         };
         let host = uri.host().filter(|host| !host.is_empty())?;
+        let host = host.to_ascii_lowercase();
         Some(Self {
             is_https,
-            host: host.to_ascii_lowercase(),
-            port: uri.port_u16().unwrap_or(if is_https { 443 } else { 80 }),
+            is_loopback: host == "localhost" || host.starts_with("127.") || host == "[::1]",
+            address: match uri.port_u16() {
+                Some(port) if port != usual => format!("{host}:{port}"),
+                _ => host,
+            },
         })
-    }
-
-    fn is_loopback(&self) -> bool {
-        self.host == "localhost" || self.host.starts_with("127.") || self.host == "[::1]"
     }
 }
 
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let usual = if self.is_https { 443 } else { 80 };
-        f.write_str(&self.host)?;
-        if self.port != usual {
-            write!(f, ":{}", self.port)?;
-        }
-        Ok(())
+        f.write_str(&self.address)
     }
 }
 
 /// Settings of the client of the hub.
 #[derive(Debug, Clone)]
-pub struct Settings {
+pub struct HubSettings {
     /// The address without a slash at the end.
     pub(super) endpoint: String,
     pub(super) origin: Origin,
@@ -99,35 +95,37 @@ pub struct Settings {
 
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-impl Settings {
+impl HubSettings {
     /// Reads all settings from `--cache-dir` and the environment behind `lookup`.
     ///
     /// # Errors
     /// Fails without a folder for the cache, and for an invalid endpoint, token or number.
     pub fn resolve(cache_dir: Option<&Path>, lookup: Lookup<'_>) -> Result<Self> {
         let (endpoint, origin) = endpoint(lookup)?;
+        let seconds =
+            |name, default| number(lookup, name, default, 86_400.0).map(Duration::from_secs_f64);
+        // The values that the Python client takes for true.
+        let is_true =
+            |value: String| ["1", "ON", "YES", "TRUE"].contains(&&*value.to_ascii_uppercase());
         Ok(Self {
             endpoint,
             origin,
             cache: cache(cache_dir, lookup)?,
             token: token(lookup)?,
-            is_offline: text(lookup, "HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
+            is_offline: text(lookup, "HF_HUB_OFFLINE").is_some_and(is_true),
             // The number is from 0 to 100; the cast drops a fraction.
             retries: number(lookup, "PRUNE_HUB_RETRIES", 5.0, 100.0)? as u32,
-            retry_delay: seconds(lookup, "PRUNE_HUB_RETRY_SECONDS", 1.0)?,
-            silence: seconds(lookup, "HF_HUB_DOWNLOAD_TIMEOUT", 30.0)?
-                .max(Duration::from_millis(1)),
+            retry_delay: seconds("PRUNE_HUB_RETRY_SECONDS", 1.0)?,
+            silence: seconds("HF_HUB_DOWNLOAD_TIMEOUT", 30.0)?.max(Duration::from_millis(1)),
         })
     }
 
     /// The warning for a token that would travel unencrypted.
     pub(super) fn unencrypted_token(&self) -> Option<String> {
-        let is_open = self.token.is_some() && !self.origin.is_https && !self.origin.is_loopback();
+        let origin = &self.origin;
+        let is_open = self.token.is_some() && !origin.is_https && !origin.is_loopback;
         is_open.then(|| {
-            format!(
-                "the token travels unencrypted to `{}`: use https:// in HF_ENDPOINT",
-                self.origin
-            )
+            format!("the token travels unencrypted to `{origin}`: use https:// in HF_ENDPOINT")
         })
     }
 }
@@ -138,32 +136,20 @@ fn text(lookup: Lookup<'_>, name: &str) -> Option<String> {
     (!value.is_empty()).then_some(value)
 }
 
-/// Returns whether the Python client takes a value for true.
-fn is_true(value: &str) -> bool {
-    ["1", "ON", "YES", "TRUE"].contains(&value.to_ascii_uppercase().as_str())
-}
-
-fn number(lookup: Lookup<'_>, name: &str, default: f64, most: f64) -> Result<f64> {
+fn number(lookup: Lookup<'_>, name: &str, default: f64, most: f64) -> Result<f64, Failure> {
     let Some(value) = text(lookup, name) else {
         return Ok(default);
     };
-    match value.parse::<f64>() {
+    match value.parse() {
         Ok(number) if (0.0..=most).contains(&number) => Ok(number),
         _ => Err(Failure::usage(format!(
             "{name} is `{value}`, not a number from 0 to {most}"
         ))
-        .hint(format!("unset it, or use {name}={default}"))
-        .into()),
+        .hint(format!("unset it, or use {name}={default}"))),
     }
 }
 
-fn seconds(lookup: Lookup<'_>, name: &str, default: f64) -> Result<Duration> {
-    Ok(Duration::from_secs_f64(number(
-        lookup, name, default, 86_400.0,
-    )?))
-}
-
-fn endpoint(lookup: Lookup<'_>) -> Result<(String, Origin)> {
+fn endpoint(lookup: Lookup<'_>) -> Result<(String, Origin), Failure> {
     let given = text(lookup, "HF_ENDPOINT").unwrap_or_else(|| HUB.to_string());
     let endpoint = given.trim_end_matches('/').to_string();
     let wrong = |why: &str| {
@@ -173,15 +159,13 @@ fn endpoint(lookup: Lookup<'_>) -> Result<(String, Origin)> {
         ))
     };
     let uri: Uri = endpoint.parse().map_err(|_| wrong("is not an address"))?;
-    if endpoint.contains('@') {
-        return Err(wrong("holds a user name or a password; use HF_TOKEN for a token").into());
-    }
-    if uri.query().is_some() {
-        return Err(wrong("holds a question mark").into());
-    }
-    let origin =
-        Origin::of(&uri).ok_or_else(|| wrong("does not begin with https:// or http://"))?;
-    Ok((endpoint, origin))
+    let why = match Origin::of(&uri) {
+        _ if endpoint.contains('@') => "holds a user name or a password; use HF_TOKEN for a token",
+        _ if uri.query().is_some() => "holds a question mark",
+        Some(origin) => return Ok((endpoint, origin)),
+        None => "does not begin with https:// or http://",
+    };
+    Err(wrong(why))
 }
 
 /// The path in a variable; `~` is the home folder, as in the Python client.
@@ -196,15 +180,13 @@ fn path(lookup: Lookup<'_>, name: &str) -> Option<PathBuf> {
 
 /// `HF_HOME`, else the default of the Python client.
 fn home(lookup: Lookup<'_>) -> Option<PathBuf> {
+    let user = || lookup("HOME").or_else(|| lookup("USERPROFILE"));
     path(lookup, "HF_HOME")
         .or_else(|| Some(path(lookup, "XDG_CACHE_HOME")?.join("huggingface")))
-        .or_else(|| {
-            let home = lookup("HOME").or_else(|| lookup("USERPROFILE"))?;
-            Some(Path::new(&home).join(".cache").join("huggingface"))
-        })
+        .or_else(|| Some(Path::new(&user()?).join(".cache").join("huggingface")))
 }
 
-fn cache(cache_dir: Option<&Path>, lookup: Lookup<'_>) -> Result<PathBuf> {
+fn cache(cache_dir: Option<&Path>, lookup: Lookup<'_>) -> Result<PathBuf, Failure> {
     let found = cache_dir
         .map(Path::to_path_buf)
         .or_else(|| path(lookup, "HF_HUB_CACHE"))
@@ -218,51 +200,48 @@ fn cache(cache_dir: Option<&Path>, lookup: Lookup<'_>) -> Result<PathBuf> {
     std::path::absolute(&found).map_err(|error| {
         Failure::new(format!("cannot find the folder `{}`", found.display()))
             .detail(error.to_string())
-            .into()
     })
 }
 
 /// `HF_TOKEN`, else the file `HF_TOKEN_PATH`, else `HF_HOME/token`.
-fn token(lookup: Lookup<'_>) -> Result<Option<Token>> {
-    if let Some(token) = text(lookup, "HF_TOKEN") {
-        return checked(token, "HF_TOKEN").map(Some);
-    }
+fn token(lookup: Lookup<'_>) -> Result<Option<Token>, Failure> {
     let file = path(lookup, "HF_TOKEN_PATH").or_else(|| Some(home(lookup)?.join("token")));
-    let Some(file) = file else { return Ok(None) };
-    let shown = format!("`{}`", file.display());
-    match std::fs::read_to_string(&file) {
-        Ok(content) if content.trim().is_empty() => Ok(None),
-        Ok(content) => checked(content.trim().to_string(), &shown).map(Some),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Failure::new(format!("cannot read the token file {shown}"))
-            .detail(error.to_string())
-            .hint("set HF_TOKEN, or HF_TOKEN_PATH to a file you may read")
-            .into()),
+    let (place, token) = match (text(lookup, "HF_TOKEN"), file) {
+        (Some(token), _) => ("HF_TOKEN".to_string(), token),
+        (None, None) => return Ok(None),
+        (None, Some(file)) => {
+            let shown = format!("`{}`", file.display());
+            match std::fs::read_to_string(&file) {
+                Ok(content) => (shown, content.trim().to_string()),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+                Err(error) => {
+                    return Err(Failure::new(format!("cannot read the token file {shown}"))
+                        .detail(error.to_string())
+                        .hint("set HF_TOKEN, or HF_TOKEN_PATH to a file you may read"));
+                }
+            }
+        }
+    };
+    // The token becomes a header. The message does not repeat it.
+    if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(Failure::usage(format!(
+            "{place} holds no token: spaces or letters no token has"
+        ))
+        .hint("copy the token again; a token is one word that begins with hf_"));
     }
-}
-
-/// Checks that a token fits into a header. The message does not repeat it.
-fn checked(token: String, place: &str) -> Result<Token> {
-    if token.bytes().all(|byte| byte.is_ascii_graphic()) {
-        return Ok(Token(token));
-    }
-    Err(Failure::usage(format!(
-        "{place} holds no token: spaces or letters no token has"
-    ))
-    .hint("copy the token again; a token is one word that begins with hf_")
-    .into())
+    Ok((!token.is_empty()).then_some(Token(token)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn settings(cache_dir: Option<&str>, variables: &[(&str, &str)]) -> Result<Settings> {
+    fn settings(cache_dir: Option<&str>, variables: &[(&str, &str)]) -> Result<HubSettings> {
         let lookup = |name: &str| {
             let found = variables.iter().find(|(other, _)| *other == name);
             found.map(|(_, value)| OsString::from(value))
         };
-        Settings::resolve(cache_dir.map(Path::new), &lookup)
+        HubSettings::resolve(cache_dir.map(Path::new), &lookup)
     }
 
     #[test]

@@ -7,16 +7,15 @@
 
 use std::fs;
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use anyhow::Result;
-
-use super::cache::{RepoCache, cannot_write};
-use super::http::{Answer, Client, HttpRequest};
+use super::cache::{RepoCache, cannot_write, is_plain_commit};
+use super::http::{Answer, HttpRequest};
 use super::id::HubRepo;
 use super::partial::{BUFFER, Partial};
-use super::refusal::{Asked, RequestError, Transient, header};
-use super::{lock, refusal};
+use super::refusal::{CHECK_ENDPOINT, RequestError, Retry, not_a_hub, unanswered};
+use super::settings::Origin;
+use super::{Hub, lock};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::run::{Events, Meter};
@@ -26,111 +25,127 @@ const PROGRESS: u64 = 1 << 20;
 
 /// The hub's description of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Remote {
+pub(super) struct Remote<'a> {
+    pub(super) file: &'a str,
+    pub(super) commit: String,
     /// The content's name: a SHA-256 for large files, a git hash for small ones.
     pub(super) etag: String,
     pub(super) bytes: Option<u64>,
-    pub(super) commit: Option<String>,
 }
 
-impl Remote {
+impl Remote<'_> {
     /// The SHA-256 of the content, where it is the content's name.
-    pub(super) fn sha256(&self) -> Option<&str> {
-        let is_hash = self.etag.len() == 64
-            && self
-                .etag
-                .bytes()
-                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    fn sha256(&self) -> Option<&str> {
+        let is_digit = |byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+        let is_hash = self.etag.len() == 64 && self.etag.bytes().all(is_digit);
         is_hash.then_some(self.etag.as_str())
     }
 }
 
-/// Downloads of one repository.
+/// A repository on the hub and in the cache.
 pub(super) struct Transfer<'a> {
-    pub(super) client: &'a Client,
+    pub(super) hub: &'a Hub,
     pub(super) repo: &'a HubRepo,
-    pub(super) cache: &'a RepoCache,
+    pub(super) cache: RepoCache,
     pub(super) events: &'a dyn Events,
 }
 
-/// A file at a commit, as the hub describes it.
-#[derive(Clone, Copy)]
-struct Wanted<'a> {
-    commit: &'a str,
-    file: &'a str,
-    remote: &'a Remote,
-}
+impl<'a> Transfer<'a> {
+    pub(super) fn new(hub: &'a Hub, repo: &'a HubRepo, events: &'a dyn Events) -> Self {
+        let warning = hub.settings.unencrypted_token();
+        if let Some(warning) = warning.filter(|_| !hub.settings.is_offline) {
+            events.warn(warning);
+        }
+        Self {
+            hub,
+            repo,
+            cache: RepoCache::new(&hub.settings.cache, repo),
+            events,
+        }
+    }
 
-impl Transfer<'_> {
     /// Puts a file into the snapshot of a commit, unless it is there.
-    ///
-    /// # Errors
-    /// As [`Transfer::describe`] and [`Transfer::fetch`].
     pub(super) fn ensure(
         &self,
         commit: &str,
         file: &str,
         meter: Option<&mut Meter<'_>>,
-    ) -> Result<()> {
+    ) -> Result<(), Failure> {
         if self.cache.has(commit, file) {
             return Ok(());
         }
-        let remote = self.describe(commit, file)?;
-        self.fetch(commit, file, &remote, meter)
+        self.fetch(&self.describe(Some(commit), file)?, meter)
     }
 
-    /// Asks the hub for the description of a file at a commit or revision.
-    ///
-    /// # Errors
-    /// Fails for everything the hub refuses, and when it does not name the content.
-    pub(super) fn describe(&self, revision: &str, file: &str) -> Result<Remote> {
-        self.client.with_retries(self.events, || {
-            let answer = self.client.send(&HttpRequest {
-                asked: self.asked(file),
-                path: self.repo.file_path(revision, file),
-                is_head: true,
-                headers: Vec::new(),
-            })?;
-            Ok(self.remote(&answer, file)?)
+    /// Asks the hub for the description of a file at a commit; without one, at the commit that the revision has now.
+    pub(super) fn describe<'f>(
+        &self,
+        commit: Option<&str>,
+        file: &'f str,
+    ) -> Result<Remote<'f>, Failure> {
+        let revision = commit.unwrap_or(self.repo.revision());
+        let request = HttpRequest {
+            is_head: true,
+            ..HttpRequest::file(self.repo, revision, file)
+        };
+        let hub = self.hub;
+        let answer = hub.with_retries(self.events, || hub.send(&request))?;
+        let etag = answer.header("x-linked-etag").or(answer.header("etag"));
+        let etag = etag.unwrap_or_default().trim_start_matches("W/");
+        let etag = etag.trim_matches('"');
+        let unlike = |lacks: &str| {
+            let named = self.repo.named(Some(file));
+            not_a_hub(&answer.origin, format!("{named}: {lacks}"))
+        };
+        let is_letter = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        let is_short = (1..=128).contains(&etag.len());
+        if !is_short || etag.starts_with('.') || !etag.chars().all(is_letter) {
+            return Err(unlike("no usable ETag"));
+        }
+        let told = answer
+            .commit
+            .as_deref()
+            .filter(|told| is_plain_commit(told));
+        let commit = commit.or(told);
+        let commit = commit.ok_or_else(|| unlike("no X-Repo-Commit"))?;
+        let bytes = match answer.header("x-linked-size") {
+            // A redirect's own length is that of its body.
+            None if answer.response.status().is_redirection() => None,
+            None => answer.header("content-length"),
+            linked => linked,
+        };
+        Ok(Remote {
+            file,
+            commit: commit.to_string(),
+            etag: etag.to_string(),
+            bytes: bytes.and_then(|bytes| bytes.parse().ok()),
         })
     }
 
-    /// Puts a file into the snapshot of a commit, from the cache's blobs or from the hub.
-    ///
-    /// # Errors
-    /// Fails when the hub refuses, the transfer breaks off too often, or the disk is full.
+    /// Puts a file into the snapshot of its commit, from the cache's blobs or from the hub.
     pub(super) fn fetch(
         &self,
-        commit: &str,
-        file: &str,
-        remote: &Remote,
+        remote: &Remote<'_>,
         mut meter: Option<&mut Meter<'_>>,
-    ) -> Result<()> {
+    ) -> Result<(), Failure> {
         let blob = self.cache.blob(&remote.etag);
         if !is_whole(&blob, remote) {
-            self.cache.create()?;
             let path = self.cache.lock(&remote.etag);
-            let lock = lock::acquire(&path, file, self.events)
-                .map_err(|error| cannot_write(&path, &error))?;
+            let lock =
+                lock::acquire(&path, remote.file, self.events).map_err(cannot_write(&path))?;
             // Another process may have finished it during the wait.
             if !is_whole(&blob, remote) {
-                let mut partial = blob.clone().into_os_string();
-                if lock.is_none() {
+                let name = match &lock {
+                    Some(_) => format!("{}.incomplete", remote.etag),
                     // Without a lock, every process has a partial file of its own.
-                    partial.push(format!(".{}", std::process::id()));
-                }
-                partial.push(".incomplete");
-                let wanted = Wanted {
-                    commit,
-                    file,
-                    remote,
+                    None => format!("{}.{}.incomplete", remote.etag, std::process::id()),
                 };
-                let partial = Partial::open(PathBuf::from(partial))?;
-                self.download(wanted, partial, meter.as_deref_mut())?
-                    .publish(&blob)?;
+                let mut partial = Partial::open(self.cache.blob(&name))?;
+                self.download(remote, &mut partial, meter.as_deref_mut())?;
+                partial.publish(&blob)?;
             }
         }
-        self.cache.link(commit, file, &remote.etag)?;
+        self.cache.link(&remote.commit, remote.file, &remote.etag)?;
         if let Some(meter) = meter {
             let stored = fs::metadata(&blob).map_or(0, |data| data.len());
             meter.add(remote.bytes.unwrap_or(stored));
@@ -138,96 +153,62 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    fn asked<'b>(&'b self, file: &'b str) -> Asked<'b> {
-        Asked {
-            repo: self.repo,
-            file: Some(file),
-        }
-    }
-
-    /// Reads the headers that describe a file.
-    fn remote(&self, answer: &Answer, file: &str) -> Result<Remote, Failure> {
-        let etag = answer.header("x-linked-etag").or(answer.header("etag"));
-        let etag = etag.unwrap_or_default().trim_start_matches("W/");
-        let etag = etag.trim_matches('"').to_string();
-        let is_name = (1..=128).contains(&etag.len())
-            && !etag.starts_with('.')
-            && etag
-                .bytes()
-                .all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
-        if !is_name {
-            return Err(
-                Failure::new(format!("`{}` does not answer like a hub", answer.origin))
-                    .detail(format!(
-                        "{}: no usable ETag",
-                        refusal::what(self.asked(file))
-                    ))
-                    .hint("check HF_ENDPOINT; a login page of the network may answer in its place"),
-            );
-        }
-        let linked = answer.header("x-linked-size");
-        // A redirect's own length is that of its body.
-        let own = || {
-            let is_file = answer.response.status().is_success();
-            answer.header("content-length").filter(|_| is_file)
-        };
-        Ok(Remote {
-            etag,
-            bytes: linked.or_else(own).and_then(|bytes| bytes.parse().ok()),
-            commit: answer.commit.clone(),
-        })
-    }
-
     /// Downloads until the file is whole and its hash is right.
     fn download(
         &self,
-        wanted: Wanted<'_>,
-        mut partial: Partial,
+        remote: &Remote<'_>,
+        partial: &mut Partial,
         mut meter: Option<&mut Meter<'_>>,
-    ) -> Result<Partial> {
+    ) -> Result<(), Failure> {
         let mut was_damaged = false;
-        self.client.with_retries(self.events, || {
-            self.continue_download(wanted, &mut partial, meter.as_deref_mut())?;
-            let digest = partial.sha256();
-            match wanted.remote.sha256() {
-                Some(expected) if expected != digest => {
-                    partial.keep(0)?;
-                    let failure = self.damaged(wanted.file, expected, &digest);
-                    // The first time, an old partial file may be the cause; the second time, the hub is.
-                    if was_damaged {
-                        return Err(failure.into());
-                    }
-                    was_damaged = true;
-                    Err(RequestError::transient(failure))
-                }
-                _ => Ok(()),
+        self.hub.with_retries(self.events, || {
+            self.continue_download(remote, partial, meter.as_deref_mut())?;
+            let found = partial.sha256();
+            let Some(expected) = remote.sha256().filter(|expected| *expected != found) else {
+                return Ok(());
+            };
+            partial.keep(0)?;
+            let named = self.repo.named(Some(remote.file));
+            let failure = Failure::new(format!("{named} arrived damaged: its hash is wrong"))
+                .detail(format!("SHA-256 {found}, the hub says {expected}"))
+                .hint("check HF_ENDPOINT and the proxy; the damaged file was removed");
+            // The first time, an old partial file may be the cause; the second time, the hub is.
+            if std::mem::replace(&mut was_damaged, true) {
+                return Err(failure.into());
             }
-        })?;
-        Ok(partial)
+            Err(RequestError::later(failure))
+        })
     }
 
     /// Sends one request for the missing bytes and appends them.
     fn continue_download(
         &self,
-        wanted: Wanted<'_>,
+        remote: &Remote<'_>,
         partial: &mut Partial,
         mut meter: Option<&mut Meter<'_>>,
     ) -> Result<(), RequestError> {
-        let (file, size) = (wanted.file, wanted.remote.bytes);
+        let (size, stored) = (remote.bytes, partial.stored()?);
         // Without a size, the end of the file is unknown, so an old part is useless.
-        let stored = partial.stored()?;
         let is_usable = size.is_some_and(|size| stored <= size);
         let have = if is_usable { stored } else { 0 };
         if have > 0 && size == Some(have) {
             return Ok(partial.keep(have)?);
         }
-        let answer = self.request(wanted, have)?;
+        let mut request = HttpRequest::file(self.repo, &remote.commit, remote.file);
+        if have > 0 {
+            let headers = &mut request.headers;
+            headers.push(("range", format!("bytes={have}-")));
+            if remote.sha256().is_none() {
+                headers.push(("if-range", format!("\"{}\"", remote.etag)));
+            }
+        }
+        let answer = self.hub.send(&request)?;
         if answer.response.status() == 416 {
             partial.keep(0)?;
             let why = "the range we asked for is refused";
-            return Err(RequestError::transient(self.unfit(file, &answer, why)));
+            return Err(RequestError::later(self.unfit(remote, &answer.origin, why)));
         }
-        partial.keep(self.start_of(wanted, have, &answer)?)?;
+        partial.keep(self.start_of(remote, have, &answer)?)?;
         let (origin, started) = (answer.origin, partial.length());
         let mut body = answer.response.into_body().into_reader();
         let mut buffer = vec![0; BUFFER];
@@ -239,146 +220,82 @@ impl Transfer<'_> {
             let missing = size.map(|size| size - have);
             let read = match body.read(&mut buffer) {
                 Ok(0) if missing.is_none_or(|missing| missing == 0) => return Ok(()),
-                Ok(0) => return Err(self.broken(wanted, have, started, None)),
+                Ok(0) => return Err(self.broken(remote, have, started, None)),
                 Ok(read) => read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     let error = ureq::Error::from(error);
-                    let cause = refusal::unanswered(self.client.settings(), &origin, &error);
-                    return Err(self.broken(wanted, have, started, Some(cause)));
+                    let cause = unanswered(&self.hub.settings, &origin, &error).failure;
+                    return Err(self.broken(remote, have, started, Some(cause)));
                 }
             };
             if missing.is_some_and(|missing| read as u64 > missing) {
                 partial.keep(0)?;
-                let failure = Failure::new(format!(
-                    "more bytes of {} arrive than its {}",
-                    refusal::what(self.asked(file)),
-                    ByteSize(size.unwrap_or_default())
-                ));
-                return Err(RequestError::transient(failure.hint(CHECK_ENDPOINT)));
+                let why = "more bytes arrive than the repository says";
+                return Err(RequestError::later(self.unfit(remote, &origin, why)));
             }
             partial.append(&buffer[..read], missing)?;
         }
     }
 
-    fn request(&self, wanted: Wanted<'_>, have: u64) -> Result<Answer, RequestError> {
-        let mut headers = Vec::new();
-        if have > 0 {
-            headers.push(("range", format!("bytes={have}-")));
-            if wanted.remote.sha256().is_none() {
-                headers.push(("if-range", format!("\"{}\"", wanted.remote.etag)));
-            }
-        }
-        self.client.send(&HttpRequest {
-            asked: self.asked(wanted.file),
-            path: self.repo.file_path(wanted.commit, wanted.file),
-            is_head: false,
-            headers,
-        })
-    }
-
     /// Returns the byte of the file at which an answer's body begins: `have` if the range was honoured, 0 for the whole file.
-    fn start_of(
-        &self,
-        wanted: Wanted<'_>,
-        have: u64,
-        answer: &Answer,
-    ) -> Result<u64, RequestError> {
-        let unfit = |why: &str| Err(self.unfit(wanted.file, answer, why).into());
-        let headers = answer.response.headers();
-        if header(headers, "content-encoding").is_some_and(|encoding| encoding != "identity") {
-            return unfit("it is packed although we asked for it as it is");
-        }
-        let (start, total) = if answer.response.status() == 206 {
-            match header(headers, "content-range").and_then(content_range) {
-                None => return unfit("a part without a usable Content-Range"),
-                Some((start, _)) if start != have => {
-                    return unfit(&format!("the part begins at {start}, we asked for {have}"));
-                }
-                Some(range) => range,
+    fn start_of(&self, remote: &Remote<'_>, have: u64, answer: &Answer) -> Result<u64, Failure> {
+        let encoding = answer.header("content-encoding").unwrap_or("identity");
+        let is_part = answer.response.status() == 206;
+        let why = match (answer.range(), remote.bytes) {
+            _ if encoding != "identity" => {
+                "it is packed although we asked for it as it is".to_string()
             }
-        } else {
-            let length = header(headers, "content-length");
-            (0, length.and_then(|bytes| bytes.parse().ok()))
+            (None, _) => "a part without a usable Content-Range".to_string(),
+            (Some((start, _)), _) if is_part && start != have => {
+                format!("the part begins at {start}, we asked for {have}")
+            }
+            (Some((_, Some(total))), Some(expected)) if total != expected => {
+                format!("{total} bytes are announced, the repository says {expected}")
+            }
+            (Some((start, _)), _) => return Ok(start),
         };
-        match (wanted.remote.bytes, total) {
-            (Some(expected), Some(total)) if expected != total => unfit(&format!(
-                "{total} bytes are announced, the repository says {expected}"
-            )),
-            _ => Ok(start),
-        }
+        Err(self.unfit(remote, &answer.origin, &why))
     }
 
     /// The failure for an answer that does not fit the file.
-    fn unfit(&self, file: &str, answer: &Answer, why: &str) -> Failure {
-        Failure::new(format!(
-            "`{}` sends something other than {}",
-            answer.origin,
-            refusal::what(self.asked(file))
-        ))
-        .detail(why)
-        .hint(CHECK_ENDPOINT)
+    fn unfit(&self, remote: &Remote<'_>, origin: &Origin, why: &str) -> Failure {
+        let named = self.repo.named(Some(remote.file));
+        Failure::new(format!("`{origin}` sends something other than {named}"))
+            .detail(why)
+            .hint(CHECK_ENDPOINT)
     }
 
     /// The failure for a body that ended too early.
     fn broken(
         &self,
-        wanted: Wanted<'_>,
+        remote: &Remote<'_>,
         have: u64,
         started: u64,
-        cause: Option<RequestError>,
+        cause: Option<Failure>,
     ) -> RequestError {
-        let of = wanted
-            .remote
-            .bytes
-            .map_or(String::new(), |bytes| format!(" of {}", ByteSize(bytes)));
+        let named = self.repo.named(Some(remote.file));
+        let of = remote.bytes.map(|bytes| format!(" of {}", ByteSize(bytes)));
         let mut failure = Failure::new(format!(
-            "the download of {} broke off after {}{of}",
-            refusal::what(self.asked(wanted.file)),
-            ByteSize(have)
+            "the download of {named} broke off after {}{}",
+            ByteSize(have),
+            of.unwrap_or_default()
         ))
         .hint("start again: the downloaded part is kept, and the rest is requested");
-        if let Some(cause) = cause {
-            failure = failure.detail(match cause {
-                RequestError::Transient(transient) => transient.failure.message,
-                RequestError::Permanent(failure) => failure.message,
-            });
-        }
-        RequestError::Transient(Box::new(Transient {
-            failure,
-            wait: None,
-            is_unreachable: false,
-            has_progressed: have >= started + PROGRESS,
-        }))
-    }
-
-    fn damaged(&self, file: &str, expected: &str, found: &str) -> Failure {
-        Failure::new(format!(
-            "{} arrived damaged: its hash is wrong",
-            refusal::what(self.asked(file))
-        ))
-        .detail(format!("SHA-256 {found}, the hub says {expected}"))
-        .hint("check HF_ENDPOINT and the proxy; the damaged file was removed")
+        failure.details.extend(cause.map(|cause| cause.message));
+        let retry = if have >= started + PROGRESS {
+            Retry::Progressed
+        } else {
+            Retry::Later
+        };
+        RequestError { failure, retry }
     }
 }
-
-const CHECK_ENDPOINT: &str = "check HF_ENDPOINT and the proxy; or name a local folder";
 
 /// Returns whether a blob exists with the size that the hub announced.
-fn is_whole(blob: &Path, remote: &Remote) -> bool {
+fn is_whole(blob: &Path, remote: &Remote<'_>) -> bool {
     fs::metadata(blob)
         .is_ok_and(|data| data.is_file() && remote.bytes.is_none_or(|bytes| bytes == data.len()))
-}
-
-/// `bytes 3-9/10` → (3, Some(10)); the total may be `*`.
-fn content_range(value: &str) -> Option<(u64, Option<u64>)> {
-    let (range, total) = value.strip_prefix("bytes ")?.split_once('/')?;
-    let (start, _) = range.split_once('-')?;
-    let total = match total.trim() {
-        "*" => None,
-        total => Some(total.parse().ok()?),
-    };
-    Some((start.trim().parse().ok()?, total))
 }
 
 #[cfg(test)]
@@ -388,28 +305,14 @@ mod tests {
     #[test]
     fn only_a_sha256_is_compared_with_the_content() {
         let remote = |etag: &str| Remote {
+            file: "x",
+            commit: "c0".to_string(),
             etag: etag.to_string(),
             bytes: None,
-            commit: None,
         };
         assert!(remote(&"0a".repeat(32)).sha256().is_some());
         for other in ["0a".repeat(20), "0A".repeat(32), "xy".repeat(32)] {
             assert_eq!(remote(&other).sha256(), None, "{other}");
-        }
-    }
-
-    #[test]
-    fn a_content_range_has_a_start_and_perhaps_a_total() {
-        assert_eq!(content_range("bytes 3-9/10"), Some((3, Some(10))));
-        assert_eq!(content_range("bytes 0-0/*"), Some((0, None)));
-        for wrong in [
-            "bytes */10",
-            "3-9/10",
-            "bytes 3-9",
-            "bytes x-9/10",
-            "bytes 3-9/x",
-        ] {
-            assert_eq!(content_range(wrong), None, "{wrong}");
         }
     }
 }

@@ -9,7 +9,7 @@ use anyhow::Result;
 use crate::checkpoint::{Checkpoint, HeadersOnly, WeightSource, is_model_file};
 use crate::data::{DatasetSpec, Role};
 use crate::failure::Failure;
-use crate::hub::{Hub, HubRepo, ModelFiles, Settings};
+use crate::hub::{Hub, HubRepo, HubSettings, ModelFiles};
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, stored_dtypes};
 use crate::run::Events;
 use crate::settings::ModelSettings;
@@ -157,7 +157,7 @@ fn with_path(error: anyhow::Error, dataset: &DatasetSpec, role: Role) -> anyhow:
 }
 
 fn hub(cache_dir: Option<&Path>) -> Result<Hub> {
-    let settings = Settings::resolve(cache_dir, &|name| std::env::var_os(name))?;
+    let settings = HubSettings::resolve(cache_dir, &|name| std::env::var_os(name))?;
     Ok(Hub::new(settings))
 }
 

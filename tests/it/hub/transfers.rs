@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use prune::hub::{Hub, Settings};
+use prune::hub::{Hub, HubSettings};
 use prune::run::{Event, Events};
 use tempfile::TempDir;
 
@@ -69,7 +69,7 @@ impl Bench {
             let found = variables.iter().rev().find(|(other, _)| *other == name);
             found.map(|(_, value)| OsString::from(value))
         };
-        Hub::new(Settings::resolve(Some(self.folder.path()), &lookup).expect("valid"))
+        Hub::new(HubSettings::resolve(Some(self.folder.path()), &lookup).expect("valid"))
     }
 
     fn fetch(&self, more: &[(&str, &str)]) -> anyhow::Result<PathBuf> {
