@@ -43,16 +43,9 @@ pub(super) fn model(
     model: &ModelSettings,
     events: &dyn Events,
 ) -> Result<(PathBuf, Option<HubModel>)> {
-    let given = model.model.as_path();
-    if given.exists() {
-        if let Some(revision) = &model.revision {
-            return Err(revision_of_a_folder(revision, given).into());
-        }
-        return Ok((given.to_path_buf(), None));
-    }
-    let repo = given.to_str().and_then(HubRepo::model);
-    let repo = repo.ok_or_else(|| missing_folder(given))?;
-    let repo = repo.at(model.revision.as_deref().unwrap_or("main"))?;
+    let Some(repo) = repository(model)? else {
+        return Ok((model.model.clone(), None));
+    };
     let hub = hub(model.cache_dir.as_deref())?;
     let snapshot = hub.model(&repo, &CheckpointFiles, events)?;
     let model = HubModel {
@@ -72,32 +65,22 @@ pub(super) fn headers(
     is_evaluated: bool,
     events: &dyn Events,
 ) -> Result<(ModelConfig, Dtypes)> {
-    let (model, revision) = (settings.model.as_path(), settings.revision.as_deref());
-    let source: Box<dyn WeightSource>;
-    let config;
-    if model.exists() {
-        if let Some(revision) = revision {
-            return Err(revision_of_a_folder(revision, model).into());
+    let (mut folder, mut source) = (settings.model.clone(), None);
+    if let Some(repo) = repository(settings)? {
+        let hub = hub(settings.cache_dir.as_deref())?;
+        let headers = hub.model_headers(&repo, &CheckpointFiles, events)?;
+        folder = headers.snapshot.folder;
+        if let Some(shards) = headers.shards {
+            let shards = shards.into_iter();
+            let shards = shards.map(|shard| (shard.name, shard.json, shard.file_bytes));
+            source = Some(HeadersOnly::new(repo.id(), shards)?);
         }
-        config = ModelConfig::load(model)?;
-        source = Box::new(Checkpoint::open(model)?);
-    } else {
-        let repo = model.to_str().and_then(HubRepo::model);
-        let repo = repo.ok_or_else(|| missing_folder(model))?;
-        let repo = repo.at(revision.unwrap_or("main"))?;
-        let cache_dir = settings.cache_dir.as_deref();
-        let headers = hub(cache_dir)?.model_headers(&repo, &CheckpointFiles, events)?;
-        let folder = &headers.snapshot.folder;
-        config = ModelConfig::load(folder)?;
-        source = match headers.shards {
-            Some(shards) => {
-                let shards = shards.into_iter();
-                let shards = shards.map(|shard| (shard.name, shard.json, shard.file_bytes));
-                Box::new(HeadersOnly::new(repo.id(), shards)?)
-            }
-            None => Box::new(Checkpoint::open(folder)?),
-        };
     }
+    let config = ModelConfig::load(&folder)?;
+    let source: Box<dyn WeightSource> = match source {
+        Some(source) => Box::new(source),
+        None => Box::new(Checkpoint::open(&folder)?),
+    };
     for layer in 0..config.num_hidden_layers {
         DecoderLayer::check(&*source, &config, layer)?;
     }
@@ -109,12 +92,22 @@ pub(super) fn headers(
     Ok((config, dtypes))
 }
 
-fn revision_of_a_folder(revision: &str, folder: &Path) -> Failure {
-    Failure::usage(format!(
-        "--revision {revision} is for a model on the hub, and `{}` is a local folder",
-        folder.display()
-    ))
-    .hint("leave --revision out, or start where no such folder is")
+/// The repository of a model on the hub; `None` for a local folder.
+fn repository(settings: &ModelSettings) -> Result<Option<HubRepo>, Failure> {
+    let (model, revision) = (&settings.model, settings.revision.as_deref());
+    if !model.exists() {
+        let repo = model.to_str().and_then(HubRepo::model);
+        let repo = repo.ok_or_else(|| missing_folder(model))?;
+        return repo.at(revision.unwrap_or("main")).map(Some);
+    }
+    match revision {
+        None => Ok(None),
+        Some(revision) => Err(Failure::usage(format!(
+            "--revision {revision} is for a model on the hub, and `{}` is a local folder",
+            model.display()
+        ))
+        .hint("leave --revision out, or start where no such folder is")),
+    }
 }
 
 /// The dataset with the hub's file at hand, where it was named without a path.
