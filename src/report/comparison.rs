@@ -4,8 +4,7 @@
 //! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio are one
 //! [`Series`].
 
-use serde_json::Value;
-
+use super::format::field;
 use crate::run::Manifest;
 
 /// The largest relative difference of dense perplexities that are of the same weights and arithmetic.
@@ -43,29 +42,11 @@ pub struct ComparableRuns<'a> {
 /// The conditions of a measurement; perplexities are comparable only under equal conditions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Protocol {
-    model: String,
-    text_sha256: String,
-    tokenizer_sha256: String,
-    windows: usize,
-    seqlen: usize,
-    /// Names for captions: the text's kind and the model's folder. Not compared.
-    names: Names,
+    /// Model, text, tokenizer, number and length of windows.
+    conditions: (String, String, String, usize, usize),
+    /// The conditions for captions. The names in it are not compared: the same text may have several.
+    pub description: String,
 }
-
-#[derive(Debug, Clone)]
-struct Names {
-    dataset: String,
-    model: String,
-}
-
-impl PartialEq for Names {
-    /// The same text may have several names.
-    fn eq(&self, _: &Self) -> bool {
-        true
-    }
-}
-
-impl Eq for Names {}
 
 /// Runs that differ only in their ratio.
 #[derive(Debug, Clone, PartialEq)]
@@ -92,30 +73,19 @@ impl Protocol {
     fn of(manifest: &Manifest) -> Option<Self> {
         let text = manifest.evaluation.as_ref()?;
         let report = manifest.perplexity.pruned.or(manifest.perplexity.dense)?;
-        let field = |name: &str| text_field(text, name);
+        let model = &manifest.model;
+        let (text_sha256, windows, seqlen) =
+            (field(text, "text_sha256"), report.windows, report.seqlen);
+        let description = format!(
+            "{} (SHA-256 {text_sha256:.12}…), {windows} windows of {seqlen} tokens, model {}",
+            field(text, "dataset"),
+            model.path
+        );
+        let (model, tokenizer) = (model.identity.clone(), field(text, "tokenizer_sha256"));
         Some(Self {
-            model: manifest.model.identity.clone(),
-            text_sha256: field("text_sha256"),
-            tokenizer_sha256: field("tokenizer_sha256"),
-            windows: report.windows,
-            seqlen: report.seqlen,
-            names: Names {
-                dataset: field("dataset"),
-                model: manifest.model.path.clone(),
-            },
+            conditions: (model, text_sha256, tokenizer, windows, seqlen),
+            description,
         })
-    }
-
-    /// Describes the protocol for captions.
-    pub fn describe(&self) -> String {
-        format!(
-            "{} (SHA-256 {}…), {} windows of {} tokens, model {}",
-            self.names.dataset,
-            self.text_sha256.chars().take(12).collect::<String>(),
-            self.windows,
-            self.seqlen,
-            self.names.model
-        )
     }
 }
 
@@ -139,57 +109,42 @@ impl<'a> RunComparison<'a> {
 
     fn add(&mut self, run: &'a NamedRun) -> Result<(), &'static str> {
         let manifest = &run.manifest;
-        let sparsity = manifest
-            .sparsity
-            .ok_or("a run of `prune eval` knows no sparsity")?
-            .ratio;
+        let sparsity = manifest.sparsity;
+        let sparsity = sparsity.ok_or("a run of `prune eval` knows no sparsity")?;
         let protocol = Protocol::of(manifest).ok_or("it measured no perplexity")?;
-        let perplexity = manifest
-            .perplexity
-            .pruned
-            .ok_or("it measured no perplexity of the pruned model")?
-            .perplexity;
-        if !perplexity.is_finite() || perplexity <= 0.0 {
+        let pruned = manifest.perplexity.pruned;
+        let pruned = pruned.ok_or("it measured no perplexity of the pruned model")?;
+        if !pruned.perplexity.is_finite() || pruned.perplexity <= 0.0 {
             return Err("its perplexity is not finite");
         }
-        let group = match self
-            .groups
-            .iter_mut()
-            .position(|group| group.protocol == protocol)
-        {
-            Some(index) => &mut self.groups[index],
-            None => {
-                self.groups.push(ComparableRuns {
-                    protocol,
-                    series: Vec::new(),
-                    dense: Vec::new(),
-                });
-                self.groups.last_mut().expect("just pushed")
-            }
+        let is_alike = |group: &ComparableRuns| group.protocol.conditions == protocol.conditions;
+        let group = self.groups.iter().position(is_alike);
+        let group = group.unwrap_or(self.groups.len());
+        if group == self.groups.len() {
+            self.groups.push(ComparableRuns {
+                protocol,
+                series: Vec::new(),
+                dense: Vec::new(),
+            });
+        }
+        let point = ChartPoint {
+            sparsity: sparsity.ratio,
+            perplexity: pruned.perplexity,
+            run: &run.name,
         };
-        group.add(
-            manifest,
-            ChartPoint {
-                sparsity,
-                perplexity,
-                run: &run.name,
-            },
-        );
+        self.groups[group].add(manifest, point);
         Ok(())
     }
 }
 
 impl<'a> ComparableRuns<'a> {
     fn add(&mut self, manifest: &Manifest, point: ChartPoint<'a>) {
-        if let Some(dense) = manifest.perplexity.dense.map(|report| report.perplexity)
-            && dense.is_finite()
-            && dense > 0.0
-            && !self
-                .dense
-                .iter()
-                .any(|other| (other - dense).abs() <= SAME_DENSE * dense)
-        {
-            self.dense.push(dense);
+        let dense = manifest.perplexity.dense.map(|report| report.perplexity);
+        if let Some(dense) = dense.filter(|dense| dense.is_finite() && *dense > 0.0) {
+            let is_same = |other: &f64| (other - dense).abs() <= SAME_DENSE * dense;
+            if !self.dense.iter().any(is_same) {
+                self.dense.push(dense);
+            }
         }
         let (label, calibration) = (method_label(manifest), calibration_label(manifest));
         let mut series = self.series.iter_mut();
@@ -205,23 +160,18 @@ impl<'a> ComparableRuns<'a> {
 
     /// Sorts points, and names the calibration where one method was run with several.
     fn finish(&mut self) {
-        let labels: Vec<String> = self
-            .series
-            .iter()
-            .map(|series| series.label.clone())
-            .collect();
-        for series in &mut self.series {
-            if labels
-                .iter()
-                .filter(|label| **label == series.label)
-                .count()
-                > 1
-            {
-                series.label = format!("{}, {}", series.label, series.calibration);
+        let series = self.series.iter();
+        let labels: Vec<String> = series.map(|series| series.label.clone()).collect();
+        for Series {
+            label,
+            calibration,
+            points,
+        } in &mut self.series
+        {
+            if labels.iter().filter(|other| *other == label).count() > 1 {
+                *label = format!("{label}, {calibration}");
             }
-            series
-                .points
-                .sort_by(|one, other| one.sparsity.total_cmp(&other.sparsity));
+            points.sort_by(|one, other| one.sparsity.total_cmp(&other.sparsity));
         }
     }
 }
@@ -252,27 +202,15 @@ fn calibration_label(manifest: &Manifest) -> String {
     let Some(text) = &manifest.calibration else {
         return String::new();
     };
-    let number = |name: &str| {
-        text.get(name)
-            .map_or_else(|| "?".to_string(), Value::to_string)
-    };
+    let field = |name| field(text, name);
     format!(
-        "{} {} × {}, seed {}, {}",
-        text_field(text, "dataset"),
-        number("windows"),
-        number("seqlen"),
-        number("seed"),
-        text_field(text, "tokens_sha256")
-            .chars()
-            .take(6)
-            .collect::<String>()
+        "{} {} × {}, seed {}, {:.6}",
+        field("dataset"),
+        field("windows"),
+        field("seqlen"),
+        field("seed"),
+        field("tokens_sha256")
     )
-}
-
-/// A text field of a protocol; `?` where it is missing.
-pub(super) fn text_field(text: &Value, name: &str) -> String {
-    let value = text.get(name).and_then(Value::as_str);
-    value.unwrap_or("?").to_string()
 }
 
 #[cfg(test)]

@@ -1,13 +1,38 @@
-//! Text as reports show it: escaped for HTML and SVG, durations, and moments in UTC.
+//! Text as reports show it: escaped for HTML and SVG, names, numbers, durations, and moments in UTC.
 
 use chrono::DateTime;
 use minijinja::HtmlEscape;
+use serde_json::Value;
 
 use crate::failure::printable;
 
 /// Text for HTML, SVG and attribute values: markup is escaped, and a control character is shown as its escape sequence.
 pub(super) fn escape(text: &str) -> String {
     HtmlEscape(&printable(text)).to_string()
+}
+
+/// A field of a text's protocol; `?` where it is missing.
+pub(super) fn field(text: &Value, name: &str) -> String {
+    match text.get(name) {
+        None | Some(Value::Null) => "?".to_string(),
+        Some(Value::String(value)) => value.clone(),
+        Some(value) => value.to_string(),
+    }
+}
+
+/// A linear's short name: `q` of `model.layers.0.self_attn.q_proj`.
+pub(super) fn short_name(name: &str) -> &str {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    last.strip_suffix("_proj").unwrap_or(last)
+}
+
+/// A perplexity with four digits.
+pub(super) fn finite(value: f64) -> String {
+    if value.is_finite() {
+        format!("{value:.4}")
+    } else {
+        "not finite".to_string()
+    }
 }
 
 /// `35 ms`, `4.1 s`, `12 min 05 s`, `3 h 07 min`.

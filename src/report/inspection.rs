@@ -3,6 +3,7 @@
 
 use std::fmt::Write as _;
 
+use super::format::short_name;
 use crate::bytes::ByteSize;
 use crate::failure::printable;
 use crate::run::inspection::{DenseComparison, InspectedLayer, Inspection, PatternCount, Zeros};
@@ -61,42 +62,29 @@ pub fn differences(comparison: &DenseComparison) -> Vec<String> {
             ));
         }
     }
-    let mut list = |what: String, names: &[String]| {
-        if !names.is_empty() {
-            lines.push(what);
-            lines.extend(
-                shortened(names.to_vec(), NAMES_SHOWN)
-                    .into_iter()
-                    .map(|name| format!("  {name}")),
-            );
-        }
-    };
-    let differing = &comparison.untouched_differing;
-    list(
-        format!(
-            "other tensors that differ: {} of {}",
-            differing.len(),
-            comparison.untouched
-        ),
-        differing,
-    );
-    list(
-        format!("tensors missing here: {}", comparison.missing.len()),
-        &comparison.missing,
-    );
-    list(
-        format!("tensors not in {dense}: {}", comparison.added.len()),
-        &comparison.added,
-    );
     let unlike = &comparison.unlike;
     let names: Vec<String> = unlike.iter().map(|tensor| tensor.tensor.clone()).collect();
-    list(
-        format!(
-            "tensors of another dtype or shape, not compared: {}",
-            unlike.len()
+    let of = format!(" of {}", comparison.untouched);
+    for (what, names, of) in [
+        (
+            "other tensors that differ",
+            &comparison.untouched_differing,
+            &*of,
         ),
-        &names,
-    );
+        ("tensors missing here", &comparison.missing, ""),
+        (&format!("tensors not in {dense}"), &comparison.added, ""),
+        (
+            "tensors of another dtype or shape, not compared",
+            &names,
+            "",
+        ),
+    ] {
+        if !names.is_empty() {
+            lines.push(format!("{what}: {}{of}", names.len()));
+            let shown = shortened(names.clone(), NAMES_SHOWN).into_iter();
+            lines.extend(shown.map(|name| format!("  {name}")));
+        }
+    }
     if let Some(first) = unlike.first() {
         let (dense, found) = (&first.dense, &first.found);
         lines.push(format!(
@@ -172,12 +160,7 @@ fn summary(inspection: &Inspection) -> String {
 }
 
 fn patterns(counts: &[PatternCount]) -> String {
-    let name = |count: &PatternCount| {
-        count
-            .pattern
-            .clone()
-            .unwrap_or_else(|| "no pattern".to_string())
-    };
+    let name = |count: &PatternCount| count.pattern.clone().unwrap_or("no pattern".into());
     match counts {
         [] => "no decoder linears".to_string(),
         [all] => format!("{} in all {} matrices", name(all), all.matrices),
@@ -228,21 +211,10 @@ fn layers(inspection: &Inspection) -> String {
 
 /// Columns of the table: the linears of the layer that has most of them.
 fn columns(inspection: &Inspection) -> Vec<&str> {
-    let fullest = inspection
-        .layers
-        .iter()
-        .max_by_key(|layer| layer.matrices.len());
-    let matrices = fullest.map(|layer| &layer.matrices[..]).unwrap_or_default();
-    matrices
-        .iter()
-        .map(|matrix| short_name(&matrix.name))
-        .collect()
-}
-
-/// A linear's short name: `q` of `model.layers.0.self_attn.q_proj`.
-fn short_name(name: &str) -> &str {
-    let last = name.rsplit('.').next().unwrap_or(name);
-    last.strip_suffix("_proj").unwrap_or(last)
+    let layers = inspection.layers.iter();
+    let fullest = layers.max_by_key(|layer| layer.matrices.len());
+    let matrices = fullest.into_iter().flat_map(|layer| &layer.matrices);
+    matrices.map(|matrix| short_name(&matrix.name)).collect()
 }
 
 fn row(name: &str, cells: &[Option<Zeros>], all: Zeros, pattern: &str) -> String {

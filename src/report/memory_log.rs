@@ -20,15 +20,15 @@ pub fn csv_row(
     total: Option<ByteSize>,
 ) -> String {
     let (allocated, reserved, peak) = sample.gpu.map_or((0.0, 0.0, 0.0), |gpu| {
-        (gib(gpu.allocated), gib(gpu.reserved), gib(gpu.peak))
+        (gpu.allocated.gib(), gpu.reserved.gib(), gpu.peak.gib())
     });
     format!(
         "{},{},{allocated:.3},{reserved:.3},{peak:.3},{:.3},{:.2},{:.3}\n",
         timestamp(started_unix_seconds + sample.seconds as u64),
         sample.checkpoint,
-        gib(sample.anonymous),
+        sample.anonymous.gib(),
         percent(sample.anonymous, total),
-        gib(sample.peak_anonymous)
+        sample.peak_anonymous.gib()
     )
 }
 
@@ -37,19 +37,19 @@ pub fn line(sample: &MemorySample, total: Option<ByteSize>) -> String {
     let cpu = format!(
         "memory {:<20} {:.3} GiB used ({:.2} %), peak {:.3} GiB",
         sample.checkpoint,
-        gib(sample.anonymous),
+        sample.anonymous.gib(),
         percent(sample.anonymous, total),
-        gib(sample.peak_anonymous)
+        sample.peak_anonymous.gib()
     );
     match sample.gpu {
         None => cpu,
         Some(gpu) => format!(
             "{cpu}; GPU {:.3} GiB allocated, {:.3} reserved, {:.3} peak, {:.3} free of {:.3}",
-            gib(gpu.allocated),
-            gib(gpu.reserved),
-            gib(gpu.peak),
-            gib(gpu.free),
-            gib(gpu.total)
+            gpu.allocated.gib(),
+            gpu.reserved.gib(),
+            gpu.peak.gib(),
+            gpu.free.gib(),
+            gpu.total.gib()
         ),
     }
 }
@@ -79,32 +79,28 @@ pub fn summary(samples: &[MemorySample], total: Option<ByteSize>) -> String {
         if has_gpu {
             let (allocated, peak) = sample
                 .gpu
-                .map_or((0.0, 0.0), |gpu| (gib(gpu.allocated), gib(gpu.peak)));
+                .map_or((0.0, 0.0), |gpu| (gpu.allocated.gib(), gpu.peak.gib()));
             let _ = write!(text, "{allocated:>10.3} {peak:>10.3} ");
         }
         let _ = writeln!(
             text,
             "{:>12.3} {:>12.3} {:>12.2}",
-            gib(sample.anonymous),
-            gib(sample.peak_anonymous),
+            sample.anonymous.gib(),
+            sample.peak_anonymous.gib(),
             percent(sample.anonymous, total)
         );
     }
     let of_gpus = samples.iter().filter_map(|sample| sample.gpu);
     if let Some(peak) = of_gpus.map(|gpu| gpu.peak).max() {
-        let _ = writeln!(text, "{rule}\nPeak GPU Memory: {:.3} GiB", gib(peak));
+        let _ = writeln!(text, "{rule}\nPeak GPU Memory: {:.3} GiB", peak.gib());
     }
     let peak = samples.iter().map(|sample| sample.peak_anonymous).max();
     let _ = writeln!(
         text,
         "{rule}\nPeak CPU Memory: {:.3} GiB\n{rule}",
-        gib(peak.unwrap_or_default())
+        peak.unwrap_or_default().gib()
     );
     text
-}
-
-fn gib(bytes: ByteSize) -> f64 {
-    bytes.0 as f64 / f64::from(1u32 << 30)
 }
 
 fn percent(bytes: ByteSize, total: Option<ByteSize>) -> f64 {

@@ -11,7 +11,7 @@ use minijinja::{AutoEscape, Environment};
 use serde::Serialize;
 
 use super::comparison::{NamedRun, RunComparison, method_label};
-use super::format::escape;
+use super::format::{escape, finite};
 use super::plots::{Figure, heat, memory, perplexity, phases};
 use super::settings::{self, Table};
 use crate::run::Manifest;
@@ -69,9 +69,6 @@ struct RunSection<'a> {
 
 impl Report {
     /// Draws the report of these runs, whose names must differ.
-    ///
-    /// # Errors
-    /// Fails when a picture cannot be drawn.
     pub fn of(runs: &[NamedRun]) -> Result<Self> {
         let title = match runs {
             [run] => format!("Pruning report: {}", run.name),
@@ -146,7 +143,7 @@ fn compare(runs: &[NamedRun]) -> Result<ComparedRuns<'_>> {
         charts: comparison.groups.len(),
         disagreements: groups
             .filter(|group| group.dense.len() > 1)
-            .map(|group| group.protocol.describe())
+            .map(|group| group.protocol.description.clone())
             .collect(),
         figures,
         left_out: comparison.left_out,
@@ -201,19 +198,12 @@ fn summary(manifest: &Manifest) -> String {
         ),
         None => format!("An evaluation of {model}; nothing was pruned."),
     };
-    let value = |perplexity: f64| {
-        if perplexity.is_finite() {
-            format!("{perplexity:.4}")
-        } else {
-            "not finite".into()
-        }
-    };
     let measured: Vec<String> = [
         ("dense", manifest.perplexity.dense),
         ("pruned", manifest.perplexity.pruned),
     ]
     .into_iter()
-    .filter_map(|(side, report)| Some(format!("{} {side}", value(report?.perplexity))))
+    .filter_map(|(side, report)| Some(format!("{} {side}", finite(report?.perplexity))))
     .collect();
     if !measured.is_empty() {
         let _ = write!(text, " Perplexity: {}.", measured.join(", "));

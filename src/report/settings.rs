@@ -3,9 +3,8 @@
 use serde::Serialize;
 use serde_json::Value;
 
-use super::comparison::{NamedRun, method_label, text_field};
-use super::format::{duration, minute};
-use crate::bytes::ByteSize;
+use super::comparison::{NamedRun, method_label};
+use super::format::{duration, field, finite, minute};
 use crate::run::Manifest;
 use crate::run::manifest::{MatrixReport, PerplexityReport};
 
@@ -21,7 +20,7 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
     let pruning = manifest.pruning.as_ref();
     let list = |globs: &[String]| (!globs.is_empty()).then(|| globs.join(", "));
     let (calibration, evaluation) = (manifest.calibration.as_ref(), manifest.evaluation.as_ref());
-    let hash = |text: Option<&Value>, name: &str| text.map(|text| text_field(text, name));
+    let hash = |text: Option<&Value>, name: &str| text.map(|text| field(text, name));
     let arithmetic = &manifest.arithmetic;
     let features = if arithmetic.cpu_features.is_empty() {
         "none".to_string()
@@ -114,27 +113,18 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
 
 /// A text and its windows.
 fn protocol(text: &Value) -> String {
-    let number = |name: &str| {
-        text.get(name)
-            .filter(|value| !value.is_null())
-            .map(Value::to_string)
-    };
-    let mut parts = vec![
-        format!(
-            "{}: {}",
-            text_field(text, "dataset"),
-            text_field(text, "path")
-        ),
-        format!(
-            "{} windows of {} tokens",
-            number("windows").unwrap_or_else(|| "?".into()),
-            number("seqlen").unwrap_or_else(|| "?".into())
-        ),
-    ];
-    if let Some(seed) = number("seed") {
-        parts.push(format!("seed {seed}"));
+    let field = |name| field(text, name);
+    let windows = format!(
+        "{}: {}; {} windows of {} tokens",
+        field("dataset"),
+        field("path"),
+        field("windows"),
+        field("seqlen")
+    );
+    match text.get("seed") {
+        None | Some(Value::Null) => windows,
+        Some(seed) => format!("{windows}; seed {seed}"),
     }
-    parts.join("; ")
 }
 
 fn perplexity(report: PerplexityReport) -> String {
@@ -156,10 +146,9 @@ pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
         .iter()
         .map(|run| {
             let manifest = &run.manifest;
-            let (dense, pruned) = (
-                manifest.perplexity.dense.map(|report| report.perplexity),
-                manifest.perplexity.pruned.map(|report| report.perplexity),
-            );
+            let measured = |report: Option<PerplexityReport>| Some(report?.perplexity);
+            let dense = measured(manifest.perplexity.dense);
+            let pruned = measured(manifest.perplexity.pruned);
             vec![
                 run.name.clone(),
                 method_label(manifest),
@@ -222,9 +211,7 @@ pub(super) fn every_matrix(manifest: &Manifest) -> Table {
                 matrix.zeros.to_string(),
                 format!("{:.6}", matrix.zeros as f64 / weights.max(1.0)),
                 or_dash(matrix.relative_output_error, |error| format!("{error:.6}")),
-                or_dash(matrix.mask_sha256.as_ref(), |hash| {
-                    hash.chars().take(12).collect()
-                }),
+                or_dash(matrix.mask_sha256.as_ref(), |hash| format!("{hash:.12}")),
             ]
         })
         .collect();
@@ -244,7 +231,6 @@ pub(super) fn every_matrix(manifest: &Manifest) -> Table {
 
 /// Memory samples in numbers.
 pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
-    let size = |bytes: ByteSize| bytes.to_string();
     let rows = manifest
         .memory
         .iter()
@@ -252,8 +238,8 @@ pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
             vec![
                 sample.checkpoint.clone(),
                 format!("{:.2}", sample.seconds),
-                size(sample.anonymous),
-                size(sample.peak_anonymous),
+                sample.anonymous.to_string(),
+                sample.peak_anonymous.to_string(),
             ]
         })
         .collect();
@@ -265,14 +251,6 @@ pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
 
 fn or_dash<T>(value: Option<T>, text: impl FnOnce(T) -> String) -> String {
     value.map_or_else(|| "–".to_string(), text)
-}
-
-fn finite(value: f64) -> String {
-    if value.is_finite() {
-        format!("{value:.4}")
-    } else {
-        "not finite".into()
-    }
 }
 
 #[cfg(test)]

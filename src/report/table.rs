@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::format::duration;
+use super::format::{duration, field};
 use crate::bytes::ByteSize;
 use crate::run::Manifest;
 use crate::run::fallback::{FallbackOutcome, FallbackReport};
@@ -170,22 +170,15 @@ impl TableRows {
 
 /// The text behind a number, with hashes short enough to compare by eye; run.json has the whole hashes.
 fn protocol_of(text: &serde_json::Value) -> String {
-    let field = |name: &str| {
-        text.get(name)
-            .and_then(serde_json::Value::as_str)
-            .unwrap_or("?")
-    };
-    let short = |name: &str| field(name).chars().take(12).collect::<String>();
-    let tokens = text
-        .get("tokens_used")
-        .and_then(serde_json::Value::as_u64)
-        .unwrap_or(0);
+    let field = |name| field(text, name);
+    let tokens = text.get("tokens_used").and_then(serde_json::Value::as_u64);
     format!(
-        "{}, sha256 {}; {tokens} tokens, sha256 {}; tokenizer {}",
+        "{}, sha256 {:.12}; {} tokens, sha256 {:.12}; tokenizer {:.12}",
         field("dataset"),
-        short("text_sha256"),
-        short("tokens_sha256"),
-        short("tokenizer_sha256")
+        field("text_sha256"),
+        tokens.unwrap_or(0),
+        field("tokens_sha256"),
+        field("tokenizer_sha256")
     )
 }
 

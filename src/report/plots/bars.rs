@@ -22,55 +22,34 @@ pub(super) struct Bar {
 }
 
 /// Draws the bars from top to bottom; the longest fills the width.
-///
-/// # Errors
-/// Fails when plotters cannot draw.
 pub(super) fn draw(title: &str, unit: &str, color: usize, bars: &[Bar]) -> Result<String> {
-    let description = bars
-        .iter()
-        .map(|bar| format!("{}: {}", bar.name, bar.label))
-        .collect::<Vec<_>>()
-        .join("; ");
+    let described = bars.iter();
+    let described = described.map(|bar| format!("{}: {}", bar.name, bar.label));
+    let description = described.collect::<Vec<_>>().join("; ");
+    let names = letters(TEXT, INK, Anchor::End);
+    let numbers = letters(TEXT, INK, Anchor::Start);
     let longest = bars.iter().map(|bar| bar.value).fold(0.0, f64::max);
     let room = WIDTH as i32 - NAMES - NUMBERS;
-    canvas::draw(
-        HEADER + ROW * bars.len() as u32 + 8,
-        title,
-        &description,
-        |area| {
-            canvas::header(area, title, unit)?;
-            for (row, bar) in bars.iter().enumerate() {
-                let top = (HEADER + ROW * row as u32) as i32;
-                let middle = top + ROW as i32 / 2;
-                let length = if longest > 0.0 {
-                    (bar.value / longest * f64::from(room)).round() as i32
-                } else {
-                    0
-                };
-                // The smallest value still gets a line of one pixel.
-                let end = NAMES + length.max(1);
-                write(
-                    area,
-                    &bar.name,
-                    &letters(TEXT, INK, Anchor::End),
-                    (NAMES - 8, middle),
-                )?;
-                canvas::fill(
-                    area,
-                    SERIES[color],
-                    (NAMES, top + 4),
-                    (end, top + ROW as i32 - 4),
-                )?;
-                write(
-                    area,
-                    &bar.label,
-                    &letters(TEXT, INK, Anchor::Start),
-                    (end + 6, middle),
-                )?;
-            }
-            Ok(())
-        },
-    )
+    let height = HEADER + ROW * bars.len() as u32 + 8;
+    canvas::draw(height, title, &description, |area| {
+        canvas::header(area, title, unit)?;
+        for (row, bar) in bars.iter().enumerate() {
+            let top = (HEADER + ROW * row as u32) as i32;
+            let middle = top + ROW as i32 / 2;
+            let length = if longest > 0.0 {
+                (bar.value / longest * f64::from(room)).round() as i32
+            } else {
+                0
+            };
+            // The smallest value still gets a line of one pixel.
+            let end = NAMES + length.max(1);
+            let (from, to) = ((NAMES, top + 4), (end, top + ROW as i32 - 4));
+            write(area, &bar.name, &names, (NAMES - 8, middle))?;
+            canvas::fill(area, SERIES[color], from, to)?;
+            write(area, &bar.label, &numbers, (end + 6, middle))?;
+        }
+        Ok(())
+    })
 }
 
 #[cfg(test)]

@@ -57,9 +57,6 @@ const DARK: [(RGBColor, &str); 9] = [
 pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// Draws a picture of [`WIDTH`] × `height`; `title` and `description` are for screen readers.
-///
-/// # Errors
-/// Fails with the errors of `body`.
 pub(super) fn draw(
     height: u32,
     title: &str,

@@ -85,9 +85,6 @@ impl Ranged for Axis {
 
 impl Chart<'_> {
     /// Draws the chart.
-    ///
-    /// # Errors
-    /// Fails when plotters cannot draw.
     pub(super) fn draw(&self) -> Result<String> {
         let entries = self.lines.len() + self.levels.len();
         let columns = if self.labels().all(|label| label.chars().count() <= SHORT) {

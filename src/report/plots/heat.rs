@@ -8,6 +8,7 @@ use super::canvas::{
     self, Anchor, Area, GRID, HEADER, INK, MUTED, SMALL, TEXT, WIDTH, letters, write,
 };
 use super::scale::{Axis, label};
+use crate::report::format::short_name;
 use crate::run::Manifest;
 use crate::run::manifest::MatrixReport;
 
@@ -43,9 +44,6 @@ const ON_LIGHT: RGBColor = RGBColor(0, 0, 0);
 const ON_DARK: RGBColor = RGBColor(0xfe, 0xfe, 0xfe);
 
 /// Draws the sparsity of every matrix; `None` for a run without layers.
-///
-/// # Errors
-/// Fails when plotters cannot draw.
 pub fn sparsity(manifest: &Manifest) -> Result<Option<Figure>> {
     let Some(grid) = Grid::new(manifest, |matrix| {
         let [rows, columns] = matrix.shape.map(|size| size as f64);
@@ -64,9 +62,6 @@ pub fn sparsity(manifest: &Manifest) -> Result<Option<Figure>> {
 }
 
 /// Draws the relative output error of every matrix; `None` where none was measured.
-///
-/// # Errors
-/// Fails when plotters cannot draw.
 pub fn output_error(manifest: &Manifest) -> Result<Option<Figure>> {
     let Some(grid) = Grid::new(manifest, |matrix| matrix.relative_output_error) else {
         return Ok(None);
@@ -95,15 +90,15 @@ impl Grid {
     fn new(manifest: &Manifest, value: impl Fn(&MatrixReport) -> Option<f64>) -> Option<Self> {
         let mut columns: Vec<String> = Vec::new();
         for matrix in manifest.layers.iter().flat_map(|layer| &layer.matrices) {
-            let name = short(&matrix.name);
-            if !columns.contains(&name) {
-                columns.push(name);
+            let name = short_name(&matrix.name);
+            if !columns.iter().any(|column| column == name) {
+                columns.push(name.to_string());
             }
         }
         let rows = manifest.layers.iter().map(|layer| {
             let cells = columns.iter().map(|column| {
                 let mut matrices = layer.matrices.iter();
-                let matrix = matrices.find(|matrix| short(&matrix.name) == *column)?;
+                let matrix = matrices.find(|matrix| short_name(&matrix.name) == column)?;
                 value(matrix).filter(|value| value.is_finite())
             });
             (layer.layer, cells.collect())
@@ -185,18 +180,10 @@ fn scale(area: &Area<'_>, to: f64, ramp: &[RGBColor; 5]) -> Result<()> {
     }
     canvas::frame(area, GRID, (left, top), (left + length, bottom))?;
     let middle = (top + bottom) / 2;
-    write(
-        area,
-        "0",
-        &letters(TEXT, INK, Anchor::End),
-        (left - 8, middle),
-    )?;
-    write(
-        area,
-        &label(to),
-        &letters(TEXT, INK, Anchor::Start),
-        (left + length + 8, middle),
-    )
+    let (before, behind) = ((left - 8, middle), (left + length + 8, middle));
+    write(area, "0", &letters(TEXT, INK, Anchor::End), before)?;
+    let end = letters(TEXT, INK, Anchor::Start);
+    write(area, &label(to), &end, behind)
 }
 
 fn cell(
@@ -220,13 +207,8 @@ fn cell(
     let color = shade(ramp, value / to);
     canvas::fill(area, color, from, until)?;
     if is_lettered {
-        let ink = letters_on(color);
-        write(
-            area,
-            &number(value),
-            &letters(SMALL, ink, Anchor::Middle),
-            middle,
-        )?;
+        let style = letters(SMALL, letters_on(color), Anchor::Middle);
+        write(area, &number(value), &style, middle)?;
     }
     Ok(())
 }
@@ -237,12 +219,6 @@ fn number(value: f64) -> String {
         return format!("{value:.0e}");
     }
     format!("{value:.2}")
-}
-
-/// `model.layers.0.self_attn.q_proj` → `q`.
-fn short(name: &str) -> String {
-    let last = name.rsplit('.').next().unwrap_or(name);
-    last.strip_suffix("_proj").unwrap_or(last).to_string()
 }
 
 /// The colour of a ramp at `share`, clamped to [0, 1].

@@ -10,9 +10,6 @@ use crate::bytes::ByteSize;
 use crate::run::Manifest;
 
 /// Draws lines from samples, or bars from the peaks of phases; `None` for a run without either.
-///
-/// # Errors
-/// Fails when plotters cannot draw.
 pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
     if manifest.memory.len() > 1 {
         return over_time(manifest).map(Some);

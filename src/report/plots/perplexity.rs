@@ -11,9 +11,6 @@ use crate::report::comparison::ComparableRuns;
 const WIDE: f64 = 4.0;
 
 /// Draws a group of comparable runs; `None` without a pruned perplexity.
-///
-/// # Errors
-/// Fails when plotters cannot draw.
 pub fn figure(group: &ComparableRuns<'_>) -> Result<Option<Figure>> {
     let points = || group.series.iter().flat_map(|series| &series.points);
     if points().next().is_none() {
@@ -88,7 +85,7 @@ pub fn figure(group: &ComparableRuns<'_>) -> Result<Option<Figure>> {
         caption: format!(
             "Perplexity of the pruned models over the share of their weights that is zero, one line per method; the dashed line \
              is the dense model. All measured on {}.",
-            group.protocol.describe()
+            group.protocol.description
         ),
         svg,
     }))

@@ -11,9 +11,6 @@ use crate::run::Manifest;
 const WORTH_A_BAR: f64 = 0.005;
 
 /// Draws a bar per phase, in the order of their first run; `None` without phases.
-///
-/// # Errors
-/// Fails when plotters cannot draw.
 pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
     let bars = bars(manifest);
     if bars.is_empty() {
