@@ -38,31 +38,24 @@ struct Index {
 /// Fails when the folder is missing or holds no safetensors, when the index is not valid or leads out of the folder, or
 /// when a shard it names is missing.
 pub(super) fn find_weights(folder: &Path) -> anyhow::Result<FolderWeights> {
+    let shown = folder.display();
     if !folder.exists() {
-        return Err(Failure::new(format!("there is no folder `{}`", folder.display())).into());
+        return Err(Failure::new(format!("there is no folder `{shown}`")).into());
     }
     if !folder.is_dir() {
-        let failure = Failure::new(format!(
-            "`{}` is a file, not a checkpoint folder",
-            folder.display()
-        ));
-        let parent = folder
-            .parent()
-            .filter(|parent| !parent.as_os_str().is_empty());
+        let parent = folder.parent().filter(|parent| *parent != Path::new(""));
         let parent = parent.unwrap_or(Path::new("."));
-        return Err(failure
-            .hint(format!("pass its folder: `{}`", parent.display()))
-            .into());
+        return Err(
+            Failure::new(format!("`{shown}` is a file, not a checkpoint folder"))
+                .hint(format!("pass its folder: `{}`", parent.display()))
+                .into(),
+        );
     }
     if folder.join(INDEX_FILE).is_file() {
         let weights = from_index(folder)?;
         let has_single = folder.join(SINGLE_FILE).is_file();
         if has_single && !weights.shards.iter().any(|shard| shard == SINGLE_FILE) {
-            return Err(Failure::new(format!(
-                "`{}` holds two checkpoints",
-                folder.display()
-            ))
-            .detail(format!(
+            return Err(Failure::new(format!("`{shown}` holds two checkpoints")).detail(format!(
                 "`{INDEX_FILE}` names {} files, and `{SINGLE_FILE}`, which is not one of them, is there, too; programs differ in which they load",
                 weights.shards.len()
             ))
@@ -112,36 +105,29 @@ fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
     }
     let shards: BTreeSet<&String> = weight_map.values().collect();
     for name in &shards {
-        if !is_plain_name(name) {
-            return Err(bad("it names a file outside its folder")
-                .detail(format!("`{name}`"))
-                .hint(AGAIN)
-                .into());
-        }
-        if !name.ends_with(".safetensors") {
-            return Err(bad("it names a file that is not safetensors")
-                .detail(format!("`{name}`"))
-                .hint(AGAIN)
-                .into());
-        }
+        let why = if !is_plain_name(name) {
+            "it names a file outside its folder"
+        } else if !name.ends_with(".safetensors") {
+            "it names a file that is not safetensors"
+        } else {
+            continue;
+        };
+        return Err(bad(why).detail(format!("`{name}`")).hint(AGAIN).into());
     }
-    let missing: Vec<&String> = shards
-        .iter()
-        .copied()
-        .filter(|name| !folder.join(name).is_file())
-        .collect();
+    let mut missing = shards.clone();
+    missing.retain(|name| !folder.join(name).is_file());
     if let Some(first) = missing.first() {
-        return Err(Failure::new(format!(
-            "shard `{first}` is missing in `{}`",
-            folder.display()
-        ))
-        .detail(format!(
-            "the index names {} files, {} of them are missing",
-            shards.len(),
-            missing.len()
-        ))
-        .hint("download the checkpoint again, this file at least")
-        .into());
+        let place = folder.display();
+        return Err(
+            Failure::new(format!("shard `{first}` is missing in `{place}`"))
+                .detail(format!(
+                    "the index names {} files, {} of them are missing",
+                    shards.len(),
+                    missing.len()
+                ))
+                .hint("download the checkpoint again, this file at least")
+                .into(),
+        );
     }
     Ok(FolderWeights {
         shards: shards.into_iter().cloned().collect(),
@@ -166,51 +152,39 @@ fn no_safetensors(folder: &Path) -> anyhow::Result<Failure> {
     };
     let mut names = Vec::new();
     for entry in fs::read_dir(folder).map_err(cannot_list)? {
-        names.push(
-            entry
-                .map_err(cannot_list)?
-                .file_name()
-                .to_string_lossy()
-                .into_owned(),
-        );
+        let name = entry.map_err(cannot_list)?.file_name();
+        names.push(name.to_string_lossy().into_owned());
     }
     names.sort();
     let shown = folder.display();
     let first_with = |endings: &[&str]| {
-        names
-            .iter()
-            .find(|name| endings.iter().any(|ending| name.ends_with(ending)))
+        let ends = |name: &&String| endings.iter().any(|ending| name.ends_with(ending));
+        names.iter().find(ends)
     };
-    if names.is_empty() {
-        return Ok(Failure::new(format!("the folder `{shown}` is empty")));
-    }
-    if let Some(found) = first_with(&[".safetensors"]) {
-        return Ok(Failure::new(format!(
+    Ok(if names.is_empty() {
+        Failure::new(format!("the folder `{shown}` is empty"))
+    } else if let Some(found) = first_with(&[".safetensors"]) {
+        Failure::new(format!(
             "`{shown}` holds neither `{SINGLE_FILE}` nor `{INDEX_FILE}`"
         ))
         .detail(format!("found `{found}`"))
-        .hint("download the checkpoint again, its index at least"));
-    }
-    if let Some(found) = first_with(&[".bin", ".pth", ".pt", ".ckpt"]) {
-        return Ok(Failure::new(format!("`{shown}` holds pickled weights, and loading a pickle can run code"))
+        .hint("download the checkpoint again, its index at least")
+    } else if let Some(found) = first_with(&[".bin", ".pth", ".pt", ".ckpt"]) {
+        Failure::new(format!("`{shown}` holds pickled weights, and loading a pickle can run code"))
             .detail(format!("found `{found}`, no safetensors"))
             .hint(format!(
                 "convert it where you trust it: python -c \"from transformers import AutoModelForCausalLM as M; \
                  M.from_pretrained('{shown}').save_pretrained('{shown}-safetensors', safe_serialization=True)\""
-            )));
-    }
-    if let Some(found) = first_with(&[".gguf"]) {
-        return Ok(
-            Failure::new(format!("`{shown}` holds GGUF weights, not safetensors"))
-                .detail(format!("found `{found}`"))
-                .hint("use the checkpoint it was converted from"),
-        );
-    }
-    Ok(
+            ))
+    } else if let Some(found) = first_with(&[".gguf"]) {
+        Failure::new(format!("`{shown}` holds GGUF weights, not safetensors"))
+            .detail(format!("found `{found}`"))
+            .hint("use the checkpoint it was converted from")
+    } else {
         Failure::new(format!("`{shown}` holds no weights")).detail(format!(
             "neither `{SINGLE_FILE}` nor `{INDEX_FILE}` is there"
-        )),
-    )
+        ))
+    })
 }
 
 #[cfg(test)]

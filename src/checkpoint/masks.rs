@@ -219,10 +219,6 @@ impl MaskWriter {
     }
 
     /// Waits until every mask written so far is on the disk.
-    ///
-    /// # Errors
-    ///
-    /// Fails when the device reports an error.
     pub fn sync(&self) -> anyhow::Result<()> {
         disk::sync(&self.file).map_err(|error| cannot_write(&self.partial, &error).into())
     }

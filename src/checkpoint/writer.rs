@@ -294,9 +294,6 @@ impl CheckpointWriter {
 
     /// Waits until all written tensors are on the disk; call it before a layer is recorded as done. Returns the SHA-256 of each written
     /// tensor, in hex, by name.
-    ///
-    /// # Errors
-    /// Fails when the device reports an error.
     pub fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>> {
         for shard in &self.shards {
             if shard.is_dirty.swap(false, Ordering::Relaxed) {

@@ -1,4 +1,5 @@
-//! Changes to the output of a run: files are created, written, synced, renamed and removed through these functions.
+//! Changes to the output of a run: files are created, written, synced, renamed and removed through these functions. They fail with
+//! the error of the system.
 //!
 //! The layer is thin. With the cargo feature `faults`, tests can end or fail the program at any of these operations, or undo
 //! all unsynced changes as a power cut would. Files that an unfinished run does not need do not go through here: inputs, the
@@ -26,9 +27,6 @@ pub fn close(patience: Duration) -> bool {
 }
 
 /// Creates an empty file for reading and writing, or empties an existing one.
-///
-/// # Errors
-/// Fails with the error of the system.
 pub fn create(path: &Path) -> io::Result<File> {
     #[cfg(feature = "faults")]
     faults::before_create(path)?;
@@ -42,9 +40,6 @@ pub fn create(path: &Path) -> io::Result<File> {
 }
 
 /// Opens an existing file for reading and writing.
-///
-/// # Errors
-/// Fails with the error of the system.
 pub fn open(path: &Path) -> io::Result<File> {
     File::options().read(true).write(true).open(path)
 }
@@ -96,9 +91,6 @@ pub fn reserve(file: &File, length: u64) -> io::Result<bool> {
 }
 
 /// Waits until the bytes of `file` are on the disk.
-///
-/// # Errors
-/// Fails when the device reports an error.
 pub fn sync(file: &File) -> io::Result<()> {
     #[cfg(feature = "faults")]
     faults::before_sync(file)?;
@@ -106,9 +98,6 @@ pub fn sync(file: &File) -> io::Result<()> {
 }
 
 /// Renames a file, and replaces an existing one of that name.
-///
-/// # Errors
-/// Fails with the error of the system.
 pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
     #[cfg(feature = "faults")]
     faults::before_rename(from, to)?;
@@ -117,9 +106,6 @@ pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
 }
 
 /// Removes a file, if it exists.
-///
-/// # Errors
-/// Fails with the error of the system.
 pub fn remove(path: &Path) -> io::Result<()> {
     #[cfg(feature = "faults")]
     faults::before_remove(path)?;
@@ -131,9 +117,6 @@ pub fn remove(path: &Path) -> io::Result<()> {
 }
 
 /// Returns whether `path` still names this open file; another process may have removed or replaced it.
-///
-/// # Errors
-/// Fails with the error of the system.
 pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let named = match fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
