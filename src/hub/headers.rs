@@ -20,16 +20,9 @@ const FIRST_BYTES: u64 = 64 << 10;
 /// The largest header; the reader of files has the same limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The beginning of one shard.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ShardHeader {
-    /// Its name in the repository.
-    pub name: String,
-    /// Its JSON header, without the 8 bytes of its length.
-    pub json: Vec<u8>,
-    /// The length of the whole file in bytes.
-    pub file_bytes: u64,
-}
+/// The beginning of one shard: its name in the repository, its JSON header without the 8 bytes of its length, and the length of the
+/// whole file in bytes.
+pub type ShardHeader = (String, Vec<u8>, u64);
 
 /// A model's headers, and its small files in the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -126,11 +119,7 @@ impl Transfer<'_> {
         }
         json.truncate(end as usize);
         json.drain(..8);
-        Ok(ShardHeader {
-            name,
-            json,
-            file_bytes,
-        })
+        Ok((name, json, file_bytes))
     }
 
     /// Requests the bytes from `first` up to `end` of a file. Returns them, fewer at the end of the file, and the file's length if the

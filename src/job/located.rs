@@ -71,8 +71,6 @@ pub(super) fn headers(
         let headers = hub.model_headers(&repo, &CheckpointFiles, events)?;
         folder = headers.snapshot.folder;
         if let Some(shards) = headers.shards {
-            let shards = shards.into_iter();
-            let shards = shards.map(|shard| (shard.name, shard.json, shard.file_bytes));
             source = Some(HeadersOnly::new(repo.id(), shards)?);
         }
     }
