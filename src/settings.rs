@@ -1,7 +1,7 @@
 //! Settings of a run: everything a command line can ask for, as plain structs. Each default is written here once.
 //!
-//! One serialised [`Settings`] is the `settings` of `run.json` and what a resumed run is compared
-//! by ([`Settings::deciding`]). A setting that is added here takes part in both.
+//! One serialised [`Settings`] is the `settings` of `run.json`. Those of them that decide the result ([`Settings::deciding`]) are the
+//! metadata of the mask file, and a resumed run is compared by them. A setting that is added here takes part in all three.
 
 mod device;
 
@@ -110,8 +110,7 @@ impl Settings {
         Ok(serde_json::from_value(serde_json::to_value(self)?)?)
     }
 
-    /// The settings that decide the masks and the model, as text by the name of their flag. A run is resumed only where all of
-    /// them are equal.
+    /// The settings that decide the masks and the model, as text by name. A run is resumed only where all of them are equal.
     ///
     /// # Errors
     /// Fails only where a path is not Unicode.
@@ -124,9 +123,7 @@ impl Settings {
         };
         let all = self.by_name()?.into_iter();
         let deciding = all.filter(|(name, _)| !NOT_DECIDING.contains(&name.as_str()));
-        Ok(deciding
-            .map(|(name, value)| (name.replace('_', "-"), text(value)))
-            .collect())
+        Ok(deciding.map(|(name, value)| (name, text(value))).collect())
     }
 }
 
@@ -358,8 +355,8 @@ mod tests {
             "eval",
             "exclude",
             "include",
-            "layer-ratios",
-            "no-save-model",
+            "layer_ratios",
+            "no_save_model",
             "nsamples",
         ];
         assert_eq!(deciding[..6], expected);

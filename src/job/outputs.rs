@@ -7,7 +7,7 @@ use anyhow::Result;
 
 use super::folder::state_file::{self, StateFile};
 use super::recorder::Recorder;
-use super::settle::{Job, Pruning};
+use super::settle::Job;
 use crate::checkpoint::{CheckpointWriter, Reopened};
 use crate::job::folder::memory_log;
 use crate::pipeline::{SaveMasks, expected};
@@ -156,11 +156,9 @@ fn create(job: &Job, events: &dyn Events) -> Result<Files> {
         .masks()
         .zip(job.pruning.as_ref())
         .map(|(path, pruning)| {
-            let Pruning {
-                method, targets, ..
-            } = pruning;
+            let settings = job.settings.deciding()?;
             model.clock.measure(Phase::Allocate, || {
-                SaveMasks::create(path, *method, targets, &model.config, events)
+                SaveMasks::create(path, settings, &pruning.targets, &model.config, events)
             })
         });
     Ok(Files {
@@ -206,10 +204,8 @@ fn reopen(job: &Job, events: &dyn Events) -> Result<Option<Files>> {
         .collect();
     let mut saved = None;
     if let Some((path, pruning)) = job.masks().zip(job.pruning.as_ref()) {
-        let Pruning {
-            method, targets, ..
-        } = pruning;
-        let reopened = SaveMasks::reopen(path, *method, targets, &source.config, &masks)?;
+        let settings = job.settings.deciding()?;
+        let reopened = SaveMasks::reopen(path, settings, &pruning.targets, &source.config, &masks)?;
         let Some((masks, not_written)) = reopened else {
             gone("the masks");
             return Ok(None);

@@ -132,6 +132,7 @@ pub(super) fn check(
     });
     for (name, then, now) in &differences {
         let (then, now) = where_they_differ(then, now);
+        let name = name.replace('_', "-");
         failure = failure.detail(format!("{name}: {then} there, {now} now"));
     }
     let then = differences.iter().find(|(name, _, _)| name == ARITHMETIC);
