@@ -13,10 +13,10 @@ use anyhow::Result;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
-use crate::checkpoint::VerifyLevel;
 use crate::data::DatasetSpec;
 use crate::generation::Sampling;
 use crate::pipeline::Selection;
+use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
 

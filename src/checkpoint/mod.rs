@@ -59,7 +59,6 @@ pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sidecars::{CONFIG_FILE, SUMS_FILE, check_sidecars, is_model_file, sidecars_in};
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};
-pub use verify::{MatrixZeros, Verification, VerifiedFile, VerifyLevel};
 pub use verify_tensor::ExpectedMatrix;
 pub use writer::{CheckpointWriter, Reopened};
 pub use written::PartialModel;

@@ -6,12 +6,12 @@ use anyhow::Result;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 
-use crate::checkpoint::VerifyLevel;
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Selection};
 use crate::placement::Budget;
 use crate::pruning::{METHODS, Pattern};
+use crate::run::verification::VerifyLevel;
 use crate::run::{HiddenStatesStorage, MemorySettings};
 use crate::runtime::Simulation;
 use crate::settings::{

@@ -120,7 +120,7 @@ impl<'a> Outputs<'a> {
         clock.mark(Moment::AfterSaving, events);
         Ok(Some(OutputReport {
             model: model.display().to_string(),
-            verification: serde_json::to_value(verification)?,
+            verification,
         }))
     }
 }

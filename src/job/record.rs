@@ -7,7 +7,6 @@ use super::outputs::Outputs;
 use super::profile;
 use super::recorder::Recorder;
 use super::settle::Job;
-use crate::data::Calibration;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, kernel};
 use crate::run::manifest::{
@@ -87,12 +86,11 @@ impl Job {
             calibration: texts
                 .calibration
                 .as_ref()
-                .map(calibration_record)
-                .transpose()?,
+                .map(|samples| samples.protocol.clone()),
             sparsity: layers.map(sparsity),
             layers: results.layers.unwrap_or_default(),
             perplexity: results.perplexity,
-            evaluation: evaluation.map(serde_json::to_value).transpose()?,
+            evaluation: evaluation.cloned(),
             gate: settings
                 .evaluation
                 .max_perplexity
@@ -189,18 +187,6 @@ pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Pl
             .collect(),
         threads: model.threads,
     }
-}
-
-/// The calibration text and the samples drawn from it.
-pub(super) fn calibration_record(samples: &Calibration) -> Result<serde_json::Value> {
-    let mut record = serde_json::to_value(&samples.protocol)?;
-    if let Some(fields) = record.as_object_mut() {
-        fields.insert("starts".into(), serde_json::to_value(&samples.starts)?);
-        if let Some(documents) = &samples.documents {
-            fields.insert("documents".into(), serde_json::to_value(documents)?);
-        }
-    }
-    Ok(record)
 }
 
 /// Zeros over all decoder linears.

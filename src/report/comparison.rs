@@ -4,8 +4,6 @@
 //! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio are one
 //! [`Series`].
 
-use serde_json::Value;
-
 use crate::run::Manifest;
 
 /// The largest relative difference of dense perplexities that are of the same weights and arithmetic.
@@ -92,15 +90,14 @@ impl Protocol {
     fn of(manifest: &Manifest) -> Option<Self> {
         let text = manifest.evaluation.as_ref()?;
         let report = manifest.perplexity.pruned.or(manifest.perplexity.dense)?;
-        let field = |name: &str| text_field(text, name);
         Some(Self {
             model: manifest.model.identity.clone(),
-            text_sha256: field("text_sha256"),
-            tokenizer_sha256: field("tokenizer_sha256"),
+            text_sha256: text.text_sha256.clone(),
+            tokenizer_sha256: text.tokenizer_sha256.clone(),
             windows: report.windows,
             seqlen: report.seqlen,
             names: Names {
-                dataset: field("dataset"),
+                dataset: text.dataset.clone(),
                 model: manifest.model.path.clone(),
             },
         })
@@ -109,12 +106,8 @@ impl Protocol {
     /// Describes the protocol for captions.
     pub fn describe(&self) -> String {
         format!(
-            "{} (SHA-256 {}…), {} windows of {} tokens, model {}",
-            self.names.dataset,
-            self.text_sha256.chars().take(12).collect::<String>(),
-            self.windows,
-            self.seqlen,
-            self.names.model
+            "{} (SHA-256 {:.12}…), {} windows of {} tokens, model {}",
+            self.names.dataset, self.text_sha256, self.windows, self.seqlen, self.names.model
         )
     }
 }
@@ -252,27 +245,11 @@ fn calibration_label(manifest: &Manifest) -> String {
     let Some(text) = &manifest.calibration else {
         return String::new();
     };
-    let number = |name: &str| {
-        text.get(name)
-            .map_or_else(|| "?".to_string(), Value::to_string)
-    };
+    let seed = text.seed.unwrap_or_default();
     format!(
-        "{} {} × {}, seed {}, {}",
-        text_field(text, "dataset"),
-        number("windows"),
-        number("seqlen"),
-        number("seed"),
-        text_field(text, "tokens_sha256")
-            .chars()
-            .take(6)
-            .collect::<String>()
+        "{} {} × {}, seed {seed}, {:.6}",
+        text.dataset, text.windows, text.seqlen, text.tokens_sha256
     )
-}
-
-/// A text field of a protocol; `?` where it is missing.
-pub(super) fn text_field(text: &Value, name: &str) -> String {
-    let value = text.get(name).and_then(Value::as_str);
-    value.unwrap_or("?").to_string()
 }
 
 #[cfg(test)]
@@ -313,7 +290,7 @@ mod tests {
     #[test]
     fn runs_measured_differently_share_no_chart() {
         let mut other_text = run("b", "wanda", 0.5, 12.0);
-        other_text.manifest.evaluation.as_mut().unwrap()["text_sha256"] = "ffff".into();
+        other_text.manifest.evaluation.as_mut().unwrap().text_sha256 = "ffff".into();
         let mut fewer_windows = run("c", "wanda", 0.5, 12.0);
         fewer_windows
             .manifest
@@ -356,8 +333,7 @@ mod tests {
     #[test]
     fn one_method_with_two_calibrations_is_two_lines_that_say_so() {
         let mut more = run("b", "wanda", 0.6, 12.0);
-        let calibration = more.manifest.calibration.as_mut().unwrap();
-        calibration["windows"] = 128.into();
+        more.manifest.calibration.as_mut().unwrap().windows = 128;
         let runs = [run("a", "wanda", 0.5, 12.0), more];
         let comparison = RunComparison::of(&runs);
         let series = &comparison.groups[0].series;

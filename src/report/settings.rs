@@ -1,13 +1,12 @@
 //! The tables of a report: settings and protocol, runs side by side, every matrix, and memory samples.
 
 use serde::Serialize;
-use serde_json::Value;
 
-use super::comparison::{NamedRun, method_label, text_field};
+use super::comparison::{NamedRun, method_label};
 use super::format::{duration, minute};
 use crate::bytes::ByteSize;
-use crate::run::Manifest;
 use crate::run::manifest::{MatrixReport, PerplexityReport};
+use crate::run::{Manifest, TextProtocol};
 
 /// A table with a header row. The first column holds names.
 #[derive(Debug, Serialize)]
@@ -21,7 +20,6 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
     let pruning = manifest.pruning.as_ref();
     let list = |globs: &[String]| (!globs.is_empty()).then(|| globs.join(", "));
     let (calibration, evaluation) = (manifest.calibration.as_ref(), manifest.evaluation.as_ref());
-    let hash = |text: Option<&Value>, name: &str| text.map(|text| text_field(text, name));
     let arithmetic = &manifest.arithmetic;
     let features = if arithmetic.cpu_features.is_empty() {
         "none".to_string()
@@ -69,17 +67,28 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
             manifest.perplexity.pruned.map(perplexity),
         ),
         ("calibration", calibration.map(protocol)),
-        ("– SHA-256 of the text", hash(calibration, "text_sha256")),
+        (
+            "– SHA-256 of the text",
+            calibration.map(|text| text.text_sha256.clone()),
+        ),
         (
             "– SHA-256 of the tokens",
-            hash(calibration, "tokens_sha256"),
+            calibration.map(|text| text.tokens_sha256.clone()),
         ),
         ("evaluation", evaluation.map(protocol)),
-        ("– SHA-256 of the text", hash(evaluation, "text_sha256")),
-        ("– SHA-256 of the tokens", hash(evaluation, "tokens_sha256")),
+        (
+            "– SHA-256 of the text",
+            evaluation.map(|text| text.text_sha256.clone()),
+        ),
+        (
+            "– SHA-256 of the tokens",
+            evaluation.map(|text| text.tokens_sha256.clone()),
+        ),
         (
             "SHA-256 of the tokenizer",
-            hash(evaluation.or(calibration), "tokenizer_sha256"),
+            evaluation
+                .or(calibration)
+                .map(|text| text.tokenizer_sha256.clone()),
         ),
         (
             "arithmetic",
@@ -113,28 +122,16 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
 }
 
 /// A text and its windows.
-fn protocol(text: &Value) -> String {
-    let number = |name: &str| {
-        text.get(name)
-            .filter(|value| !value.is_null())
-            .map(Value::to_string)
-    };
-    let mut parts = vec![
-        format!(
-            "{}: {}",
-            text_field(text, "dataset"),
-            text_field(text, "path")
-        ),
-        format!(
-            "{} windows of {} tokens",
-            number("windows").unwrap_or_else(|| "?".into()),
-            number("seqlen").unwrap_or_else(|| "?".into())
-        ),
-    ];
-    if let Some(seed) = number("seed") {
-        parts.push(format!("seed {seed}"));
-    }
-    parts.join("; ")
+fn protocol(text: &TextProtocol) -> String {
+    let seed = text.seed.map(|seed| format!("; seed {seed}"));
+    format!(
+        "{}: {}; {} windows of {} tokens{}",
+        text.dataset,
+        text.path,
+        text.windows,
+        text.seqlen,
+        seed.unwrap_or_default()
+    )
 }
 
 fn perplexity(report: PerplexityReport) -> String {

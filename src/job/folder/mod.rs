@@ -9,20 +9,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use serde::Deserialize;
 
 use self::lock::FolderLock;
 use self::state_file::StateFile;
 use crate::bytes::{ByteSize, LARGEST_RECORD, read_whole};
 use crate::checkpoint::{
-    CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, Verification, VerifiedFile, is_model_file,
-    refuse_source_folder, write_atomic,
+    CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, is_model_file, refuse_source_folder, write_atomic,
 };
 use crate::disk;
 use crate::failure::Failure;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::run::manifest::GateReport;
+use crate::run::verification::VerifiedFile;
 use crate::run::{Events, Manifest, RunState, state};
 use crate::settings::OutputSettings;
 
@@ -276,12 +275,11 @@ impl RunFolder {
         let (Some(model), Some(output)) = (&self.model, &manifest.output) else {
             return false;
         };
-        let verification = Verification::deserialize(&output.verification);
         let has = |file: &VerifiedFile| {
             let metadata = std::fs::metadata(model.join(&file.file));
             metadata.is_ok_and(|metadata| metadata.len() == file.bytes)
         };
-        model.join(CONFIG_FILE).is_file() && verification.is_ok_and(|all| all.files.iter().all(has))
+        model.join(CONFIG_FILE).is_file() && output.verification.files.iter().all(has)
     }
 
     /// Refuses the folder of an unfinished run, for commands that do not go on with one.
