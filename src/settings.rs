@@ -103,17 +103,11 @@ impl Settings {
     }
 
     /// All settings by name, as JSON.
-    ///
-    /// # Errors
-    /// Fails only where a path is not Unicode.
     pub fn by_name(&self) -> Result<BTreeMap<String, Value>> {
         Ok(serde_json::from_value(serde_json::to_value(self)?)?)
     }
 
     /// The settings that decide the masks and the model, as text by name. A run is resumed only where all of them are equal.
-    ///
-    /// # Errors
-    /// Fails only where a path is not Unicode.
     pub fn deciding(&self) -> Result<BTreeMap<String, String>> {
         let text = |value: Value| match value {
             Value::Null => "none".to_string(),

@@ -53,8 +53,6 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// # Errors
-    /// Fails without `--model`.
     pub(super) fn settings(&self) -> Result<ModelSettings> {
         let model = self.model.clone().ok_or_else(|| {
             Failure::usage("--model is missing")

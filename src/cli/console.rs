@@ -146,9 +146,6 @@ impl Console {
     }
 
     /// Fails where a result was lost on its way to standard output.
-    ///
-    /// # Errors
-    /// Names the reason.
     pub(super) fn check_results(&self) -> Result<()> {
         match self.ending().lost.take() {
             None => Ok(()),
@@ -169,9 +166,6 @@ impl Console {
     }
 
     /// A result that is a record: as one JSON object with `--json`, else as `text`.
-    ///
-    /// # Errors
-    /// Fails only when the record cannot be turned into JSON.
     pub fn record<T: serde::Serialize>(&self, record: &T, text: &str) -> Result<()> {
         if self.prints_json {
             let mut json = serde_json::to_string_pretty(record)?;

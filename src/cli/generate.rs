@@ -122,9 +122,6 @@ struct SamplingArgs {
 }
 
 /// Runs the command: the text goes to standard output as it comes, or one JSON object at the end.
-///
-/// # Errors
-/// See [`job::generate()`].
 pub fn command(args: &GenerateArgs, console: &Console) -> Result<()> {
     let settings = args.settings()?;
     if args.messages.json {

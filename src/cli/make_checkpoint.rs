@@ -81,9 +81,6 @@ enum Dtype {
 }
 
 /// Writes the checkpoint.
-///
-/// # Errors
-/// Fails for impossible shapes, a folder that is not empty, and when writing fails.
 pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
     let console = Console::default();
     let rope_scaling = args

@@ -171,9 +171,6 @@ impl PlanArgs {
 }
 
 /// Runs the command and prints the plan.
-///
-/// # Errors
-/// Fails for a model, a machine or a map that cannot be read, and where the run does not fit.
 pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     let settings = args.settings();
     if settings.subject == PlanSubject::Table {

@@ -27,9 +27,6 @@ pub struct CompletionsArgs {
 }
 
 /// Prints a completion script.
-///
-/// # Errors
-/// Does not fail; has the shape of the other commands.
 pub fn completions(args: &CompletionsArgs, mut command: Command, console: &Console) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "prune", &mut script);
@@ -38,9 +35,6 @@ pub fn completions(args: &CompletionsArgs, mut command: Command, console: &Conso
 }
 
 /// Prints the man page: `prune` itself, then each command.
-///
-/// # Errors
-/// Does not fail in practice: writing to memory.
 pub fn man(command: Command, console: &Console) -> Result<()> {
     let mut page = Vec::new();
     let mut command = command.disable_help_subcommand(true);

@@ -118,9 +118,6 @@ fn revision_of_a_folder(revision: &str, folder: &Path) -> Failure {
 }
 
 /// The dataset with the hub's file at hand, where it was named without a path.
-///
-/// # Errors
-/// Fails when it cannot be downloaded.
 pub(super) fn dataset(
     dataset: &DatasetSpec,
     role: Role,

@@ -32,9 +32,6 @@ pub(super) fn threads(asked: Option<u16>) -> usize {
 }
 
 /// Starts the global pool, once per process, and returns its number of threads.
-///
-/// # Errors
-/// Fails when the system refuses the threads.
 pub(super) fn start_workers(asked: Option<u16>) -> Result<usize> {
     let threads = threads(asked);
     let built = rayon::ThreadPoolBuilder::new()
@@ -54,9 +51,6 @@ pub(super) fn start_workers(asked: Option<u16>) -> Result<usize> {
 }
 
 /// Limits and choices that the flags give the planner.
-///
-/// # Errors
-/// Fails when a device map cannot be read.
 pub(super) fn policy(device: &DeviceSettings) -> Result<Policy> {
     Ok(Policy {
         budget: device.max_memory.clone(),
@@ -72,9 +66,6 @@ pub(super) fn policy(device: &DeviceSettings) -> Result<Policy> {
 }
 
 /// The free memory of this machine and its GPUs, unless the flags exclude GPUs.
-///
-/// # Errors
-/// Fails for simulated GPUs without a valid size.
 pub(super) fn inventory(device: &DeviceSettings, threads: usize) -> Result<Inventory> {
     let mut inventory = Inventory::here(threads);
     if let Some(simulation) = &device.simulate {

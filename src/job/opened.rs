@@ -120,18 +120,12 @@ impl OpenedModel {
     }
 
     /// Loads the tokenizer, as part of the tokenize phase.
-    ///
-    /// # Errors
-    /// Fails when there is none.
     pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
         self.clock
             .measure(Phase::Tokenize, || Tokenizer::load(&self.folder))
     }
 
     /// Checks that the embedding, the last norm and the head can be read, and says where another head is passed over.
-    ///
-    /// # Errors
-    /// Fails when one is missing or of another shape.
     pub(super) fn check_ends(&self, events: &dyn Events) -> Result<()> {
         Embedding::open(&*self.checkpoint, &self.config)?;
         Head::check(&*self.checkpoint, &self.config)?;

@@ -35,9 +35,6 @@ struct Files {
 
 impl<'a> Outputs<'a> {
     /// Reopens the files of the unfinished run, or creates those of a new one.
-    ///
-    /// # Errors
-    /// Fails when a file cannot be read or written.
     pub(super) fn open(job: &'a Job, recorder: &'a Recorder<'a>) -> Result<Self> {
         let files = match reopen(job, recorder)? {
             Some(files) => files,
@@ -78,9 +75,6 @@ impl<'a> Outputs<'a> {
     }
 
     /// The weights of the finished layers as they were written.
-    ///
-    /// # Errors
-    /// Fails when the system has no more open files.
     pub(super) fn finished(&self) -> Result<Option<Finished>> {
         let layers = self.finished_layers();
         let Some(writer) = self.writer.as_ref().filter(|_| layers > 0) else {
@@ -93,9 +87,6 @@ impl<'a> Outputs<'a> {
     }
 
     /// Reads everything back and gives the files their names.
-    ///
-    /// # Errors
-    /// Fails when a file is not what was written.
     pub(super) fn finish(
         &mut self,
         job: &Job,

@@ -60,9 +60,6 @@ pub fn shape_names() -> impl Iterator<Item = &'static str> {
 }
 
 /// Plans a run without reading a weight.
-///
-/// # Errors
-/// Fails for a model, a machine or a map that cannot be read, and where the run does not fit.
 pub fn plan(settings: &PlanSettings, events: &dyn Events) -> Result<PlanRecord> {
     let inventory = inventory(settings)?;
     let subject = Subject::of_settings(settings, events)?;
@@ -180,9 +177,6 @@ fn first_devices(plan: &Plan) -> Vec<Device> {
 }
 
 /// Plans every published shape: with unlimited memory, and with the least memory that works.
-///
-/// # Errors
-/// Fails for a machine that cannot be read.
 pub fn table(settings: &PlanSettings) -> Result<Vec<TableRow>> {
     let inventory = inventory(settings)?;
     let mut rows = Vec::new();

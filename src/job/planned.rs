@@ -25,9 +25,6 @@ pub(super) struct Planning<'a> {
 
 impl<'a> Planning<'a> {
     /// Reads the device map, where there is one.
-    ///
-    /// # Errors
-    /// Fails when a device map cannot be read.
     pub(super) fn new(device: &'a DeviceSettings, threads: usize) -> Result<Self> {
         Ok(Self {
             device,
@@ -46,9 +43,6 @@ impl<'a> Planning<'a> {
     }
 
     /// Returns the folder of the spill file where the plan keeps hidden states on disk. Warns unless a flag asks for the disk.
-    ///
-    /// # Errors
-    /// Fails when no file can be created in the folder.
     pub(super) fn spill_folder(
         &self,
         plan: &Plan,

@@ -31,9 +31,6 @@ pub(super) struct Results {
 
 impl Job {
     /// Writes the record of a run that ends now, and removes its state.
-    ///
-    /// # Errors
-    /// Fails when a file cannot be written.
     pub(super) fn record(
         &self,
         outputs: &Outputs<'_>,

@@ -41,9 +41,6 @@ impl<'a> Recorder<'a> {
     }
 
     /// Writes memory samples to this file, those so far first.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written.
     pub(super) fn write_memory_log(&self, file: &Path) -> Result<()> {
         match &mut self.kept().memory_log {
             Some(log) => log.write_to(file),

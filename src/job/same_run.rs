@@ -22,9 +22,6 @@ const ARITHMETIC: &str = "arithmetic";
 const OF_THE_SOURCE: [&str; 2] = ["source", "config"];
 
 /// Returns what decides the outcome and is known before texts are tokenized.
-///
-/// # Errors
-/// Fails when the source cannot be read.
 pub(super) fn early(
     settings: &Settings,
     model: &OpenedModel,

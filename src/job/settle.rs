@@ -142,9 +142,6 @@ impl Job {
     }
 
     /// Checks that the disk has room for everything that will be written.
-    ///
-    /// # Errors
-    /// Fails where it has not, with the numbers.
     fn check_disk(&self) -> Result<()> {
         let mut needs: Vec<(&Path, ByteSize, &str)> = Vec::new();
         // The files of a run that is gone on with have their sizes already.

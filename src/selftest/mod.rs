@@ -37,9 +37,6 @@ enum Outcome {
 }
 
 /// Runs every check and emits a line for each.
-///
-/// # Errors
-/// Fails when a check did, after all of them ran.
 pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
     let bench = Bench::new(device)?;
     let folder = tempfile_folder()?;

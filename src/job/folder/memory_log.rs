@@ -42,9 +42,6 @@ impl Default for MemoryLog {
 
 impl MemoryLog {
     /// Opens the file, continues the one of an earlier process, and writes the rows so far.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be created or written.
     pub(in crate::job) fn write_to(&mut self, path: &Path) -> Result<()> {
         let creating = || format!("creating `{}`", path.display());
         let file = File::options().create(true).append(true).open(path);

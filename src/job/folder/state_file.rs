@@ -67,17 +67,11 @@ impl<'a> StateFile<'a> {
     }
 
     /// Writes the state of a new run in `folder`.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written.
     pub(in crate::job) fn create(folder: &Path, state: &RunState) -> Result<()> {
         write(&Self::path(folder), state)
     }
 
     /// Begins a session: of a new run, or of one whose finished layers are in `state`.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written.
     pub(in crate::job) fn begin(
         folder: &Path,
         mut state: RunState,
@@ -161,9 +155,6 @@ impl<'a> StateFile<'a> {
     }
 
     /// The run is finished: nothing is left to go on from. Where a power cut brings the file back, the record beside it says so.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be removed.
     pub(in crate::job) fn remove(&self) -> Result<()> {
         disk::remove(&self.path).with_context(|| format!("removing `{}`", self.path.display()))
     }
