@@ -58,12 +58,17 @@ impl ModelArgs {
             Failure::usage("--model is missing")
                 .hint("name a checkpoint folder, like --model models/llama-2-7b; see prune --help")
         })?;
-        Ok(ModelSettings {
+        Ok(self.of(model))
+    }
+
+    /// These flags for another checkpoint.
+    pub(super) fn of(&self, model: PathBuf) -> ModelSettings {
+        ModelSettings {
             model,
             revision: self.revision.clone(),
             cache_dir: self.cache_dir.clone(),
             dtype: self.dtype,
-        })
+        }
     }
 }
 

@@ -22,8 +22,6 @@ use crate::run::{Event, Events, Manifest, Unfinished};
 /// Levels of detail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
-    /// Nothing at all; for callers inside the process.
-    Silent,
     /// Warnings and errors.
     Quiet,
     /// Results and progress.
@@ -91,18 +89,6 @@ impl Console {
             level,
             form,
             prints_json: args.json,
-            is_stopping: AtomicBool::new(false),
-            state: Mutex::default(),
-            ending: Mutex::default(),
-        }
-    }
-
-    /// A console that keeps warnings and prints nothing; for callers inside the process.
-    pub fn quiet() -> Self {
-        Self {
-            level: Level::Silent,
-            form: Form::Plain,
-            prints_json: false,
             is_stopping: AtomicBool::new(false),
             state: Mutex::default(),
             ending: Mutex::default(),
@@ -376,10 +362,10 @@ impl State {
                 );
             }
             Event::Note { text } if level >= Level::Normal => self.print(form, "", text),
-            Event::Warning { text } if level >= Level::Quiet => {
+            Event::Warning { text } => {
                 self.print(form, "", &format!("warning: {text}"));
             }
-            Event::Fallback(fall) if level >= Level::Quiet => {
+            Event::Fallback(fall) => {
                 self.print(form, "", &format!("warning: {fall}"));
             }
             _ => {}
@@ -388,7 +374,7 @@ impl State {
 
     fn tell_json(&mut self, level: Level, event: &Event) {
         let is_told = match event {
-            Event::Warning { .. } | Event::Fallback(_) => level >= Level::Quiet,
+            Event::Warning { .. } | Event::Fallback(_) => true,
             Event::MatrixPruned(_) => level >= Level::Verbose,
             Event::Progress { .. } => level >= Level::Normal && self.progress.is_due(JSON_INTERVAL),
             _ => level >= Level::Normal,
@@ -422,7 +408,6 @@ impl Events for Console {
         let mut state = self.state();
         state.follow(self.form, self.level >= Level::Normal, &event);
         match self.form {
-            _ if self.level == Level::Silent => {}
             Form::Json => state.tell_json(self.level, &event),
             Form::Bars | Form::Plain => state.tell(self.level, self.form, &event),
         }

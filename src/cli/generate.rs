@@ -165,10 +165,8 @@ impl GenerateArgs {
             .into());
         }
         Ok(Some(ModelSettings {
-            model: folder.clone(),
             revision: None,
-            cache_dir: self.model.cache_dir.clone(),
-            dtype: self.model.dtype,
+            ..self.model.of(folder.clone())
         }))
     }
 }

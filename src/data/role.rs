@@ -19,7 +19,7 @@ impl Role {
     }
 
     /// The end of a hint: evaluation can be left out.
-    pub(super) fn or_not_at_all(self) -> &'static str {
+    pub fn or_not_at_all(self) -> &'static str {
         match self {
             Self::Calibration => "",
             Self::Evaluation => ", or prune with --eval none",

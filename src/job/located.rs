@@ -43,16 +43,9 @@ pub(super) fn model(
     model: &ModelSettings,
     events: &dyn Events,
 ) -> Result<(PathBuf, Option<HubModel>)> {
-    let given = model.model.as_path();
-    if given.exists() {
-        if let Some(revision) = &model.revision {
-            return Err(revision_of_a_folder(revision, given).into());
-        }
-        return Ok((given.to_path_buf(), None));
-    }
-    let repo = given.to_str().and_then(HubRepo::model);
-    let repo = repo.ok_or_else(|| missing_folder(given))?;
-    let repo = repo.at(model.revision.as_deref().unwrap_or("main"))?;
+    let Some(repo) = on_hub(model)? else {
+        return Ok((model.model.clone(), None));
+    };
     let hub = hub(model.cache_dir.as_deref())?;
     let snapshot = hub.model(&repo, &CheckpointFiles, events)?;
     let model = HubModel {
@@ -61,6 +54,25 @@ pub(super) fn model(
         commit: snapshot.commit,
     };
     Ok((snapshot.folder, Some(model)))
+}
+
+/// The model's repository on the hub; `None` for a local folder.
+fn on_hub(model: &ModelSettings) -> Result<Option<HubRepo>> {
+    let (given, revision) = (model.model.as_path(), model.revision.as_deref());
+    if !given.exists() {
+        let repo = given.to_str().and_then(HubRepo::model);
+        let repo = repo.ok_or_else(|| missing_folder(given))?;
+        return Ok(Some(repo.at(revision.unwrap_or("main"))?));
+    }
+    match revision {
+        None => Ok(None),
+        Some(revision) => Err(Failure::usage(format!(
+            "--revision {revision} is for a model on the hub, and `{}` is a local folder",
+            given.display()
+        ))
+        .hint("leave --revision out, or start where no such folder is")
+        .into()),
+    }
 }
 
 /// Shape and dtype of a checkpoint from `config.json` and headers alone; where it will be evaluated, its ends are looked at, too.
@@ -72,19 +84,9 @@ pub(super) fn headers(
     is_evaluated: bool,
     events: &dyn Events,
 ) -> Result<(ModelConfig, Dtypes)> {
-    let (model, revision) = (settings.model.as_path(), settings.revision.as_deref());
     let source: Box<dyn WeightSource>;
     let config;
-    if model.exists() {
-        if let Some(revision) = revision {
-            return Err(revision_of_a_folder(revision, model).into());
-        }
-        config = ModelConfig::load(model)?;
-        source = Box::new(Checkpoint::open(model)?);
-    } else {
-        let repo = model.to_str().and_then(HubRepo::model);
-        let repo = repo.ok_or_else(|| missing_folder(model))?;
-        let repo = repo.at(revision.unwrap_or("main"))?;
+    if let Some(repo) = on_hub(settings)? {
         let cache_dir = settings.cache_dir.as_deref();
         let headers = hub(cache_dir)?.model_headers(&repo, &CheckpointFiles, events)?;
         let folder = &headers.snapshot.folder;
@@ -97,6 +99,9 @@ pub(super) fn headers(
             }
             None => Box::new(Checkpoint::open(folder)?),
         };
+    } else {
+        config = ModelConfig::load(&settings.model)?;
+        source = Box::new(Checkpoint::open(&settings.model)?);
     }
     for layer in 0..config.num_hidden_layers {
         DecoderLayer::check(&*source, &config, layer)?;
@@ -107,14 +112,6 @@ pub(super) fn headers(
     }
     let dtypes = stored_dtypes(&*source, &config);
     Ok((config, dtypes))
-}
-
-fn revision_of_a_folder(revision: &str, folder: &Path) -> Failure {
-    Failure::usage(format!(
-        "--revision {revision} is for a model on the hub, and `{}` is a local folder",
-        folder.display()
-    ))
-    .hint("leave --revision out, or start where no such folder is")
 }
 
 /// The dataset with the hub's file at hand, where it was named without a path.
@@ -139,10 +136,7 @@ fn with_path(error: anyhow::Error, dataset: &DatasetSpec, role: Role) -> anyhow:
     match error.downcast::<Failure>() {
         Ok(failure) => {
             let own = format!("{} {dataset}:PATH for a text on disk", role.flag());
-            let or_none = match role {
-                Role::Calibration => "",
-                Role::Evaluation => ", or prune with --eval none",
-            };
+            let or_none = role.or_not_at_all();
             let hint = match &failure.hint {
                 Some(hint) => format!("{hint}; or use {own}{or_none}"),
                 None => format!("use {own}{or_none}"),

@@ -1,6 +1,6 @@
 //! The output files of a run: created, or reopened where an earlier process left the run unfinished; and finished at the end.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::folder::state_file::{self, StateFile};
 use super::recorder::Recorder;
 use super::settle::Job;
-use crate::checkpoint::{CheckpointWriter, Reopened};
+use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, Reopened};
 use crate::job::folder::memory_log;
 use crate::pipeline::{SaveMasks, expected};
 use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
@@ -26,25 +26,16 @@ pub(super) struct Outputs<'a> {
     pub(super) layers_before: Vec<LayerReport>,
 }
 
-/// The files of a run whose state file is not begun.
-struct Files {
-    writer: Option<CheckpointWriter>,
-    masks: Option<SaveMasks>,
-    state: RunState,
-}
+/// The files of a run, and its state, whose file is not begun.
+type OpenedFiles = (Option<CheckpointWriter>, Option<SaveMasks>, RunState);
 
 impl<'a> Outputs<'a> {
     /// Reopens the files of the unfinished run, or creates those of a new one.
     pub(super) fn open(job: &'a Job, recorder: &'a Recorder<'a>) -> Result<Self> {
-        let files = match reopen(job, recorder)? {
+        let (mut writer, masks, saved) = match reopen(job, recorder)? {
             Some(files) => files,
             None => create(job, recorder)?,
         };
-        let Files {
-            mut writer,
-            masks,
-            state: saved,
-        } = files;
         if let (Some(writer), Some(pruning)) = (&mut writer, &job.pruning) {
             let names = pruning.targets.tensors();
             writer.will_write(names.iter().map(String::as_str));
@@ -90,7 +81,7 @@ impl<'a> Outputs<'a> {
     pub(super) fn finish(
         &mut self,
         job: &Job,
-        expected: &[crate::checkpoint::ExpectedMatrix],
+        expected: &[ExpectedMatrix],
         events: &dyn Events,
     ) -> Result<Option<OutputReport>> {
         let clock = &job.model.clock;
@@ -117,7 +108,7 @@ impl<'a> Outputs<'a> {
 }
 
 /// Creates the files of a new run.
-fn create(job: &Job, events: &dyn Events) -> Result<Files> {
+fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
     job.folder.prepare()?;
     let model = &job.model;
     let state = RunState {
@@ -125,13 +116,7 @@ fn create(job: &Job, events: &dyn Events) -> Result<Files> {
         arguments: job.settings.arguments.clone(),
         started_unix_seconds: model.started.unix_seconds,
         settings: job.deciding.clone(),
-        layers: Vec::new(),
-        tensors: BTreeMap::new(),
-        perplexity: None,
-        warnings: Vec::new(),
-        sessions: Vec::new(),
-        phases: Vec::new(),
-        memory: Vec::new(),
+        ..RunState::default()
     };
     if let Some(folder) = job.folder.state() {
         // The state comes first: files without a state belong to another run.
@@ -152,15 +137,11 @@ fn create(job: &Job, events: &dyn Events) -> Result<Files> {
                 SaveMasks::create(path, settings, &pruning.targets, &model.config, events)
             })
         });
-    Ok(Files {
-        writer,
-        masks: masks.transpose()?,
-        state,
-    })
+    Ok((writer, masks.transpose()?, state))
 }
 
 /// Reopens the files of the unfinished run; `None` where there is no such run, or one of its files is missing.
-fn reopen(job: &Job, events: &dyn Events) -> Result<Option<Files>> {
+fn reopen(job: &Job, events: &dyn Events) -> Result<Option<OpenedFiles>> {
     let (Some(state), Some(model)) = (&job.unfinished, &job.folder.model) else {
         return Ok(None);
     };
@@ -218,9 +199,5 @@ fn reopen(job: &Job, events: &dyn Events) -> Result<Option<Files>> {
         }
     }
     state_file::announce(&state, source.config.num_hidden_layers, events);
-    Ok(Some(Files {
-        writer: Some(writer),
-        masks: saved,
-        state,
-    }))
+    Ok(Some((Some(writer), saved, state)))
 }

@@ -258,18 +258,12 @@ mod tests {
         let layers: Vec<LayerReport> = (0..layers).map(layer).collect();
         RunState {
             schema: SCHEMA,
-            arguments: Vec::new(),
-            started_unix_seconds: 1,
-            settings: BTreeMap::new(),
             tensors: pruned(&layers)
                 .map(|matrix| (tensor_of(&matrix.name), "hash".to_string()))
                 .collect(),
             layers,
             perplexity: Some(Perplexities::default()),
-            warnings: Vec::new(),
-            sessions: Vec::new(),
-            phases: Vec::new(),
-            memory: Vec::new(),
+            ..RunState::default()
         }
     }
 
