@@ -15,7 +15,7 @@ pub(super) const JSON_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The sweep as a whole.
 #[derive(Debug)]
-struct Sweep {
+struct SweepProgress {
     began: Instant,
     layers: usize,
     layers_done: usize,
@@ -33,13 +33,13 @@ pub(super) struct Progress {
     done: u64,
     began: Option<Instant>,
     last_told: Option<Instant>,
-    sweep: Option<Sweep>,
+    sweep: Option<SweepProgress>,
 }
 
 impl Progress {
     /// The sweep begins, with all layers but those that are finished.
     pub(super) fn start_sweep(&mut self, layers: usize, finished: usize, passes: u64) {
-        self.sweep = Some(Sweep {
+        self.sweep = Some(SweepProgress {
             began: Instant::now(),
             layers: layers - finished.min(layers),
             layers_done: 0,

@@ -19,7 +19,7 @@ use crate::runtime::SweepReport;
 use crate::settings::DeviceSettings;
 
 /// The results of a run.
-pub(super) struct Results {
+pub(super) struct RunResults {
     /// The peak of the CPU, where `--profile` measured it.
     pub(super) peak: Option<PeakReport>,
     pub(super) swept: SweepReport,
@@ -34,7 +34,7 @@ impl Job {
     pub(super) fn record(
         &self,
         outputs: &Outputs<'_>,
-        results: Results,
+        results: RunResults,
         recorder: &Recorder<'_>,
     ) -> Result<Manifest> {
         self.model.clock.mark(Moment::End, recorder);
@@ -54,7 +54,7 @@ impl Job {
         Ok(manifest)
     }
 
-    fn manifest(&self, results: Results) -> Result<Manifest> {
+    fn manifest(&self, results: RunResults) -> Result<Manifest> {
         let Self {
             settings,
             model,
