@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
+use serde::de::DeserializeOwned;
 
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
@@ -118,19 +119,15 @@ pub struct DeviceArgs {
     pub(super) offload_folder: Option<PathBuf>,
 
     /// Settings that trade memory for time, as JSON; for tests
-    #[arg(long, alias = "knobs", value_name = "JSON", hide = true, value_parser = memory_settings)]
+    #[arg(long, alias = "knobs", value_name = "JSON", hide = true, value_parser = from_json::<MemorySettings>)]
     pub(super) memory_settings: Option<MemorySettings>,
 
     /// Simulated GPUs, as JSON; for tests
-    #[arg(long, value_name = "JSON", hide = true, value_parser = simulation)]
+    #[arg(long, value_name = "JSON", hide = true, value_parser = from_json::<Simulation>)]
     pub(super) simulate: Option<Simulation>,
 }
 
-fn simulation(json: &str) -> std::result::Result<Simulation, serde_json::Error> {
-    serde_json::from_str(json)
-}
-
-fn memory_settings(json: &str) -> std::result::Result<MemorySettings, serde_json::Error> {
+fn from_json<T: DeserializeOwned>(json: &str) -> std::result::Result<T, serde_json::Error> {
     serde_json::from_str(json)
 }
 
@@ -315,9 +312,7 @@ impl SparsityArgs {
             },
         })
     }
-}
 
-impl SparsityArgs {
     /// The name of the method; `--use-variant` makes `wanda` `wanda-variant`.
     fn method(&self) -> Result<String> {
         match (self.prune_method.as_str(), self.use_variant) {

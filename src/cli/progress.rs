@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use super::terminal;
+use crate::report::three_digits;
 
 /// Time between two plain lines.
 pub(super) const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
@@ -244,16 +245,6 @@ fn styled(bar: ProgressBar, template: &str, prefix: String) -> ProgressBar {
         bar.set_style(style.progress_chars("=> "));
     }
     bar.with_prefix(prefix)
-}
-
-/// Three significant digits, without an exponent.
-fn three_digits(number: f64) -> String {
-    let digits = match number {
-        _ if number >= 100.0 => 0,
-        _ if number >= 10.0 => 1,
-        _ => 2,
-    };
-    format!("{number:.digits$}")
 }
 
 /// "8s", "3m10s", "2h05m", "4d03h".

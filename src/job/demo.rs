@@ -1,5 +1,6 @@
 //! `prune demo`: the main job on the model inside the binary, several times, and a sentence by each result.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -173,7 +174,7 @@ fn sentence(folder: &Path) -> Result<String> {
 fn refuse_used(folder: &Path) -> Result<()> {
     let is_used = match std::fs::read_dir(folder) {
         Ok(mut entries) => entries.next().is_some(),
-        Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+        Err(error) => error.kind() != io::ErrorKind::NotFound,
     };
     if is_used {
         return Err(
@@ -193,27 +194,21 @@ struct TemporaryFolder {
 impl TemporaryFolder {
     fn new() -> Result<Self> {
         let parent = std::env::temp_dir();
-        for number in 0..1000 {
+        let make = |number| {
             let path = parent.join(format!("prune-demo-{}-{number}", std::process::id()));
-            match std::fs::create_dir(&path) {
-                Ok(()) => return Ok(Self { path }),
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-                Err(error) => {
-                    return Err(Failure::new(format!(
-                        "cannot make a folder in `{}`: {error}",
-                        parent.display()
-                    ))
-                    .hint("name one with --save, or another place with TMPDIR")
-                    .into());
-                }
-            }
-        }
-        Err(Failure::new(format!(
-            "no free name for a temporary folder in `{}`",
-            parent.display()
-        ))
-        .hint("name a folder with --save")
-        .into())
+            std::fs::create_dir(&path).map(|()| path)
+        };
+        let is_taken = |made: &io::Result<PathBuf>| matches!(made, Err(error) if error.kind() == io::ErrorKind::AlreadyExists);
+        let made = (0..1000).map(make).find(|made| !is_taken(made));
+        let made = made.unwrap_or_else(|| Err(io::ErrorKind::AlreadyExists.into()));
+        let path = made.map_err(|error| {
+            Failure::new(format!(
+                "cannot make a folder in `{}`: {error}",
+                parent.display()
+            ))
+            .hint("name one with --save, or another place with TMPDIR")
+        })?;
+        Ok(Self { path })
     }
 }
 

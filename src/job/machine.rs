@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::ops::RangeInclusive;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 
@@ -29,6 +30,12 @@ pub(super) fn threads(asked: Option<u16>) -> usize {
         .map(usize::from)
         .or_else(slurm)
         .unwrap_or_else(affinity)
+}
+
+/// Seconds since 1970 (UTC).
+pub(super) fn unix_seconds() -> u64 {
+    let elapsed = SystemTime::now().duration_since(UNIX_EPOCH);
+    elapsed.map_or(0, |elapsed| elapsed.as_secs())
 }
 
 /// Starts the global pool, once per process, and returns its number of threads.

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 
@@ -41,28 +40,8 @@ pub(super) struct OpenedModel {
     pub(super) gpu_names: Vec<String>,
     /// Time and memory of the run.
     pub(super) clock: Clock,
-    /// Start of the run.
-    pub(super) started: Started,
-}
-
-/// The moment a run began.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Started {
-    /// For durations.
-    pub(super) instant: Instant,
-    /// Seconds since 1970 (UTC).
-    pub(super) unix_seconds: u64,
-}
-
-impl Started {
-    fn now() -> Self {
-        Self {
-            instant: Instant::now(),
-            unix_seconds: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0, |elapsed| elapsed.as_secs()),
-        }
-    }
+    /// Start of the run, in seconds since 1970 (UTC).
+    pub(super) started_unix_seconds: u64,
 }
 
 impl OpenedModel {
@@ -80,7 +59,7 @@ impl OpenedModel {
         check_device(device)?;
         let clock = Clock::new();
         clock.mark(Moment::Start, events);
-        let started = Started::now();
+        let started_unix_seconds = machine::unix_seconds();
         let (folder, hub_model) = located::model(model, events)?;
         let config = Arc::new(ModelConfig::load(&folder)?);
         let checkpoint = Arc::new(Checkpoint::open(&folder)?);
@@ -105,7 +84,7 @@ impl OpenedModel {
                 _ => Vec::new(),
             },
             clock,
-            started,
+            started_unix_seconds,
         })
     }
 

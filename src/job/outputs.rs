@@ -44,7 +44,7 @@ impl<'a> Outputs<'a> {
             recorder.write_memory_log(&run.join(memory_log::FILE))?;
         }
         let layers_before = saved.layers.clone();
-        let (clock, started) = (&job.model.clock, job.model.started.unix_seconds);
+        let (clock, started) = (&job.model.clock, job.model.started_unix_seconds);
         let state = job.folder.state();
         let state = state.map(|folder| StateFile::begin(folder, saved, clock, recorder, started));
         Ok(Self {
@@ -114,7 +114,7 @@ fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
     let state = RunState {
         schema: SCHEMA,
         arguments: job.settings.arguments.clone(),
-        started_unix_seconds: model.started.unix_seconds,
+        started_unix_seconds: model.started_unix_seconds,
         settings: job.deciding.clone(),
         ..RunState::default()
     };

@@ -8,6 +8,7 @@ use anyhow::Result;
 use super::output::MaskObserver;
 use super::prune::PrunedMatrix;
 use super::targets::TargetPlan;
+use crate::bytes::ByteSize;
 use crate::checkpoint::MaskWriter;
 use crate::model::ModelConfig;
 use crate::run::Events;
@@ -19,6 +20,13 @@ pub struct SaveMasks {
 }
 
 impl SaveMasks {
+    /// Bytes of the masks of every matrix that `targets` names.
+    pub fn bytes(targets: &TargetPlan, config: &ModelConfig) -> ByteSize {
+        let shapes = shapes(targets, config).into_values();
+        let bytes = shapes.map(|[rows, columns]| (rows * columns).div_ceil(8) as u64);
+        bytes.map(ByteSize).sum()
+    }
+
     /// Allocates the file at `path` for every matrix that `targets` names. Its metadata are the `settings` by name.
     ///
     /// # Errors

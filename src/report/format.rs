@@ -21,6 +21,16 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
+/// Three significant digits, without an exponent.
+pub fn three_digits(number: f64) -> String {
+    let digits = match number {
+        _ if number >= 100.0 => 0,
+        _ if number >= 10.0 => 1,
+        _ => 2,
+    };
+    format!("{number:.digits$}")
+}
+
 /// `2025-12-28T00:15:30`, UTC.
 pub(super) fn timestamp(unix_seconds: u64) -> String {
     moment(unix_seconds, "%Y-%m-%dT%H:%M:%S")
@@ -65,6 +75,14 @@ mod tests {
                 "12 min 05 s",
                 "3 h 07 min"
             ]
+        );
+    }
+
+    #[test]
+    fn numbers_have_three_digits() {
+        assert_eq!(
+            [1234.5, 100.0, 99.94, 9.994, 0.014].map(three_digits),
+            ["1234", "100", "99.9", "9.99", "0.01"]
         );
     }
 
