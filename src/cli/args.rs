@@ -127,7 +127,10 @@ pub struct DeviceArgs {
     pub(super) simulate: Option<Simulation>,
 }
 
-fn from_json<T: DeserializeOwned>(json: &str) -> std::result::Result<T, serde_json::Error> {
+/// A value of a flag as JSON.
+pub(super) fn from_json<T: DeserializeOwned>(
+    json: &str,
+) -> std::result::Result<T, serde_json::Error> {
     serde_json::from_str(json)
 }
 

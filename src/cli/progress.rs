@@ -174,9 +174,7 @@ impl Bars {
 
     /// Bars for what `progress` says.
     pub(super) fn start(&mut self, progress: &Progress) {
-        if let Some(bar) = self.phase.take() {
-            bar.finish_and_clear();
-        }
+        self.end_phase();
         let bar = match &self.run {
             Some(run) => self
                 .screen

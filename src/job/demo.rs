@@ -62,7 +62,9 @@ pub fn demo(settings: &DemoSettings, events: &dyn Events) -> Result<DemoTable> {
             prune_all(settings, save, events)
         }
         None => {
-            let folder = TemporaryFolder::new()?;
+            let folder = TemporaryFolder::new("prune-demo").map_err(|failure| {
+                failure.hint("name one with --save, or another place with TMPDIR")
+            })?;
             events.emit(Event::Temporary(Some(folder.path.clone())));
             let table = prune_all(settings, &folder.path, events);
             events.emit(Event::Temporary(None));
@@ -187,15 +189,16 @@ fn refuse_used(folder: &Path) -> Result<()> {
 }
 
 /// A folder of our own, gone when dropped.
-struct TemporaryFolder {
-    path: PathBuf,
+pub(crate) struct TemporaryFolder {
+    pub(crate) path: PathBuf,
 }
 
 impl TemporaryFolder {
-    fn new() -> Result<Self> {
+    /// Makes a folder whose name begins with `name`.
+    pub(crate) fn new(name: &str) -> Result<Self, Failure> {
         let parent = std::env::temp_dir();
         let make = |number| {
-            let path = parent.join(format!("prune-demo-{}-{number}", std::process::id()));
+            let path = parent.join(format!("{name}-{}-{number}", std::process::id()));
             std::fs::create_dir(&path).map(|()| path)
         };
         let is_taken = |made: &io::Result<PathBuf>| matches!(made, Err(error) if error.kind() == io::ErrorKind::AlreadyExists);
@@ -206,7 +209,6 @@ impl TemporaryFolder {
                 "cannot make a folder in `{}`: {error}",
                 parent.display()
             ))
-            .hint("name one with --save, or another place with TMPDIR")
         })?;
         Ok(Self { path })
     }

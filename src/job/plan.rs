@@ -15,7 +15,6 @@ use crate::model::shapes::{self, SHAPES, Shape};
 use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::pipeline::RunShape;
 use crate::placement::device_map;
-use crate::placement::inventory::Cpu;
 use crate::placement::{Device, Inventory, Policy, planner};
 use crate::pruning::method;
 use crate::report::plan::TableRow;
@@ -179,19 +178,14 @@ fn first_devices(plan: &Plan) -> Vec<Device> {
 /// Plans every published shape: with unlimited memory, and with the least memory that works.
 pub fn table(settings: &PlanSettings) -> Result<Vec<TableRow>> {
     let inventory = inventory(settings)?;
+    let mut unlimited = inventory.clone();
+    unlimited.cpu.memory = None;
+    unlimited.gpus.clear();
     let mut rows = Vec::new();
     for shape in &SHAPES {
         let subject = Subject::of(shape)?;
         let run = workload(settings, &subject, inventory.cpu.threads)?;
         let parameters = footprint::parameters(&subject.config);
-        let unlimited = Inventory {
-            cpu: Cpu {
-                memory: None,
-                ..inventory.cpu.clone()
-            },
-            gpus: Vec::new(),
-            ..inventory.clone()
-        };
         let plan = planner::plan(&run, &unlimited, &Policy::default())
             .map_err(|_| Failure::new("a plan without limits does not fit"))?;
         let least = planner::least_that_works(&run);

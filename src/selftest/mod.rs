@@ -18,6 +18,7 @@ use crate::data::DatasetSpec;
 use crate::demo::embedded;
 use crate::failure::Failure;
 use crate::job;
+use crate::job::demo::TemporaryFolder;
 use crate::model::on_device::{Cut, LogSumExpPart};
 use crate::model::{Head, LayerContext};
 use crate::run::fallback::FallbackOutcome;
@@ -42,7 +43,7 @@ enum CheckOutcome {
 /// Runs every check and emits a line for each.
 pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
     let bench = Bench::new(device)?;
-    let folder = tempfile_folder()?;
+    let folder = TemporaryFolder::new("prune-selftest")?;
     let checks: [(&str, Check); 6] = [
         ("a layer, its observations and the head", Bench::layers),
         ("rows wider than 8192 columns", Bench::wide_rows),
@@ -57,7 +58,7 @@ pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
     ));
     let mut failed = 0;
     for (name, check) in checks {
-        let (mark, detail) = match check(&bench, &folder.0) {
+        let (mark, detail) = match check(&bench, &folder.path) {
             Ok(CheckOutcome::Held(detail)) => ("ok", detail),
             Ok(CheckOutcome::Skipped(why)) => ("skipped", why.to_string()),
             Err(error) => {
@@ -76,22 +77,6 @@ pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
         .into());
     }
     Ok(())
-}
-
-/// A folder that goes with the process's normal end.
-struct Folder(PathBuf);
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // A folder that cannot be removed stays with the system's temporary files.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-fn tempfile_folder() -> Result<Folder> {
-    let folder = std::env::temp_dir().join(format!("prune-selftest-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).with_context(|| format!("creating `{}`", folder.display()))?;
-    Ok(Folder(folder))
 }
 
 /// The folder of the demo model, which is written once.
