@@ -1,5 +1,6 @@
 //! `prune report`: pictures and a page from the run folders of finished runs.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -210,11 +211,7 @@ fn names(runs: &[Found]) -> Vec<String> {
     };
     (1..=longest)
         .map(tails)
-        .find(|names| {
-            let mut sorted = names.clone();
-            sorted.sort();
-            sorted.windows(2).all(|pair| pair[0] != pair[1])
-        })
+        .find(|names| names.iter().collect::<BTreeSet<_>>().len() == names.len())
         // Two files in one folder: told apart by number.
         .unwrap_or_else(|| {
             tails(1)

@@ -135,12 +135,10 @@ pub(super) fn dataset(
 fn with_path(error: anyhow::Error, dataset: &DatasetSpec, role: Role) -> anyhow::Error {
     match error.downcast::<Failure>() {
         Ok(failure) => {
-            let own = format!("{} {dataset}:PATH for a text on disk", role.flag());
-            let or_none = role.or_not_at_all();
-            let hint = match &failure.hint {
-                Some(hint) => format!("{hint}; or use {own}{or_none}"),
-                None => format!("use {own}{or_none}"),
-            };
+            let hint = failure.hint.as_ref();
+            let or = hint.map_or("use".to_string(), |hint| format!("{hint}; or use"));
+            let (flag, or_none) = (role.flag(), role.or_not_at_all());
+            let hint = format!("{or} {flag} {dataset}:PATH for a text on disk{or_none}");
             failure.hint(hint).into()
         }
         Err(error) => error,

@@ -60,11 +60,8 @@ impl Events for Recorder<'_> {
             Event::Warning { text } => self.kept().warnings.push(text.clone()),
             Event::Fallback(fallback) => self.kept().warnings.push(fallback.to_string()),
             Event::Memory(sample) => {
-                let mut kept = self.kept();
-                failed = kept
-                    .memory_log
-                    .as_mut()
-                    .and_then(|log| log.add(sample).err());
+                let log = &mut self.kept().memory_log;
+                failed = log.as_mut().and_then(|log| log.add(sample).err());
             }
             _ => {}
         }

@@ -113,11 +113,6 @@ impl<'a> StateFile<'a> {
         self.write()
     }
 
-    fn earlier(&self) -> &[SessionReport] {
-        let sessions = &self.state.sessions;
-        &sessions[..sessions.len().saturating_sub(1)]
-    }
-
     /// The state with this session as it is now.
     fn now(&self) -> RunState {
         let mut state = self.state.clone();
@@ -127,7 +122,8 @@ impl<'a> StateFile<'a> {
         state.warnings = merged_warnings(&self.state.warnings, self.recorder.warnings());
         state.phases = merge_phases(&self.state.phases, &self.clock.report());
         // Seconds of work: those of earlier sessions come first.
-        let before: f64 = self.earlier().iter().map(|session| session.seconds).sum();
+        let earlier = state.sessions.iter().rev().skip(1).rev();
+        let before: f64 = earlier.map(|session| session.seconds).sum();
         let samples = self.clock.samples().into_iter().map(|mut sample| {
             sample.seconds += before;
             sample
@@ -180,13 +176,9 @@ fn write(path: &Path, state: &RunState) -> Result<()> {
 
 /// Both, each once.
 fn merged_warnings(before: &[String], now: Vec<String>) -> Vec<String> {
-    let known: BTreeSet<&String> = before.iter().collect();
-    let new = now.into_iter().filter(|text| !known.contains(text));
-    before
-        .iter()
-        .cloned()
-        .chain(new.collect::<Vec<_>>())
-        .collect()
+    let mut all = before.to_vec();
+    all.extend(now.into_iter().filter(|text| !before.contains(text)));
+    all
 }
 
 impl RunState {
