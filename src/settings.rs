@@ -1,7 +1,7 @@
 //! Settings of a run: everything a command line can ask for, as plain structs. Each default is written here once.
 //!
-//! One serialised [`Settings`] is the `settings` of `run.json` and what a resumed run is compared
-//! by ([`Settings::deciding`]). A setting that is added here takes part in both.
+//! One serialised [`Settings`] is the `settings` of `run.json`. Those of them that decide the result ([`Settings::deciding`]) are the
+//! metadata of the mask file, and a resumed run is compared by them. A setting that is added here takes part in all three.
 
 mod device;
 
@@ -13,10 +13,10 @@ use anyhow::Result;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
-use crate::checkpoint::VerifyLevel;
 use crate::data::DatasetSpec;
 use crate::generation::Sampling;
 use crate::pipeline::Selection;
+use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
 
@@ -103,18 +103,11 @@ impl Settings {
     }
 
     /// All settings by name, as JSON.
-    ///
-    /// # Errors
-    /// Fails only where a path is not Unicode.
     pub fn by_name(&self) -> Result<BTreeMap<String, Value>> {
         Ok(serde_json::from_value(serde_json::to_value(self)?)?)
     }
 
-    /// The settings that decide the masks and the model, as text by the name of their flag. A run is resumed only where all of
-    /// them are equal.
-    ///
-    /// # Errors
-    /// Fails only where a path is not Unicode.
+    /// The settings that decide the masks and the model, as text by name. A run is resumed only where all of them are equal.
     pub fn deciding(&self) -> Result<BTreeMap<String, String>> {
         let text = |value: Value| match value {
             Value::Null => "none".to_string(),
@@ -124,9 +117,7 @@ impl Settings {
         };
         let all = self.by_name()?.into_iter();
         let deciding = all.filter(|(name, _)| !NOT_DECIDING.contains(&name.as_str()));
-        Ok(deciding
-            .map(|(name, value)| (name.replace('_', "-"), text(value)))
-            .collect())
+        Ok(deciding.map(|(name, value)| (name, text(value))).collect())
     }
 }
 
@@ -358,8 +349,8 @@ mod tests {
             "eval",
             "exclude",
             "include",
-            "layer-ratios",
-            "no-save-model",
+            "layer_ratios",
+            "no_save_model",
             "nsamples",
         ];
         assert_eq!(deciding[..6], expected);

@@ -21,7 +21,7 @@ use candle_core::Tensor;
 use criterion::measurement::{Measurement, ValueFormatter, WallTime};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prune::bytes::ByteSize;
-use prune::checkpoint::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSource};
+use prune::checkpoint::{Checkpoint, CheckpointWriter, WeightSource};
 use prune::linalg::attention::{self, Heads};
 use prune::linalg::linear::SingleToken;
 use prune::linalg::matmul::{Threads, View, matmul};
@@ -31,6 +31,7 @@ use prune::linalg::{Linear, ProductContext, Products, StoredDtype, StoredMatrix,
 use prune::model::{DecoderLayer, LayerContext, ModelConfig, Observation, Observer};
 use prune::pruning::{self, ColumnSquares, METHODS, Pattern, Request, Statistics, Target};
 use prune::run::Silent;
+use prune::run::verification::VerifyLevel;
 use prune::synthetic::RandomCheckpoint;
 
 /// Values without pattern in [-0.5, 0.5), the same in every run.

@@ -53,13 +53,13 @@ pub use atomic::{sync_folder, write_atomic};
 pub use header::{TensorEntry, encode_header};
 pub use headers_only::HeadersOnly;
 pub use masks::{MASKS_FILE, MaskWriter};
+#[cfg(feature = "synthetic")]
 pub(crate) use names::CHUNK_BYTES;
 pub use names::{INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sidecars::{CONFIG_FILE, SUMS_FILE, check_sidecars, is_model_file, sidecars_in};
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};
-pub use verify::{MatrixZeros, Verification, VerifiedFile, VerifyLevel};
 pub use verify_tensor::ExpectedMatrix;
 pub use writer::{CheckpointWriter, Reopened};
 pub use written::PartialModel;

@@ -11,10 +11,10 @@ use super::names::INDEX_FILE;
 use super::sidecars::{CONFIG_FILE, SUMS_FILE, copy_sidecar, sidecars_in};
 use super::source::Checkpoint;
 use super::target::OutputShard;
-use super::verify::Verification;
 use crate::bytes::hex;
 use crate::disk;
 use crate::failure::Failure;
+use crate::run::verification::Verification;
 
 /// Copies the sidecars and renames the partial files, `config.json` last. [`SUMS_FILE`] lists the hash of every file.
 ///

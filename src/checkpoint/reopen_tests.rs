@@ -8,8 +8,9 @@ use safetensors::Dtype;
 
 use super::test_files::{counting, file_bytes, folder, write, write_sharded, write_single};
 use super::writer_tests::{data_of, pruned, says, start};
-use super::{Checkpoint, CheckpointWriter, VerifyLevel, WeightSource};
+use super::{Checkpoint, CheckpointWriter, WeightSource};
 use crate::run::Silent;
+use crate::run::verification::VerifyLevel;
 
 /// The names of two rewritten matrices, and their dtypes.
 fn two(source: &Path) -> anyhow::Result<Vec<(String, Dtype)>> {

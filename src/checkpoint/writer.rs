@@ -24,12 +24,13 @@ use super::source::{Checkpoint, WeightSource};
 use super::target::{
     OutputShard, allocate, left_behind, refuse_other_weights, refuse_source_folder, unpublish,
 };
-use super::verify::{Verification, VerifyLevel, verify_shards};
+use super::verify::verify_shards;
 use super::verify_tensor::{ExpectedMatrix, WrittenShard, WrittenTensor};
 use super::written::PartialModel;
 use crate::bytes::{hex, unhex};
 use crate::disk;
 use crate::disk::positioned::read_exact_at;
+use crate::run::verification::{Verification, VerifyLevel};
 use crate::run::{Events, Meter};
 
 /// The record of an output tensor, in the order of [`Checkpoint::tensors`].

@@ -10,7 +10,8 @@ use safetensors::{Dtype, SafeTensors};
 use super::test_files::{
     counting, element, file_bytes, folder, mixed_tensors, write, write_sharded, write_single,
 };
-use super::{Checkpoint, CheckpointWriter, ExpectedMatrix, VerifyLevel, WeightSource};
+use super::{Checkpoint, CheckpointWriter, ExpectedMatrix, WeightSource};
+use crate::run::verification::VerifyLevel;
 use crate::run::{Event, Events, Silent};
 
 /// Keeps notes.

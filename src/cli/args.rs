@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
+use serde::de::DeserializeOwned;
 
-use crate::checkpoint::VerifyLevel;
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Selection};
 use crate::placement::Budget;
 use crate::pruning::{METHODS, Pattern};
+use crate::run::verification::VerifyLevel;
 use crate::run::{HiddenStatesStorage, MemorySettings};
 use crate::runtime::Simulation;
 use crate::settings::{
@@ -53,19 +54,22 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// # Errors
-    /// Fails without `--model`.
     pub(super) fn settings(&self) -> Result<ModelSettings> {
         let model = self.model.clone().ok_or_else(|| {
             Failure::usage("--model is missing")
                 .hint("name a checkpoint folder, like --model models/llama-2-7b; see prune --help")
         })?;
-        Ok(ModelSettings {
+        Ok(self.of(model))
+    }
+
+    /// These flags for another checkpoint.
+    pub(super) fn of(&self, model: PathBuf) -> ModelSettings {
+        ModelSettings {
             model,
             revision: self.revision.clone(),
             cache_dir: self.cache_dir.clone(),
             dtype: self.dtype,
-        })
+        }
     }
 }
 
@@ -115,19 +119,18 @@ pub struct DeviceArgs {
     pub(super) offload_folder: Option<PathBuf>,
 
     /// Settings that trade memory for time, as JSON; for tests
-    #[arg(long, alias = "knobs", value_name = "JSON", hide = true, value_parser = memory_settings)]
+    #[arg(long, alias = "knobs", value_name = "JSON", hide = true, value_parser = from_json::<MemorySettings>)]
     pub(super) memory_settings: Option<MemorySettings>,
 
     /// Simulated GPUs, as JSON; for tests
-    #[arg(long, value_name = "JSON", hide = true, value_parser = simulation)]
+    #[arg(long, value_name = "JSON", hide = true, value_parser = from_json::<Simulation>)]
     pub(super) simulate: Option<Simulation>,
 }
 
-fn simulation(json: &str) -> std::result::Result<Simulation, serde_json::Error> {
-    serde_json::from_str(json)
-}
-
-fn memory_settings(json: &str) -> std::result::Result<MemorySettings, serde_json::Error> {
+/// A value of a flag as JSON.
+pub(super) fn from_json<T: DeserializeOwned>(
+    json: &str,
+) -> std::result::Result<T, serde_json::Error> {
     serde_json::from_str(json)
 }
 
@@ -312,9 +315,7 @@ impl SparsityArgs {
             },
         })
     }
-}
 
-impl SparsityArgs {
     /// The name of the method; `--use-variant` makes `wanda` `wanda-variant`.
     fn method(&self) -> Result<String> {
         match (self.prune_method.as_str(), self.use_variant) {

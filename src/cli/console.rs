@@ -22,8 +22,6 @@ use crate::run::{Event, Events, Manifest, Unfinished};
 /// Levels of detail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
-    /// Nothing at all; for callers inside the process.
-    Silent,
     /// Warnings and errors.
     Quiet,
     /// Results and progress.
@@ -97,18 +95,6 @@ impl Console {
         }
     }
 
-    /// A console that keeps warnings and prints nothing; for callers inside the process.
-    pub fn quiet() -> Self {
-        Self {
-            level: Level::Silent,
-            form: Form::Plain,
-            prints_json: false,
-            is_stopping: AtomicBool::new(false),
-            state: Mutex::default(),
-            ending: Mutex::default(),
-        }
-    }
-
     /// Takes the bars away; called before results are printed.
     pub fn clear(&self) {
         if let Some(mut bars) = self.state().bars.take() {
@@ -146,9 +132,6 @@ impl Console {
     }
 
     /// Fails where a result was lost on its way to standard output.
-    ///
-    /// # Errors
-    /// Names the reason.
     pub(super) fn check_results(&self) -> Result<()> {
         match self.ending().lost.take() {
             None => Ok(()),
@@ -169,9 +152,6 @@ impl Console {
     }
 
     /// A result that is a record: as one JSON object with `--json`, else as `text`.
-    ///
-    /// # Errors
-    /// Fails only when the record cannot be turned into JSON.
     pub fn record<T: serde::Serialize>(&self, record: &T, text: &str) -> Result<()> {
         if self.prints_json {
             let mut json = serde_json::to_string_pretty(record)?;
@@ -382,10 +362,10 @@ impl State {
                 );
             }
             Event::Note { text } if level >= Level::Normal => self.print(form, "", text),
-            Event::Warning { text } if level >= Level::Quiet => {
+            Event::Warning { text } => {
                 self.print(form, "", &format!("warning: {text}"));
             }
-            Event::Fallback(fall) if level >= Level::Quiet => {
+            Event::Fallback(fall) => {
                 self.print(form, "", &format!("warning: {fall}"));
             }
             _ => {}
@@ -394,7 +374,7 @@ impl State {
 
     fn tell_json(&mut self, level: Level, event: &Event) {
         let is_told = match event {
-            Event::Warning { .. } | Event::Fallback(_) => level >= Level::Quiet,
+            Event::Warning { .. } | Event::Fallback(_) => true,
             Event::MatrixPruned(_) => level >= Level::Verbose,
             Event::Progress { .. } => level >= Level::Normal && self.progress.is_due(JSON_INTERVAL),
             _ => level >= Level::Normal,
@@ -428,7 +408,6 @@ impl Events for Console {
         let mut state = self.state();
         state.follow(self.form, self.level >= Level::Normal, &event);
         match self.form {
-            _ if self.level == Level::Silent => {}
             Form::Json => state.tell_json(self.level, &event),
             Form::Bars | Form::Plain => state.tell(self.level, self.form, &event),
         }

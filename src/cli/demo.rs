@@ -40,9 +40,6 @@ pub struct DemoArgs {
 }
 
 /// Runs the command and prints its table.
-///
-/// # Errors
-/// See [`demo()`].
 pub fn command(args: &DemoArgs, console: &Console) -> Result<()> {
     let started = Instant::now();
     let settings = DemoSettings {

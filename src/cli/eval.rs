@@ -64,9 +64,6 @@ impl EvalArgs {
 }
 
 /// Runs the command and prints its table.
-///
-/// # Errors
-/// See [`job::eval()`].
 pub fn command(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
     let manifest = job::eval(args.settings(arguments)?, console)?;
     console.record(&manifest, &report::table::text(&manifest))?;

@@ -122,9 +122,6 @@ struct SamplingArgs {
 }
 
 /// Runs the command: the text goes to standard output as it comes, or one JSON object at the end.
-///
-/// # Errors
-/// See [`job::generate()`].
 pub fn command(args: &GenerateArgs, console: &Console) -> Result<()> {
     let settings = args.settings()?;
     if args.messages.json {
@@ -168,10 +165,8 @@ impl GenerateArgs {
             .into());
         }
         Ok(Some(ModelSettings {
-            model: folder.clone(),
             revision: None,
-            cache_dir: self.model.cache_dir.clone(),
-            dtype: self.model.dtype,
+            ..self.model.of(folder.clone())
         }))
     }
 }

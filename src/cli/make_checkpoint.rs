@@ -2,9 +2,11 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{Args, ValueEnum};
+use serde_json::Value;
 
+use super::args::from_json;
 use super::console::Console;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredDtype;
@@ -48,8 +50,8 @@ pub struct MakeCheckpointArgs {
     #[arg(long, default_value_t = 10_000.0)]
     rope_theta: f64,
     /// Rotary scaling as JSON, as config.json holds it
-    #[arg(long, value_name = "JSON")]
-    rope_scaling: Option<String>,
+    #[arg(long, value_name = "JSON", value_parser = from_json::<Value>)]
+    rope_scaling: Option<Value>,
     /// No head of its own
     #[arg(long)]
     tie_word_embeddings: bool,
@@ -81,17 +83,8 @@ enum Dtype {
 }
 
 /// Writes the checkpoint.
-///
-/// # Errors
-/// Fails for impossible shapes, a folder that is not empty, and when writing fails.
 pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
     let console = Console::default();
-    let rope_scaling = args
-        .rope_scaling
-        .as_deref()
-        .map(serde_json::from_str)
-        .transpose()
-        .context("--rope-scaling is not JSON")?;
     let checkpoint = RandomCheckpoint {
         hidden_size: args.hidden_size,
         intermediate_size: args.intermediate_size,
@@ -102,7 +95,7 @@ pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
         vocab_size: args.vocab_size,
         max_position_embeddings: args.max_position_embeddings,
         rope_theta: args.rope_theta,
-        rope_scaling,
+        rope_scaling: args.rope_scaling.clone(),
         tie_word_embeddings: args.tie_word_embeddings,
         attention_bias: args.attention_bias,
         mlp_bias: args.mlp_bias,

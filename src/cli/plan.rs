@@ -6,15 +6,13 @@ use anyhow::Result;
 use clap::builder::PossibleValuesParser;
 use clap::{ArgGroup, Args};
 
-use super::args::{HiddenStatesArg, MessageArgs};
+use super::args::{DeviceArgs, MessageArgs, ModelArgs};
 use super::console::Console;
 use crate::job::plan::{plan, shape_names, table};
-use crate::placement::Budget;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::settings::{
-    CalibrationSettings, ComputeDtype, DeviceMapChoice, DeviceSettings, EvalSides, NSAMPLES,
-    PRUNE_METHOD, PlanSettings, PlanSubject, Settings,
+    CalibrationSettings, EvalSides, NSAMPLES, PRUNE_METHOD, PlanSettings, PlanSubject, Settings,
 };
 
 /// Shown below the flags.
@@ -27,19 +25,15 @@ Examples:
 
 /// Flags of `prune plan`.
 #[derive(Debug, Clone, Args)]
-#[command(group(ArgGroup::new("what").required(true).args(["model", "shape", "table"])))]
+#[command(
+    group(ArgGroup::new("what").required(true).args(["model", "shape", "table"])),
+    mut_arg("model", |flag| flag.long_help("Checkpoint folder, or an id on the hub, of which only headers are fetched")),
+    mut_arg("device", |flag| flag.hide(true)),
+    mut_arg("offload_folder", |flag| flag.hide(true))
+)]
 pub struct PlanArgs {
-    /// Checkpoint folder, or an id on the hub, of which only headers are fetched
-    #[arg(long, value_name = "DIR|ID", help_heading = "Model")]
-    model: Option<PathBuf>,
-
-    /// Branch, tag or commit of a model on the hub [default: main]
-    #[arg(long, value_name = "REV", help_heading = "Model")]
-    revision: Option<String>,
-
-    /// Folder of the hub's files [default: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub]
-    #[arg(long, value_name = "DIR", help_heading = "Model")]
-    cache_dir: Option<PathBuf>,
+    #[command(flatten)]
+    model: ModelArgs,
 
     /// A published model's shape in place of a checkpoint
     #[arg(long, value_name = "NAME", help_heading = "Model", value_parser = PossibleValuesParser::new(shape_names()))]
@@ -75,59 +69,19 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", help_heading = "Run", value_parser = clap::value_parser!(u32).range(1..))]
     eval_windows: Option<u32>,
 
-    /// Arithmetic of the forward pass, as of a run
-    ///
-    /// With --inventory `auto` plans f32 products, since a file does not say what the CPU multiplies.
-    #[arg(
-        long,
-        value_name = "DTYPE",
-        default_value = "auto",
-        help_heading = "Run"
-    )]
-    dtype: ComputeDtype,
-
     /// No model is written
     #[arg(long, help_heading = "Run")]
     no_save_model: bool,
 
     /// A machine described in a file, in place of this one: {"cpu": {"memory": "64GiB", "threads": 16}, "gpus": [{"memory": "24GiB"}]}
     ///
-    /// "rates" may hold cpu_thread_gflops, gpu_tflops, disk_gb_s and pcie_gb_s for the estimate of time.
-    #[arg(long, value_name = "FILE", help_heading = "Machine")]
+    /// "rates" may hold cpu_thread_gflops, gpu_tflops, disk_gb_s and pcie_gb_s for the estimate of time. `--dtype auto` plans f32
+    /// products, since a file does not say what the CPU multiplies.
+    #[arg(long, value_name = "FILE", help_heading = "Devices")]
     inventory: Option<PathBuf>,
 
-    /// Memory limits, like cuda:0=10GiB,cpu=24GiB [default: 80 % of the CPU's, a GPU's less a reserve]
-    #[arg(long, value_name = "DEVICE=SIZE,…", help_heading = "Machine")]
-    max_memory: Option<Budget>,
-
-    /// Placement of layers on GPUs: auto, balanced, sequential, or a JSON file of modules and devices
-    ///
-    /// `auto` lets all GPUs share the samples of every layer; `balanced` gives each an equal run of layers; `sequential` fills one
-    /// after the other.
-    #[arg(
-        long,
-        value_name = "MAP",
-        default_value = "auto",
-        help_heading = "Machine"
-    )]
-    device_map: DeviceMapChoice,
-
-    /// Use no GPU
-    #[arg(long, help_heading = "Machine")]
-    use_cpu: bool,
-
-    /// Worker threads [default: SLURM_CPUS_PER_TASK, else the processors this process may use]
-    #[arg(long, value_name = "N", help_heading = "Machine", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    threads: Option<u16>,
-
-    /// Place of hidden states between layers
-    #[arg(
-        long,
-        value_name = "WHERE",
-        default_value = "auto",
-        help_heading = "Machine"
-    )]
-    hidden_states: HiddenStatesArg,
+    #[command(flatten)]
+    device: DeviceArgs,
 
     #[command(flatten)]
     pub(super) messages: MessageArgs,
@@ -135,10 +89,8 @@ pub struct PlanArgs {
 
 impl PlanArgs {
     fn settings(&self) -> PlanSettings {
-        let mut run = Settings::pruning(self.model.clone().unwrap_or_default());
-        run.model.revision = self.revision.clone();
-        run.model.cache_dir = self.cache_dir.clone();
-        run.model.dtype = self.dtype;
+        let mut run = Settings::pruning("");
+        run.model = self.model.of(self.model.model.clone().unwrap_or_default());
         if let Some(sparsity) = &mut run.sparsity {
             sparsity.prune_method = self.prune_method.clone();
         }
@@ -150,14 +102,7 @@ impl PlanArgs {
         run.evaluation.eval = self.eval;
         run.evaluation.eval_windows = self.eval_windows.map(u64::from);
         run.output.no_save_model = self.no_save_model;
-        run.device = DeviceSettings {
-            use_cpu: self.use_cpu,
-            device_map: self.device_map.clone(),
-            threads: self.threads,
-            max_memory: self.max_memory.clone().unwrap_or_default(),
-            hidden_states: self.hidden_states.storage(),
-            ..DeviceSettings::default()
-        };
+        run.device = self.device.settings();
         PlanSettings {
             subject: match &self.shape {
                 _ if self.table => PlanSubject::Table,
@@ -171,9 +116,6 @@ impl PlanArgs {
 }
 
 /// Runs the command and prints the plan.
-///
-/// # Errors
-/// Fails for a model, a machine or a map that cannot be read, and where the run does not fit.
 pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     let settings = args.settings();
     if settings.subject == PlanSubject::Table {

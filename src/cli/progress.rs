@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use super::terminal;
+use crate::report::three_digits;
 
 /// Time between two plain lines.
 pub(super) const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
@@ -15,7 +16,7 @@ pub(super) const JSON_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The sweep as a whole.
 #[derive(Debug)]
-struct Sweep {
+struct SweepProgress {
     began: Instant,
     layers: usize,
     layers_done: usize,
@@ -33,13 +34,13 @@ pub(super) struct Progress {
     done: u64,
     began: Option<Instant>,
     last_told: Option<Instant>,
-    sweep: Option<Sweep>,
+    sweep: Option<SweepProgress>,
 }
 
 impl Progress {
     /// The sweep begins, with all layers but those that are finished.
     pub(super) fn start_sweep(&mut self, layers: usize, finished: usize, passes: u64) {
-        self.sweep = Some(Sweep {
+        self.sweep = Some(SweepProgress {
             began: Instant::now(),
             layers: layers - finished.min(layers),
             layers_done: 0,
@@ -173,9 +174,7 @@ impl Bars {
 
     /// Bars for what `progress` says.
     pub(super) fn start(&mut self, progress: &Progress) {
-        if let Some(bar) = self.phase.take() {
-            bar.finish_and_clear();
-        }
+        self.end_phase();
         let bar = match &self.run {
             Some(run) => self
                 .screen
@@ -244,16 +243,6 @@ fn styled(bar: ProgressBar, template: &str, prefix: String) -> ProgressBar {
         bar.set_style(style.progress_chars("=> "));
     }
     bar.with_prefix(prefix)
-}
-
-/// Three significant digits, without an exponent.
-fn three_digits(number: f64) -> String {
-    let digits = match number {
-        _ if number >= 100.0 => 0,
-        _ if number >= 10.0 => 1,
-        _ => 2,
-    };
-    format!("{number:.digits$}")
 }
 
 /// "8s", "3m10s", "2h05m", "4d03h".

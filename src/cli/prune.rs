@@ -42,9 +42,6 @@ pub struct PruneArgs {
 
 impl PruneArgs {
     /// The settings of this command line.
-    ///
-    /// # Errors
-    /// Fails without `--model`, and when the file of `--layer-ratios` cannot be read.
     pub fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
         Ok(Settings {
             arguments,
@@ -60,9 +57,6 @@ impl PruneArgs {
 }
 
 /// Runs the command and prints its table.
-///
-/// # Errors
-/// See [`job::prune()`].
 pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
     let settings = args.settings(arguments)?;
     if settings.output.log_memory {

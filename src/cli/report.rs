@@ -1,5 +1,6 @@
 //! `prune report`: pictures and a page from the run folders of finished runs.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -111,49 +112,40 @@ fn load(paths: &[PathBuf], console: &Console) -> Result<Vec<Found>> {
 /// The run folder and its manifest, which must be there.
 fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
     let shown = path.display();
+    // The folder of a bare name is the current one.
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    let refused = |why: String| Failure::usage(why).hint("name the folder that --save named");
     if path.is_file() {
         if path.extension().is_none_or(|extension| extension != "json") {
-            return Err(
-                Failure::usage(format!("`{shown}` is not a run folder nor a run.json"))
-                    .hint("name the folder that --save named")
-                    .into(),
-            );
+            return Err(refused(format!("`{shown}` is not a run folder nor a run.json")).into());
         }
-        let folder = path
-            .parent()
-            .filter(|folder| !folder.as_os_str().is_empty())
-            .unwrap_or(Path::new("."));
         return Ok((folder.to_path_buf(), path.to_path_buf()));
     }
     if !path.exists() {
-        return Err(Failure::usage(format!("there is no run folder `{shown}`"))
-            .hint("name the folder that --save named")
-            .into());
+        return Err(refused(format!("there is no run folder `{shown}`")).into());
     }
     let manifest = path.join(MANIFEST);
     // A folder of that name is refused when it is read.
     if manifest.exists() {
         return Ok((path.to_path_buf(), manifest));
     }
-    let above = path.parent().map(|parent| parent.join(MANIFEST));
     let failure = if path.join("config.json").is_file() {
-        let failure = Failure::usage(format!("`{shown}` is a model, not a run folder"));
-        match above.filter(|above| above.is_file()) {
-            Some(above) => failure.hint(format!(
-                "its run is `{}`",
-                above.parent().unwrap_or(Path::new(".")).display()
-            )),
-            None => failure.hint("name the folder that --save named"),
+        let failure = refused(format!("`{shown}` is a model, not a run folder"));
+        match folder.join(MANIFEST).is_file() {
+            true => failure.hint(format!("its run is `{}`", folder.display())),
+            false => failure,
         }
     } else if is_begun(path) {
         Failure::new(format!("the run in `{shown}` is not finished"))
             .detail(format!("it has no {MANIFEST}, which is written last"))
             .hint("wait for it, or give its command again")
     } else {
-        Failure::usage(format!(
+        refused(format!(
             "`{shown}` is not a run folder: it has no {MANIFEST}"
         ))
-        .hint("name the folder that --save named")
     };
     Err(failure.into())
 }
@@ -219,11 +211,7 @@ fn names(runs: &[Found]) -> Vec<String> {
     };
     (1..=longest)
         .map(tails)
-        .find(|names| {
-            let mut sorted = names.clone();
-            sorted.sort();
-            sorted.windows(2).all(|pair| pair[0] != pair[1])
-        })
+        .find(|names| names.iter().collect::<BTreeSet<_>>().len() == names.len())
         // Two files in one folder: told apart by number.
         .unwrap_or_else(|| {
             tails(1)

@@ -19,9 +19,6 @@ pub struct SelftestArgs {
 }
 
 /// Runs the checks.
-///
-/// # Errors
-/// Fails when a check fails.
 pub fn command(args: &SelftestArgs, console: &Console) -> Result<()> {
     assert!(!args.panic, "asked to panic");
     selftest(&args.device, console)

@@ -1,6 +1,6 @@
 //! `prune completions` and `prune man`: what a shell and `man` want to know, from clap's own description of the flags.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{Args, Command};
 use clap_complete::Shell;
 
@@ -27,9 +27,6 @@ pub struct CompletionsArgs {
 }
 
 /// Prints a completion script.
-///
-/// # Errors
-/// Does not fail; has the shape of the other commands.
 pub fn completions(args: &CompletionsArgs, mut command: Command, console: &Console) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "prune", &mut script);
@@ -38,28 +35,19 @@ pub fn completions(args: &CompletionsArgs, mut command: Command, console: &Conso
 }
 
 /// Prints the man page: `prune` itself, then each command.
-///
-/// # Errors
-/// Does not fail in practice: writing to memory.
 pub fn man(command: Command, console: &Console) -> Result<()> {
     let mut page = Vec::new();
     let mut command = command.disable_help_subcommand(true);
     command.build();
-    let rendered = (|| -> std::io::Result<()> {
-        clap_mangen::Man::new(command.clone()).render(&mut page)?;
-        for subcommand in command
-            .get_subcommands()
-            .filter(|command| !command.is_hide_set())
-        {
-            let name = format!("prune {}", subcommand.get_name());
-            let man = clap_mangen::Man::new(subcommand.clone().name(name));
-            man.render_name_section(&mut page)?;
-            man.render_synopsis_section(&mut page)?;
-            man.render_options_section(&mut page)?;
-        }
-        Ok(())
-    })();
-    rendered.context("rendering the man page")?;
+    clap_mangen::Man::new(command.clone()).render(&mut page)?;
+    let commands = command.get_subcommands();
+    for subcommand in commands.filter(|command| !command.is_hide_set()) {
+        let name = format!("prune {}", subcommand.get_name());
+        let man = clap_mangen::Man::new(subcommand.clone().name(name));
+        man.render_name_section(&mut page)?;
+        man.render_synopsis_section(&mut page)?;
+        man.render_options_section(&mut page)?;
+    }
     console.result(&String::from_utf8_lossy(&page));
     Ok(())
 }

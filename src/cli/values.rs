@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 
-use crate::checkpoint::VerifyLevel;
+use crate::run::verification::VerifyLevel;
 use crate::settings::{ComputeDtype, EvalSides};
 
 impl ValueEnum for ComputeDtype {

@@ -13,13 +13,12 @@ use anyhow::Result;
 use super::cache::TextCache;
 use super::documents::Documents;
 use super::joined::tokenize_joined;
-use super::protocol::TextProtocol;
 use super::python_random::PythonRandom;
 use super::source::{Files, Source};
 use super::{Tokenizer, digest};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
-use crate::run::{Event, Events};
+use crate::run::{Event, Events, TextProtocol};
 
 /// Draws in a row without a fitting document after which the draw fails. In C4, about one document in 200 has more than 4096
 /// tokens, and one in 1000 more than 8192. So many failed draws take seconds to a minute, and mean that no document fits.
@@ -47,10 +46,6 @@ pub struct Calibration {
     pub nsamples: usize,
     /// Tokens per sample.
     pub seqlen: usize,
-    /// The first token of each sample within its text or document.
-    pub starts: Vec<u64>,
-    /// The document of each sample, counted from 0; `None` if the samples are of one joined text.
-    pub documents: Option<Vec<u64>>,
     /// The record of text and ids.
     pub protocol: TextProtocol,
 }
@@ -127,15 +122,14 @@ pub fn calibration(
         seqlen: seqlen as u64,
         tokens_sha256: digest::of_ids(&tokens),
         seed: Some(seed),
+        starts,
+        documents: matches!(source.files, Files::Documents(..)).then_some(documents),
         ..protocol
     };
-    let documents = matches!(source.files, Files::Documents(..)).then_some(documents);
     Ok(Calibration {
         tokens,
         nsamples,
         seqlen,
-        starts,
-        documents,
         protocol,
     })
 }

@@ -7,7 +7,7 @@ use std::io::Read;
 use anyhow::{Context, Result};
 use flate2::read::GzDecoder;
 
-use super::protocol::Role;
+use super::role::Role;
 
 /// The text of a role: one story per line.
 ///

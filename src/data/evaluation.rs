@@ -8,11 +8,10 @@ use anyhow::Result;
 use super::cache::TextCache;
 use super::calibration::shorter;
 use super::joined::{DOCUMENT_WINDOWS, tokenize_joined};
-use super::protocol::TextProtocol;
 use super::source::Source;
 use super::{Tokenizer, digest};
 use crate::failure::Failure;
-use crate::run::Events;
+use crate::run::{Events, TextProtocol};
 
 /// The windows, and the record of their origin.
 #[derive(Debug, Clone)]

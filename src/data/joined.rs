@@ -15,13 +15,13 @@ use super::cache::TextCache;
 use super::documents::{Documents, Format};
 use super::encoder::Encoder;
 use super::parquet_text::TextColumn;
-use super::protocol::{Role, TextProtocol};
+use super::role::Role;
 use super::source::{Files, Source};
 use super::text_file::{for_each_line, for_each_portion};
 use super::{Tokenizer, demo_text};
 use crate::bytes::hex;
 use crate::failure::Failure;
-use crate::run::{Event, Events};
+use crate::run::{Event, Events, TextProtocol};
 
 /// Documents joined for evaluation: the reference's slice of C4's validation shard.
 const EVALUATION_DOCUMENTS: u64 = 1100;

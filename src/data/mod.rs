@@ -1,7 +1,7 @@
 //! Text in, token ids out: the tokenizer, the corpora, the calibration samples and the evaluation windows.
 //!
 //! The room's promise is sameness: the same text, tokenizer and seed give the ids that the Python reference (locuslab/wanda
-//! over Hugging Face `datasets`) gives, and a [`TextProtocol`] records enough to prove it. Texts are read from local files only,
+//! over Hugging Face `datasets`) gives, and a [`TextProtocol`](crate::run::TextProtocol) records enough to prove it. Texts are read from local files only,
 //! which the caller downloaded, or are built in. [`Source::find`] finds the files of a text, [`Source::check`] and
 //! [`Source::outlook`] look at them before any work starts, and [`calibration()`] and [`evaluation()`] read them when the ids are
 //! needed.
@@ -21,8 +21,8 @@ mod line_index;
 mod outlook;
 mod parquet_shape;
 mod parquet_text;
-mod protocol;
 mod python_random;
+mod role;
 mod source;
 mod splits;
 mod staged;
@@ -43,8 +43,8 @@ pub use chat::ChatTemplate;
 pub use dataset::{DatasetSpec, HubFile};
 pub use evaluation::{Evaluation, evaluation};
 pub use outlook::TextOutlook;
-pub use protocol::{Role, TextProtocol};
 pub use python_random::PythonRandom;
+pub use role::Role;
 pub use source::Source;
 pub use text_stream::TextStream;
 pub use tokenizer::Tokenizer;

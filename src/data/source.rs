@@ -10,7 +10,7 @@ use anyhow::Result;
 
 use super::dataset::{DatasetSpec, Name};
 use super::documents::{self, Format};
-use super::protocol::Role;
+use super::role::Role;
 use super::{splits, text_file};
 use crate::failure::Failure;
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 use super::dataset::Name;
-use super::protocol::Role;
+use super::role::Role;
 use crate::failure::Failure;
 
 /// Finds a split of WikiText-2. The order for the split `train` is: `wiki.train.raw`, `wiki.train.tokens`, a single

@@ -1,5 +1,6 @@
 //! `prune demo`: the main job on the model inside the binary, several times, and a sentence by each result.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,7 +9,7 @@ use anyhow::{Context, Result};
 
 use super::prune::prune;
 use crate::checkpoint::Checkpoint;
-use crate::data::Tokenizer;
+use crate::data::{DatasetSpec, Tokenizer};
 use crate::demo::embedded;
 use crate::failure::Failure;
 use crate::generation::{self, Generator};
@@ -29,47 +30,19 @@ pub struct DemoSettings {
     pub threads: Option<u16>,
 }
 
-/// One pruning run of the demo.
-struct DemoRun {
-    name: &'static str,
-    folder: &'static str,
-    method: &'static str,
-    ratio: f64,
-    pattern: Pattern,
-}
-
-const fn run(
-    name: &'static str,
-    folder: &'static str,
-    method: &'static str,
-    ratio: f64,
-    pattern: Pattern,
-) -> DemoRun {
-    DemoRun {
-        name,
-        folder,
-        method,
-        ratio,
-        pattern,
-    }
-}
-
 const FREE: Pattern = Pattern::Unstructured;
 const TWO_OF_FOUR: Pattern = Pattern::NOfM { n: 2, m: 4 };
 
+/// Method, ratio and pattern of a run.
+type DemoRun = (&'static str, f64, Pattern);
+
 const RUNS: [DemoRun; 6] = [
-    run("magnitude 50 %", "magnitude-50", "magnitude", 0.5, FREE),
-    run("wanda 50 %", "wanda-50", "wanda", 0.5, FREE),
-    run("magnitude 60 %", "magnitude-60", "magnitude", 0.6, FREE),
-    run("wanda 60 %", "wanda-60", "wanda", 0.6, FREE),
-    run(
-        "magnitude 2:4",
-        "magnitude-2of4",
-        "magnitude",
-        0.5,
-        TWO_OF_FOUR,
-    ),
-    run("wanda 2:4", "wanda-2of4", "wanda", 0.5, TWO_OF_FOUR),
+    ("magnitude", 0.5, FREE),
+    ("wanda", 0.5, FREE),
+    ("magnitude", 0.6, FREE),
+    ("wanda", 0.6, FREE),
+    ("magnitude", 0.5, TWO_OF_FOUR),
+    ("wanda", 0.5, TWO_OF_FOUR),
 ];
 
 /// Token ids of the demo text, shared by the runs.
@@ -89,7 +62,9 @@ pub fn demo(settings: &DemoSettings, events: &dyn Events) -> Result<DemoTable> {
             prune_all(settings, save, events)
         }
         None => {
-            let folder = TemporaryFolder::new()?;
+            let folder = TemporaryFolder::new("prune-demo").map_err(|failure| {
+                failure.hint("name one with --save, or another place with TMPDIR")
+            })?;
             events.emit(Event::Temporary(Some(folder.path.clone())));
             let table = prune_all(settings, &folder.path, events);
             events.emit(Event::Temporary(None));
@@ -106,18 +81,23 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
 
     let mut rows = Vec::new();
     let mut parameters = 0;
-    for (number, run) in RUNS.iter().enumerate() {
+    for (number, run) in RUNS.into_iter().enumerate() {
         let started = Instant::now();
-        // The first run measures the dense perplexity as well.
-        let sides = if number == 0 {
-            EvalSides::Both
-        } else {
-            EvalSides::Pruned
+        let name = match run {
+            (method, ratio, FREE) => format!("{method} {:.0} %", 100.0 * ratio),
+            (method, _, pattern) => format!("{method} {pattern}"),
         };
-        let manifest = prune_once(settings, root, run, sides)
-            .with_context(|| format!("in the run `{}`", run.name))?;
+        let folder = name.trim_end_matches(" %").replace(' ', "-");
+        let folder = root.join(folder.replace(':', "of"));
+        // The first run measures the dense perplexity as well.
+        let sides = match number {
+            0 => EvalSides::Both,
+            _ => EvalSides::Pruned,
+        };
+        let manifest = prune_once(settings, root, &folder, run, sides)
+            .with_context(|| format!("in the run `{name}`"))?;
         for warning in &manifest.warnings {
-            events.warn(format!("{}: {warning}", run.name));
+            events.warn(format!("{name}: {warning}"));
         }
         if let Some(report) = manifest.perplexity.dense {
             parameters = manifest.model.parameters;
@@ -128,20 +108,20 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
                 continuation: sentence(&dense)?,
             });
         }
-        let report = manifest.perplexity.pruned;
-        rows.push(DemoRow {
-            name: run.name.to_owned(),
-            sparsity: manifest.sparsity.map_or(0.0, |sparsity| sparsity.ratio),
-            perplexity: report.map_or(f64::NAN, |report| report.perplexity),
-            continuation: sentence(&root.join(run.folder).join("model"))?,
-        });
+        let continuation = sentence(&folder.join("model"))?;
         events.note(format!(
-            "  {}/{} {:<16}{:.1} s",
+            "  {}/{} {name:<16}{:.1} s",
             number + 1,
             RUNS.len(),
-            run.name,
             started.elapsed().as_secs_f64()
         ));
+        let report = manifest.perplexity.pruned;
+        rows.push(DemoRow {
+            name,
+            sparsity: manifest.sparsity.map_or(0.0, |sparsity| sparsity.ratio),
+            perplexity: report.map_or(f64::NAN, |report| report.perplexity),
+            continuation,
+        });
     }
     // The cache is of no use after the runs; a leftover does no harm.
     let _ = std::fs::remove_dir_all(root.join(TEXT_CACHE));
@@ -156,29 +136,30 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
 fn prune_once(
     demo: &DemoSettings,
     root: &Path,
-    run: &DemoRun,
+    save: &Path,
+    (method, ratio, pattern): DemoRun,
     sides: EvalSides,
 ) -> Result<Manifest> {
-    let text = "demo".parse().map_err(anyhow::Error::msg)?;
+    let text: DatasetSpec = "demo".parse()?;
     let mut settings = Settings::pruning(root.join("dense"));
     settings.arguments = vec!["prune".to_string(), "demo".to_string()];
     // The same table on every CPU.
     settings.model.dtype = ComputeDtype::F32;
     if let Some(sparsity) = &mut settings.sparsity {
-        sparsity.prune_method = run.method.to_string();
-        sparsity.selection.sparsity_ratio = Some(run.ratio);
-        sparsity.selection.sparsity_type = run.pattern;
+        sparsity.prune_method = method.to_string();
+        sparsity.selection.sparsity_ratio = Some(ratio);
+        sparsity.selection.sparsity_type = pattern;
     }
     settings.calibration = Some(CalibrationSettings {
-        dataset: text,
+        dataset: text.clone(),
         seed: demo.seed,
         ..CalibrationSettings::default()
     });
     settings.evaluation.eval = sides;
-    settings.evaluation.eval_dataset = "demo".parse().map_err(anyhow::Error::msg)?;
+    settings.evaluation.eval_dataset = text;
     settings.evaluation.text_cache = Some(root.join(TEXT_CACHE));
     settings.device.threads = demo.threads;
-    settings.output.save = Some(root.join(run.folder));
+    settings.output.save = Some(save.to_path_buf());
     prune(settings, &Silent, None)
 }
 
@@ -195,7 +176,7 @@ fn sentence(folder: &Path) -> Result<String> {
 fn refuse_used(folder: &Path) -> Result<()> {
     let is_used = match std::fs::read_dir(folder) {
         Ok(mut entries) => entries.next().is_some(),
-        Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+        Err(error) => error.kind() != io::ErrorKind::NotFound,
     };
     if is_used {
         return Err(
@@ -208,34 +189,28 @@ fn refuse_used(folder: &Path) -> Result<()> {
 }
 
 /// A folder of our own, gone when dropped.
-struct TemporaryFolder {
-    path: PathBuf,
+pub(crate) struct TemporaryFolder {
+    pub(crate) path: PathBuf,
 }
 
 impl TemporaryFolder {
-    fn new() -> Result<Self> {
+    /// Makes a folder whose name begins with `name`.
+    pub(crate) fn new(name: &str) -> Result<Self, Failure> {
         let parent = std::env::temp_dir();
-        for number in 0..1000 {
-            let path = parent.join(format!("prune-demo-{}-{number}", std::process::id()));
-            match std::fs::create_dir(&path) {
-                Ok(()) => return Ok(Self { path }),
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-                Err(error) => {
-                    return Err(Failure::new(format!(
-                        "cannot make a folder in `{}`: {error}",
-                        parent.display()
-                    ))
-                    .hint("name one with --save, or another place with TMPDIR")
-                    .into());
-                }
-            }
-        }
-        Err(Failure::new(format!(
-            "no free name for a temporary folder in `{}`",
-            parent.display()
-        ))
-        .hint("name a folder with --save")
-        .into())
+        let make = |number| {
+            let path = parent.join(format!("{name}-{}-{number}", std::process::id()));
+            std::fs::create_dir(&path).map(|()| path)
+        };
+        let is_taken = |made: &io::Result<PathBuf>| matches!(made, Err(error) if error.kind() == io::ErrorKind::AlreadyExists);
+        let made = (0..1000).map(make).find(|made| !is_taken(made));
+        let made = made.unwrap_or_else(|| Err(io::ErrorKind::AlreadyExists.into()));
+        let path = made.map_err(|error| {
+            Failure::new(format!(
+                "cannot make a folder in `{}`: {error}",
+                parent.display()
+            ))
+        })?;
+        Ok(Self { path })
     }
 }
 

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use super::outputs::Outputs;
 use super::profile;
-use super::record::Results;
+use super::record::RunResults;
 use super::recorder::Recorder;
 use super::settle::{Job, Settled};
 use super::streams::Streams;
@@ -27,7 +27,7 @@ pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
     let outputs = Outputs::default();
     let mut streams = Streams::embed(&job, &outputs, &recorder)?;
     let swept = streams.sweep(&job, None, None, &recorder)?;
-    let results = Results {
+    let results = RunResults {
         peak,
         swept,
         perplexity: streams.perplexities(&job),

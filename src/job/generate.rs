@@ -15,6 +15,7 @@ use crate::generation::{
 };
 use crate::placement::planner::USABLE;
 use crate::placement::{DeviceMap, Residency, inventory};
+use crate::report::three_digits;
 use crate::run::{Events, GenerationReport, Phase};
 use crate::runtime::memory;
 use crate::settings::{
@@ -252,11 +253,11 @@ impl Writer {
         let prompt = self.prompt_ids.len();
         let mut line = format!(
             "prompt {prompt} tokens {} tokens/s, generated {} tokens",
-            speed(written.prompt_rate(prompt)),
+            three_digits(written.prompt_rate(prompt)),
             written.ids.len()
         );
         if let Some(rate) = written.rate() {
-            line += &format!(" {} tokens/s", speed(rate));
+            line += &format!(" {} tokens/s", three_digits(rate));
         }
         line += &format!(", finish: {}", written.finish.name());
         if let Some(peak) = peak {
@@ -289,26 +290,4 @@ fn without_end(
         ids.pop();
     }
     Ok(ids)
-}
-
-/// Three digits are enough to compare.
-fn speed(rate: f64) -> String {
-    match rate {
-        rate if rate >= 100.0 => format!("{rate:.0}"),
-        rate if rate >= 10.0 => format!("{rate:.1}"),
-        rate => format!("{rate:.2}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn speeds_have_three_digits() {
-        assert_eq!(
-            [1234.5, 100.0, 99.94, 9.994, 0.014].map(speed),
-            ["1234", "100", "99.9", "9.99", "0.01"]
-        );
-    }
 }

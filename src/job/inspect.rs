@@ -12,9 +12,6 @@ use crate::model::ModelConfig;
 use crate::run::{Events, Inspection, Manifest};
 
 /// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense one `against`.
-///
-/// # Errors
-/// Fails when a folder is no checkpoint or cannot be read.
 pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Result<Inspection> {
     let model = open(folder)?;
     let config = load_config(folder)?;

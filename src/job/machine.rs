@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::ops::RangeInclusive;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 
@@ -31,10 +32,13 @@ pub(super) fn threads(asked: Option<u16>) -> usize {
         .unwrap_or_else(affinity)
 }
 
+/// Seconds since 1970 (UTC).
+pub(super) fn unix_seconds() -> u64 {
+    let elapsed = SystemTime::now().duration_since(UNIX_EPOCH);
+    elapsed.map_or(0, |elapsed| elapsed.as_secs())
+}
+
 /// Starts the global pool, once per process, and returns its number of threads.
-///
-/// # Errors
-/// Fails when the system refuses the threads.
 pub(super) fn start_workers(asked: Option<u16>) -> Result<usize> {
     let threads = threads(asked);
     let built = rayon::ThreadPoolBuilder::new()
@@ -54,9 +58,6 @@ pub(super) fn start_workers(asked: Option<u16>) -> Result<usize> {
 }
 
 /// Limits and choices that the flags give the planner.
-///
-/// # Errors
-/// Fails when a device map cannot be read.
 pub(super) fn policy(device: &DeviceSettings) -> Result<Policy> {
     Ok(Policy {
         budget: device.max_memory.clone(),
@@ -72,9 +73,6 @@ pub(super) fn policy(device: &DeviceSettings) -> Result<Policy> {
 }
 
 /// The free memory of this machine and its GPUs, unless the flags exclude GPUs.
-///
-/// # Errors
-/// Fails for simulated GPUs without a valid size.
 pub(super) fn inventory(device: &DeviceSettings, threads: usize) -> Result<Inventory> {
     let mut inventory = Inventory::here(threads);
     if let Some(simulation) = &device.simulate {

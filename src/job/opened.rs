@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 
@@ -41,28 +40,8 @@ pub(super) struct OpenedModel {
     pub(super) gpu_names: Vec<String>,
     /// Time and memory of the run.
     pub(super) clock: Clock,
-    /// Start of the run.
-    pub(super) started: Started,
-}
-
-/// The moment a run began.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Started {
-    /// For durations.
-    pub(super) instant: Instant,
-    /// Seconds since 1970 (UTC).
-    pub(super) unix_seconds: u64,
-}
-
-impl Started {
-    fn now() -> Self {
-        Self {
-            instant: Instant::now(),
-            unix_seconds: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0, |elapsed| elapsed.as_secs()),
-        }
-    }
+    /// Start of the run, in seconds since 1970 (UTC).
+    pub(super) started_unix_seconds: u64,
 }
 
 impl OpenedModel {
@@ -80,7 +59,7 @@ impl OpenedModel {
         check_device(device)?;
         let clock = Clock::new();
         clock.mark(Moment::Start, events);
-        let started = Started::now();
+        let started_unix_seconds = machine::unix_seconds();
         let (folder, hub_model) = located::model(model, events)?;
         let config = Arc::new(ModelConfig::load(&folder)?);
         let checkpoint = Arc::new(Checkpoint::open(&folder)?);
@@ -105,7 +84,7 @@ impl OpenedModel {
                 _ => Vec::new(),
             },
             clock,
-            started,
+            started_unix_seconds,
         })
     }
 
@@ -120,18 +99,12 @@ impl OpenedModel {
     }
 
     /// Loads the tokenizer, as part of the tokenize phase.
-    ///
-    /// # Errors
-    /// Fails when there is none.
     pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
         self.clock
             .measure(Phase::Tokenize, || Tokenizer::load(&self.folder))
     }
 
     /// Checks that the embedding, the last norm and the head can be read, and says where another head is passed over.
-    ///
-    /// # Errors
-    /// Fails when one is missing or of another shape.
     pub(super) fn check_ends(&self, events: &dyn Events) -> Result<()> {
         Embedding::open(&*self.checkpoint, &self.config)?;
         Head::check(&*self.checkpoint, &self.config)?;

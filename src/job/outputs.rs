@@ -1,14 +1,14 @@
 //! The output files of a run: created, or reopened where an earlier process left the run unfinished; and finished at the end.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use anyhow::Result;
 
 use super::folder::state_file::{self, StateFile};
 use super::recorder::Recorder;
-use super::settle::{Job, Pruning};
-use crate::checkpoint::{CheckpointWriter, Reopened};
+use super::settle::Job;
+use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, Reopened};
 use crate::job::folder::memory_log;
 use crate::pipeline::{SaveMasks, expected};
 use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
@@ -26,28 +26,16 @@ pub(super) struct Outputs<'a> {
     pub(super) layers_before: Vec<LayerReport>,
 }
 
-/// The files of a run whose state file is not begun.
-struct Files {
-    writer: Option<CheckpointWriter>,
-    masks: Option<SaveMasks>,
-    state: RunState,
-}
+/// The files of a run, and its state, whose file is not begun.
+type OpenedFiles = (Option<CheckpointWriter>, Option<SaveMasks>, RunState);
 
 impl<'a> Outputs<'a> {
     /// Reopens the files of the unfinished run, or creates those of a new one.
-    ///
-    /// # Errors
-    /// Fails when a file cannot be read or written.
     pub(super) fn open(job: &'a Job, recorder: &'a Recorder<'a>) -> Result<Self> {
-        let files = match reopen(job, recorder)? {
+        let (mut writer, masks, saved) = match reopen(job, recorder)? {
             Some(files) => files,
             None => create(job, recorder)?,
         };
-        let Files {
-            mut writer,
-            masks,
-            state: saved,
-        } = files;
         if let (Some(writer), Some(pruning)) = (&mut writer, &job.pruning) {
             let names = pruning.targets.tensors();
             writer.will_write(names.iter().map(String::as_str));
@@ -56,7 +44,7 @@ impl<'a> Outputs<'a> {
             recorder.write_memory_log(&run.join(memory_log::FILE))?;
         }
         let layers_before = saved.layers.clone();
-        let (clock, started) = (&job.model.clock, job.model.started.unix_seconds);
+        let (clock, started) = (&job.model.clock, job.model.started_unix_seconds);
         let state = job.folder.state();
         let state = state.map(|folder| StateFile::begin(folder, saved, clock, recorder, started));
         Ok(Self {
@@ -78,9 +66,6 @@ impl<'a> Outputs<'a> {
     }
 
     /// The weights of the finished layers as they were written.
-    ///
-    /// # Errors
-    /// Fails when the system has no more open files.
     pub(super) fn finished(&self) -> Result<Option<Finished>> {
         let layers = self.finished_layers();
         let Some(writer) = self.writer.as_ref().filter(|_| layers > 0) else {
@@ -93,13 +78,10 @@ impl<'a> Outputs<'a> {
     }
 
     /// Reads everything back and gives the files their names.
-    ///
-    /// # Errors
-    /// Fails when a file is not what was written.
     pub(super) fn finish(
         &mut self,
         job: &Job,
-        expected: &[crate::checkpoint::ExpectedMatrix],
+        expected: &[ExpectedMatrix],
         events: &dyn Events,
     ) -> Result<Option<OutputReport>> {
         let clock = &job.model.clock;
@@ -120,27 +102,21 @@ impl<'a> Outputs<'a> {
         clock.mark(Moment::AfterSaving, events);
         Ok(Some(OutputReport {
             model: model.display().to_string(),
-            verification: serde_json::to_value(verification)?,
+            verification,
         }))
     }
 }
 
 /// Creates the files of a new run.
-fn create(job: &Job, events: &dyn Events) -> Result<Files> {
+fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
     job.folder.prepare()?;
     let model = &job.model;
     let state = RunState {
         schema: SCHEMA,
         arguments: job.settings.arguments.clone(),
-        started_unix_seconds: model.started.unix_seconds,
+        started_unix_seconds: model.started_unix_seconds,
         settings: job.deciding.clone(),
-        layers: Vec::new(),
-        tensors: BTreeMap::new(),
-        perplexity: None,
-        warnings: Vec::new(),
-        sessions: Vec::new(),
-        phases: Vec::new(),
-        memory: Vec::new(),
+        ..RunState::default()
     };
     if let Some(folder) = job.folder.state() {
         // The state comes first: files without a state belong to another run.
@@ -156,22 +132,16 @@ fn create(job: &Job, events: &dyn Events) -> Result<Files> {
         .masks()
         .zip(job.pruning.as_ref())
         .map(|(path, pruning)| {
-            let Pruning {
-                method, targets, ..
-            } = pruning;
+            let settings = job.settings.deciding()?;
             model.clock.measure(Phase::Allocate, || {
-                SaveMasks::create(path, *method, targets, &model.config, events)
+                SaveMasks::create(path, settings, &pruning.targets, &model.config, events)
             })
         });
-    Ok(Files {
-        writer,
-        masks: masks.transpose()?,
-        state,
-    })
+    Ok((writer, masks.transpose()?, state))
 }
 
 /// Reopens the files of the unfinished run; `None` where there is no such run, or one of its files is missing.
-fn reopen(job: &Job, events: &dyn Events) -> Result<Option<Files>> {
+fn reopen(job: &Job, events: &dyn Events) -> Result<Option<OpenedFiles>> {
     let (Some(state), Some(model)) = (&job.unfinished, &job.folder.model) else {
         return Ok(None);
     };
@@ -206,10 +176,8 @@ fn reopen(job: &Job, events: &dyn Events) -> Result<Option<Files>> {
         .collect();
     let mut saved = None;
     if let Some((path, pruning)) = job.masks().zip(job.pruning.as_ref()) {
-        let Pruning {
-            method, targets, ..
-        } = pruning;
-        let reopened = SaveMasks::reopen(path, *method, targets, &source.config, &masks)?;
+        let settings = job.settings.deciding()?;
+        let reopened = SaveMasks::reopen(path, settings, &pruning.targets, &source.config, &masks)?;
         let Some((masks, not_written)) = reopened else {
             gone("the masks");
             return Ok(None);
@@ -231,9 +199,5 @@ fn reopen(job: &Job, events: &dyn Events) -> Result<Option<Files>> {
         }
     }
     state_file::announce(&state, source.config.num_hidden_layers, events);
-    Ok(Some(Files {
-        writer: Some(writer),
-        masks: saved,
-        state,
-    }))
+    Ok(Some((Some(writer), saved, state)))
 }

@@ -15,7 +15,6 @@ use crate::model::shapes::{self, SHAPES, Shape};
 use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::pipeline::RunShape;
 use crate::placement::device_map;
-use crate::placement::inventory::Cpu;
 use crate::placement::{Device, Inventory, Policy, planner};
 use crate::pruning::method;
 use crate::report::plan::TableRow;
@@ -60,9 +59,6 @@ pub fn shape_names() -> impl Iterator<Item = &'static str> {
 }
 
 /// Plans a run without reading a weight.
-///
-/// # Errors
-/// Fails for a model, a machine or a map that cannot be read, and where the run does not fit.
 pub fn plan(settings: &PlanSettings, events: &dyn Events) -> Result<PlanRecord> {
     let inventory = inventory(settings)?;
     let subject = Subject::of_settings(settings, events)?;
@@ -180,24 +176,16 @@ fn first_devices(plan: &Plan) -> Vec<Device> {
 }
 
 /// Plans every published shape: with unlimited memory, and with the least memory that works.
-///
-/// # Errors
-/// Fails for a machine that cannot be read.
 pub fn table(settings: &PlanSettings) -> Result<Vec<TableRow>> {
     let inventory = inventory(settings)?;
+    let mut unlimited = inventory.clone();
+    unlimited.cpu.memory = None;
+    unlimited.gpus.clear();
     let mut rows = Vec::new();
     for shape in &SHAPES {
         let subject = Subject::of(shape)?;
         let run = workload(settings, &subject, inventory.cpu.threads)?;
         let parameters = footprint::parameters(&subject.config);
-        let unlimited = Inventory {
-            cpu: Cpu {
-                memory: None,
-                ..inventory.cpu.clone()
-            },
-            gpus: Vec::new(),
-            ..inventory.clone()
-        };
         let plan = planner::plan(&run, &unlimited, &Policy::default())
             .map_err(|_| Failure::new("a plan without limits does not fit"))?;
         let least = planner::least_that_works(&run);

@@ -25,9 +25,6 @@ pub(super) struct Planning<'a> {
 
 impl<'a> Planning<'a> {
     /// Reads the device map, where there is one.
-    ///
-    /// # Errors
-    /// Fails when a device map cannot be read.
     pub(super) fn new(device: &'a DeviceSettings, threads: usize) -> Result<Self> {
         Ok(Self {
             device,
@@ -46,9 +43,6 @@ impl<'a> Planning<'a> {
     }
 
     /// Returns the folder of the spill file where the plan keeps hidden states on disk. Warns unless a flag asks for the disk.
-    ///
-    /// # Errors
-    /// Fails when no file can be created in the folder.
     pub(super) fn spill_folder(
         &self,
         plan: &Plan,
@@ -145,53 +139,44 @@ fn advice(
     inventory: &Inventory,
     policy: &Policy,
 ) -> Vec<String> {
-    let fits =
-        |job: &RunShape<'_>, policy: &Policy| placement::plan(job, inventory, policy).is_ok();
     let mut advice = Vec::new();
+    let mut try_out = |flag: &str, job: &RunShape<'_>, policy: &Policy| {
+        let fits = placement::plan(job, inventory, policy).is_ok();
+        if fits {
+            advice.push(flag.to_string());
+        }
+        fits
+    };
     if let [only] = shortages
         && only.device == "cpu"
     {
         let mut larger = policy.clone();
         larger.budget = policy.budget.with_cpu(only.needed);
         // The printed budget is rounded up to whole MiB.
-        if fits(job, &larger) {
-            advice.push(format!("--max-memory {}", larger.budget));
-        }
+        let flag = format!("--max-memory {}", larger.budget);
+        try_out(&flag, job, &larger);
     }
     if policy.storage == Some(HiddenStatesStorage::Ram) {
-        let free = Policy {
-            storage: None,
-            ..policy.clone()
-        };
-        if fits(job, &free) {
-            advice.push("--hidden-states auto".to_string());
-        }
+        let mut free = policy.clone();
+        free.storage = None;
+        try_out("--hidden-states auto", job, &free);
     }
     let mut shorter = job.clone();
     while shorter.seqlen >= 256 {
         shorter.seqlen /= 2;
-        if fits(&shorter, policy) {
-            advice.push(format!("--seqlen {}", shorter.seqlen));
+        if try_out(&format!("--seqlen {}", shorter.seqlen), &shorter, policy) {
             break;
         }
     }
     if job.windows > 0 && job.method.is_some() {
-        let unmeasured = RunShape {
-            windows: 0,
-            ..job.clone()
-        };
-        if fits(&unmeasured, policy) {
-            advice.push("--eval none".to_string());
-        }
+        let mut unmeasured = job.clone();
+        unmeasured.windows = 0;
+        try_out("--eval none", &unmeasured, policy);
     }
     if !policy.cpu_only && policy.map != placement::DeviceMap::Auto {
-        let free = Policy {
-            map: placement::DeviceMap::Auto,
-            ..policy.clone()
-        };
-        if fits(job, &free) {
-            advice.push("--device-map auto".to_string());
-        }
+        let mut free = policy.clone();
+        free.map = placement::DeviceMap::Auto;
+        try_out("--device-map auto", job, &free);
     }
     advice
 }

@@ -43,52 +43,38 @@ pub(super) fn report(
             _ => peak.f32,
         })
     };
-    let mut parts = Vec::new();
-    let mut plain = |part: &str, seconds: f64| {
-        parts.push(PartReport {
-            part: part.to_string(),
-            seconds,
-            gflops: None,
-            share_of_peak: None,
+    let parts = [
+        ("read", phase(Phase::Read) + spent(Part::Read), None),
+        ("pack", spent(Part::Pack), None),
+        ("qkv", spent(Part::Qkv), Some(Part::Qkv)),
+        ("attention", spent(Part::Attention), Some(Part::Attention)),
+        ("o", spent(Part::O), Some(Part::O)),
+        ("mlp", spent(Part::Mlp), Some(Part::Mlp)),
+        ("statistics", spent(Part::Statistics), None),
+        ("score and select", phase(Phase::Score), None),
+        ("output error", spent(Part::OutputError), None),
+        (
+            "write",
+            phase(Phase::Allocate) + phase(Phase::Write) + phase(Phase::SaveAndVerify),
+            None,
+        ),
+        ("head", spent(Part::Head), Some(Part::Head)),
+    ];
+    let took_time = parts.into_iter().filter(|(_, seconds, _)| *seconds > 0.0);
+    let report = |(name, seconds, product): (&str, f64, Option<Part>)| {
+        let gflops = product.map(|part| watch.spent(part).operations as f64 / seconds / 1e9);
+        let peak = peak_of(match product {
+            Some(Part::Attention) => products.of_activations(),
+            _ => products.kernel(dtype),
         });
-    };
-    plain("read", phase(Phase::Read) + spent(Part::Read));
-    plain("pack", spent(Part::Pack));
-    plain("statistics", spent(Part::Statistics));
-    plain("score and select", phase(Phase::Score));
-    plain("output error", spent(Part::OutputError));
-    plain(
-        "write",
-        phase(Phase::Allocate) + phase(Phase::Write) + phase(Phase::SaveAndVerify),
-    );
-    for (at, (name, part)) in [
-        ("qkv", Part::Qkv),
-        ("attention", Part::Attention),
-        ("o", Part::O),
-        ("mlp", Part::Mlp),
-        ("head", Part::Head),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let seconds = spent(part);
-        let gflops = (seconds > 0.0).then(|| watch.spent(part).operations as f64 / seconds / 1e9);
-        let report = PartReport {
+        PartReport {
             part: name.to_string(),
             seconds,
             gflops,
-            share_of_peak: gflops
-                .zip(peak_of(match part {
-                    Part::Attention => products.of_activations(),
-                    _ => products.kernel(dtype),
-                }))
-                .map(|(gflops, peak)| gflops / peak),
-        };
-        // In the order work passes them: behind read and pack, the head at the end.
-        let place = if name == "head" { parts.len() } else { 2 + at };
-        parts.insert(place, report);
-    }
-    parts.retain(|part| part.seconds > 0.0);
+            share_of_peak: gflops.zip(peak).map(|(gflops, peak)| gflops / peak),
+        }
+    };
+    let mut parts: Vec<PartReport> = took_time.map(report).collect();
     let known: f64 = parts.iter().map(|part| part.seconds).sum();
     parts.push(PartReport {
         part: "other".to_string(),

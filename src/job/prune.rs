@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 
 use super::outputs::Outputs;
-use super::record::Results;
+use super::record::RunResults;
 use super::recorder::Recorder;
 use super::settle::{Job, Settled};
 use super::streams::Streams;
@@ -42,7 +42,7 @@ pub fn prune(
     let mut streams = Streams::embed(&job, &outputs, &recorder)?;
     let pruned = sweep(&job, &mut outputs, &mut streams, observer, &recorder)?;
     let output = outputs.finish(&job, &pruned.expected, &recorder)?;
-    let results = Results {
+    let results = RunResults {
         output,
         peak,
         ..pruned.results
@@ -56,7 +56,7 @@ pub fn prune(
 struct Pruned {
     /// Facts that the read-back checks in the file.
     expected: Vec<ExpectedMatrix>,
-    results: Results,
+    results: RunResults,
 }
 
 /// Prunes the layers that are left and measures the perplexities.
@@ -104,7 +104,7 @@ fn sweep(
     }
     Ok(Pruned {
         expected: expected::expected_of(&layers, targets.pattern),
-        results: Results {
+        results: RunResults {
             peak: None,
             swept,
             perplexity,

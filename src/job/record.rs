@@ -7,7 +7,6 @@ use super::outputs::Outputs;
 use super::profile;
 use super::recorder::Recorder;
 use super::settle::Job;
-use crate::data::Calibration;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, kernel};
 use crate::run::manifest::{
@@ -20,7 +19,7 @@ use crate::runtime::SweepReport;
 use crate::settings::DeviceSettings;
 
 /// The results of a run.
-pub(super) struct Results {
+pub(super) struct RunResults {
     /// The peak of the CPU, where `--profile` measured it.
     pub(super) peak: Option<PeakReport>,
     pub(super) swept: SweepReport,
@@ -32,13 +31,10 @@ pub(super) struct Results {
 
 impl Job {
     /// Writes the record of a run that ends now, and removes its state.
-    ///
-    /// # Errors
-    /// Fails when a file cannot be written.
     pub(super) fn record(
         &self,
         outputs: &Outputs<'_>,
-        results: Results,
+        results: RunResults,
         recorder: &Recorder<'_>,
     ) -> Result<Manifest> {
         self.model.clock.mark(Moment::End, recorder);
@@ -58,7 +54,7 @@ impl Job {
         Ok(manifest)
     }
 
-    fn manifest(&self, results: Results) -> Result<Manifest> {
+    fn manifest(&self, results: RunResults) -> Result<Manifest> {
         let Self {
             settings,
             model,
@@ -78,8 +74,8 @@ impl Job {
             command: command.to_string(),
             arguments: settings.arguments.clone(),
             settings: settings.by_name()?,
-            started_unix_seconds: model.started.unix_seconds,
-            seconds: model.started.instant.elapsed().as_secs_f64(),
+            started_unix_seconds: model.started_unix_seconds,
+            seconds: model.clock.seconds(),
             sessions: Vec::new(),
             model: model.report()?,
             arithmetic: arithmetic(model, &settings.device, plan),
@@ -87,12 +83,11 @@ impl Job {
             calibration: texts
                 .calibration
                 .as_ref()
-                .map(calibration_record)
-                .transpose()?,
+                .map(|samples| samples.protocol.clone()),
             sparsity: layers.map(sparsity),
             layers: results.layers.unwrap_or_default(),
             perplexity: results.perplexity,
-            evaluation: evaluation.map(serde_json::to_value).transpose()?,
+            evaluation: evaluation.cloned(),
             gate: settings
                 .evaluation
                 .max_perplexity
@@ -189,18 +184,6 @@ pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Pl
             .collect(),
         threads: model.threads,
     }
-}
-
-/// The calibration text and the samples drawn from it.
-pub(super) fn calibration_record(samples: &Calibration) -> Result<serde_json::Value> {
-    let mut record = serde_json::to_value(&samples.protocol)?;
-    if let Some(fields) = record.as_object_mut() {
-        fields.insert("starts".into(), serde_json::to_value(&samples.starts)?);
-        if let Some(documents) = &samples.documents {
-            fields.insert("documents".into(), serde_json::to_value(documents)?);
-        }
-    }
-    Ok(record)
 }
 
 /// Zeros over all decoder linears.

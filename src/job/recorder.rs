@@ -41,9 +41,6 @@ impl<'a> Recorder<'a> {
     }
 
     /// Writes memory samples to this file, those so far first.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written.
     pub(super) fn write_memory_log(&self, file: &Path) -> Result<()> {
         match &mut self.kept().memory_log {
             Some(log) => log.write_to(file),
@@ -63,11 +60,8 @@ impl Events for Recorder<'_> {
             Event::Warning { text } => self.kept().warnings.push(text.clone()),
             Event::Fallback(fallback) => self.kept().warnings.push(fallback.to_string()),
             Event::Memory(sample) => {
-                let mut kept = self.kept();
-                failed = kept
-                    .memory_log
-                    .as_mut()
-                    .and_then(|log| log.add(sample).err());
+                let log = &mut self.kept().memory_log;
+                failed = log.as_mut().and_then(|log| log.add(sample).err());
             }
             _ => {}
         }

@@ -4,17 +4,15 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use sha2::{Digest, Sha256};
 
 use super::folder::RunFolder;
 use super::opened::OpenedModel;
 use super::record;
 use super::texts::Texts;
-use crate::bytes::hex;
 use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::run::command_line::quoted;
-use crate::run::{Plan, RunState};
+use crate::run::{Plan, RunState, TextProtocol};
 use crate::settings::{DeviceSettings, OutputSettings, Settings};
 
 /// Name of the setting for the kind of products.
@@ -24,9 +22,6 @@ const ARITHMETIC: &str = "arithmetic";
 const OF_THE_SOURCE: [&str; 2] = ["source", "config"];
 
 /// Returns what decides the outcome and is known before texts are tokenized.
-///
-/// # Errors
-/// Fails when the source cannot be read.
 pub(super) fn early(
     settings: &Settings,
     model: &OpenedModel,
@@ -60,24 +55,14 @@ pub(super) fn late(
     plan: &Plan,
 ) -> BTreeMap<String, String> {
     let arithmetic = record::arithmetic(model, device, plan);
-    let tokens = |tokens: Option<&[u32]>| match tokens {
-        Some(tokens) => {
-            let bytes: Vec<u8> = tokens.iter().flat_map(|id| id.to_le_bytes()).collect();
-            hex(&Sha256::digest(&bytes))
-        }
-        None => "none".to_string(),
+    let tokens = |text: Option<&TextProtocol>| {
+        text.map_or("none".to_string(), |text| text.tokens_sha256.clone())
     };
-    let calibration = texts.calibration.as_ref();
-    let windows = texts.windows.as_ref();
+    let calibration = texts.calibration.as_ref().map(|samples| &samples.protocol);
+    let windows = texts.windows.as_ref().map(|windows| &windows.protocol);
     let late = [
-        (
-            "calibration tokens",
-            tokens(calibration.map(|samples| &samples.tokens[..])),
-        ),
-        (
-            "evaluation tokens",
-            tokens(windows.map(|windows| &windows.tokens[..])),
-        ),
+        ("calibration tokens", tokens(calibration)),
+        ("evaluation tokens", tokens(windows)),
         (
             ARITHMETIC,
             format!("{} by {}", arithmetic.dtype, arithmetic.kernel),
@@ -119,44 +104,41 @@ pub(super) fn check(
     if output.force && !output.resume {
         return Ok(None);
     }
-    let place = folder
-        .state()
-        .map_or(String::new(), |folder| folder.display().to_string());
-    let only_arithmetic = differences.iter().all(|(name, _, _)| name == ARITHMETIC);
-    let mut failure = Failure::new(if only_arithmetic {
-        format!(
-            "the run in `{place}` was begun with another arithmetic, and masks would differ between its layers"
-        )
-    } else {
-        format!("`{place}` holds an unfinished run with other settings")
-    });
-    for (name, then, now) in &differences {
-        let (then, now) = where_they_differ(then, now);
-        failure = failure.detail(format!("{name}: {then} there, {now} now"));
-    }
-    let then = differences.iter().find(|(name, _, _)| name == ARITHMETIC);
-    let hint = match then.filter(|_| only_arithmetic) {
-        Some((_, then, _)) => match flag_for(then) {
-            Some(flag) => format!("add --dtype {flag} --use-cpu"),
-            None => format!(
-                "go on where there is {then}; or start over with --force --dtype f32 --use-cpu, which every CPU with fused multiply-adds computes alike"
-            ),
-        },
-        None if differences
-            .iter()
-            .any(|(name, ..)| OF_THE_SOURCE.contains(&name.as_str())) =>
-        {
+    let place = folder.state().map(|folder| folder.display().to_string());
+    let place = place.unwrap_or_default();
+    let (refusal, hint) = match &differences[..] {
+        [(name, then, _)] if name == ARITHMETIC => (
             format!(
-                "bring the checkpoint back to what it was and go on with `{}`, choose another --save folder, or start over with --force",
-                quoted(&state.arguments)
+                "the run in `{place}` was begun with another arithmetic, and masks would differ between its layers"
+            ),
+            match flag_for(then) {
+                Some(flag) => format!("add --dtype {flag} --use-cpu"),
+                None => format!(
+                    "go on where there is {then}; or start over with --force --dtype f32 --use-cpu, which every CPU with fused multiply-adds computes alike"
+                ),
+            },
+        ),
+        _ => {
+            let mut names = differences.iter().map(|(name, ..)| name.as_str());
+            let first = match names.any(|name| OF_THE_SOURCE.contains(&name)) {
+                true => "bring the checkpoint back to what it was and ",
+                false => "",
+            };
+            (
+                format!("`{place}` holds an unfinished run with other settings"),
+                format!(
+                    "{first}go on with `{}`, choose another --save folder, or start over with --force",
+                    quoted(&state.arguments)
+                ),
             )
         }
-        None => format!(
-            "go on with `{}`, choose another --save folder, or start over with --force",
-            quoted(&state.arguments)
-        ),
     };
-    Err(failure.hint(hint).into())
+    let mut failure = Failure::new(refusal).hint(hint);
+    for (name, then, now) in &differences {
+        let (name, (then, now)) = (name.replace('_', "-"), where_they_differ(then, now));
+        failure = failure.detail(format!("{name}: {then} there, {now} now"));
+    }
+    Err(failure.into())
 }
 
 /// Two values; long ones begin shortly before their first difference.
@@ -166,20 +148,16 @@ fn where_they_differ(then: &str, now: &str) -> (String, String) {
     const BEFORE: usize = 30;
     let alike = then.chars().zip(now.chars());
     let alike = alike.take_while(|(then, now)| then == now).count();
-    let is_long = |value: &str| value.chars().nth(SHOWN).is_some();
-    let skipped = if is_long(then) || is_long(now) {
-        alike.saturating_sub(BEFORE)
-    } else {
-        0
+    let longest = then.chars().count().max(now.chars().count());
+    let skipped = match longest > SHOWN {
+        true => alike.saturating_sub(BEFORE),
+        false => 0,
     };
     let shown = |value: &str| {
-        let some: String = value.chars().skip(skipped).take(SHOWN).collect();
-        let is_cut = value.chars().nth(skipped + SHOWN).is_some();
-        let (before, behind) = (
-            if skipped > 0 { "..." } else { "" },
-            if is_cut { "..." } else { "" },
-        );
-        format!("{before}{some}{behind}")
+        let part: String = value.chars().skip(skipped).take(SHOWN).collect();
+        let before = if skipped > 0 { "..." } else { "" };
+        let is_cut = value.chars().count() > skipped + SHOWN;
+        format!("{before}{part}{}", if is_cut { "..." } else { "" })
     };
     (shown(then), shown(now))
 }

@@ -15,7 +15,7 @@ use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::disk::{self, Room};
 use crate::failure::Failure;
-use crate::pipeline::{LayerRatios, RunShape, TargetPlan, check_verification};
+use crate::pipeline::{LayerRatios, RunShape, SaveMasks, TargetPlan, check_verification};
 use crate::pruning::{self, Pattern, PruningMethod};
 use crate::report;
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
@@ -142,9 +142,6 @@ impl Job {
     }
 
     /// Checks that the disk has room for everything that will be written.
-    ///
-    /// # Errors
-    /// Fails where it has not, with the numbers.
     fn check_disk(&self) -> Result<()> {
         let mut needs: Vec<(&Path, ByteSize, &str)> = Vec::new();
         // The files of a run that is gone on with have their sizes already.
@@ -155,8 +152,9 @@ impl Job {
                 let more = ByteSize(bytes.0.saturating_sub(replaced.0));
                 needs.push((model, more, "the model"));
             }
-            if let Some(masks) = self.masks() {
-                needs.push((masks, self.mask_bytes(), "the masks"));
+            if let Some((masks, pruning)) = self.masks().zip(self.pruning.as_ref()) {
+                let bytes = SaveMasks::bytes(&pruning.targets, &self.model.config);
+                needs.push((masks, bytes, "the masks"));
             }
         }
         if let Some(folder) = &self.spill_folder {
@@ -189,23 +187,6 @@ impl Job {
             .into());
         }
         Ok(())
-    }
-
-    fn mask_bytes(&self) -> ByteSize {
-        let Some(Pruning { targets, .. }) = &self.pruning else {
-            return ByteSize::ZERO;
-        };
-        let config = &self.model.config;
-        let layers = 0..config.num_hidden_layers;
-        let matrices = layers.flat_map(|layer| {
-            config
-                .projections()
-                .map(move |projection| (layer, projection))
-        });
-        let bytes = matrices
-            .filter(|(layer, projection)| targets.of(*layer, *projection).is_some())
-            .map(|(_, projection)| ByteSize(projection.elements(config).div_ceil(8) as u64));
-        bytes.sum()
     }
 
     /// Tells the settings and the plan.

@@ -72,9 +72,6 @@ impl TextSources {
     ///
     /// # Arguments
     /// * `encoding`: the encoding of texts without ids in the cache
-    ///
-    /// # Errors
-    /// Fails when a text or the tokenizer is missing or cannot be read.
     pub(super) fn memory(
         &self,
         model: &OpenedModel,
@@ -106,9 +103,6 @@ impl TextSources {
     }
 
     /// Loads the tokenizer; `None` without texts.
-    ///
-    /// # Errors
-    /// Fails when the tokenizer is missing or cannot be read.
     pub(super) fn tokenizer(&self, model: &OpenedModel) -> Result<Option<Tokenizer>> {
         (!self.is_empty()).then(|| model.tokenizer()).transpose()
     }

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 
-use crate::checkpoint::{ExpectedMatrix, VerifyLevel};
+use crate::checkpoint::ExpectedMatrix;
 use crate::failure::Failure;
 use crate::pruning::{Pattern, PruningMethod};
 use crate::run::manifest::{LayerReport, MatrixReport};
+use crate::run::verification::VerifyLevel;
 
 /// The masks of these layers, by matrix: SHA-256 of their bits, in hex.
 pub fn masks_of(layers: &[LayerReport]) -> BTreeMap<String, String> {

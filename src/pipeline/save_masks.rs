@@ -8,9 +8,9 @@ use anyhow::Result;
 use super::output::MaskObserver;
 use super::prune::PrunedMatrix;
 use super::targets::TargetPlan;
+use crate::bytes::ByteSize;
 use crate::checkpoint::MaskWriter;
 use crate::model::ModelConfig;
-use crate::pruning::PruningMethod;
 use crate::run::Events;
 
 /// An observer that saves the mask of every pruned matrix into one safetensors file.
@@ -20,19 +20,25 @@ pub struct SaveMasks {
 }
 
 impl SaveMasks {
-    /// Allocates the file at `path` for every matrix that `targets` names.
+    /// Bytes of the masks of every matrix that `targets` names.
+    pub fn bytes(targets: &TargetPlan, config: &ModelConfig) -> ByteSize {
+        let shapes = shapes(targets, config).into_values();
+        let bytes = shapes.map(|[rows, columns]| (rows * columns).div_ceil(8) as u64);
+        bytes.map(ByteSize).sum()
+    }
+
+    /// Allocates the file at `path` for every matrix that `targets` names. Its metadata are the `settings` by name.
     ///
     /// # Errors
     /// Fails when the disk refuses or has no room.
     pub fn create(
         path: &Path,
-        method: &dyn PruningMethod,
+        settings: BTreeMap<String, String>,
         targets: &TargetPlan,
         config: &ModelConfig,
         events: &dyn Events,
     ) -> Result<Self> {
-        let (matrices, metadata) = layout(method, targets, config);
-        let writer = MaskWriter::create(path, &matrices, metadata, events)?;
+        let writer = MaskWriter::create(path, &shapes(targets, config), settings, events)?;
         Ok(Self { writer })
     }
 
@@ -43,13 +49,12 @@ impl SaveMasks {
     /// Fails when the file cannot be read.
     pub fn reopen(
         path: &Path,
-        method: &dyn PruningMethod,
+        settings: BTreeMap<String, String>,
         targets: &TargetPlan,
         config: &ModelConfig,
         finished: &BTreeMap<String, String>,
     ) -> Result<Option<(Self, Vec<String>)>> {
-        let (matrices, metadata) = layout(method, targets, config);
-        let reopened = MaskWriter::reopen(path, &matrices, metadata, finished)?;
+        let reopened = MaskWriter::reopen(path, &shapes(targets, config), settings, finished)?;
         Ok(reopened.map(|(writer, damaged)| (Self { writer }, damaged)))
     }
 
@@ -67,12 +72,8 @@ impl SaveMasks {
     }
 }
 
-/// The matrices whose masks are saved, and the metadata of the file.
-fn layout(
-    method: &dyn PruningMethod,
-    targets: &TargetPlan,
-    config: &ModelConfig,
-) -> (BTreeMap<String, [usize; 2]>, BTreeMap<String, String>) {
+/// The matrices whose masks are saved, by name.
+fn shapes(targets: &TargetPlan, config: &ModelConfig) -> BTreeMap<String, [usize; 2]> {
     let mut matrices = BTreeMap::new();
     for layer in 0..config.num_hidden_layers {
         for projection in config.projections() {
@@ -82,13 +83,7 @@ fn layout(
             }
         }
     }
-    let metadata = [
-        ("method", method.name().to_string()),
-        ("sparsity_ratio", targets.sparsity_ratio.to_string()),
-        ("sparsity_type", targets.pattern.to_string()),
-    ];
-    let metadata = metadata.map(|(key, text)| (key.to_string(), text)).into();
-    (matrices, metadata)
+    matrices
 }
 
 impl MaskObserver for SaveMasks {

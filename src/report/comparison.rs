@@ -4,7 +4,6 @@
 //! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio are one
 //! [`Series`].
 
-use super::format::field;
 use crate::run::Manifest;
 
 /// The largest relative difference of dense perplexities that are of the same weights and arithmetic.
@@ -74,16 +73,15 @@ impl Protocol {
         let text = manifest.evaluation.as_ref()?;
         let report = manifest.perplexity.pruned.or(manifest.perplexity.dense)?;
         let model = &manifest.model;
-        let (text_sha256, windows, seqlen) =
-            (field(text, "text_sha256"), report.windows, report.seqlen);
+        let (windows, seqlen) = (report.windows, report.seqlen);
+        let (text_sha256, tokenizer) = (&text.text_sha256, &text.tokenizer_sha256);
         let description = format!(
             "{} (SHA-256 {text_sha256:.12}…), {windows} windows of {seqlen} tokens, model {}",
-            field(text, "dataset"),
-            model.path
+            text.dataset, model.path
         );
-        let (model, tokenizer) = (model.identity.clone(), field(text, "tokenizer_sha256"));
+        let (model, text_sha256) = (model.identity.clone(), text_sha256.clone());
         Some(Self {
-            conditions: (model, text_sha256, tokenizer, windows, seqlen),
+            conditions: (model, text_sha256, tokenizer.clone(), windows, seqlen),
             description,
         })
     }
@@ -202,14 +200,10 @@ fn calibration_label(manifest: &Manifest) -> String {
     let Some(text) = &manifest.calibration else {
         return String::new();
     };
-    let field = |name| field(text, name);
+    let seed = text.seed.unwrap_or_default();
     format!(
-        "{} {} × {}, seed {}, {:.6}",
-        field("dataset"),
-        field("windows"),
-        field("seqlen"),
-        field("seed"),
-        field("tokens_sha256")
+        "{} {} × {}, seed {seed}, {:.6}",
+        text.dataset, text.windows, text.seqlen, text.tokens_sha256
     )
 }
 
@@ -251,7 +245,7 @@ mod tests {
     #[test]
     fn runs_measured_differently_share_no_chart() {
         let mut other_text = run("b", "wanda", 0.5, 12.0);
-        other_text.manifest.evaluation.as_mut().unwrap()["text_sha256"] = "ffff".into();
+        other_text.manifest.evaluation.as_mut().unwrap().text_sha256 = "ffff".into();
         let mut fewer_windows = run("c", "wanda", 0.5, 12.0);
         fewer_windows
             .manifest
@@ -294,8 +288,7 @@ mod tests {
     #[test]
     fn one_method_with_two_calibrations_is_two_lines_that_say_so() {
         let mut more = run("b", "wanda", 0.6, 12.0);
-        let calibration = more.manifest.calibration.as_mut().unwrap();
-        calibration["windows"] = 128.into();
+        more.manifest.calibration.as_mut().unwrap().windows = 128;
         let runs = [run("a", "wanda", 0.5, 12.0), more];
         let comparison = RunComparison::of(&runs);
         let series = &comparison.groups[0].series;

@@ -2,22 +2,12 @@
 
 use chrono::DateTime;
 use minijinja::HtmlEscape;
-use serde_json::Value;
 
 use crate::failure::printable;
 
 /// Text for HTML, SVG and attribute values: markup is escaped, and a control character is shown as its escape sequence.
 pub(super) fn escape(text: &str) -> String {
     HtmlEscape(&printable(text)).to_string()
-}
-
-/// A field of a text's protocol; `?` where it is missing.
-pub(super) fn field(text: &Value, name: &str) -> String {
-    match text.get(name) {
-        None | Some(Value::Null) => "?".to_string(),
-        Some(Value::String(value)) => value.clone(),
-        Some(value) => value.to_string(),
-    }
 }
 
 /// A linear's short name: `q` of `model.layers.0.self_attn.q_proj`.
@@ -44,6 +34,16 @@ pub(super) fn duration(seconds: f64) -> String {
         100..6000 => format!("{} min {:02} s", whole / 60, whole % 60),
         _ => format!("{} h {:02} min", whole / 3600, whole % 3600 / 60),
     }
+}
+
+/// Three significant digits, without an exponent.
+pub fn three_digits(number: f64) -> String {
+    let digits = match number {
+        _ if number >= 100.0 => 0,
+        _ if number >= 10.0 => 1,
+        _ => 2,
+    };
+    format!("{number:.digits$}")
 }
 
 /// `2025-12-28T00:15:30`, UTC.
@@ -90,6 +90,14 @@ mod tests {
                 "12 min 05 s",
                 "3 h 07 min"
             ]
+        );
+    }
+
+    #[test]
+    fn numbers_have_three_digits() {
+        assert_eq!(
+            [1234.5, 100.0, 99.94, 9.994, 0.014].map(three_digits),
+            ["1234", "100", "99.9", "9.99", "0.01"]
         );
     }
 

@@ -61,8 +61,7 @@ pub(super) fn evaluated(manifest: &mut Manifest, dense: f64, pruned: f64) {
     };
     manifest.perplexity.dense = Some(report(dense));
     manifest.perplexity.pruned = Some(report(pruned));
-    manifest.evaluation = Some(
-        json!({"dataset": "text", "path": "test.txt", "text_sha256": "9999888877776666",
-        "tokenizer_sha256": "eeee", "windows": 5, "seqlen": 64, "tokens_used": 320, "tokens_sha256": "5555"}),
-    );
+    let text = json!({"dataset": "text", "path": "test.txt", "text_sha256": "9999888877776666",
+        "tokenizer_sha256": "eeee", "windows": 5, "seqlen": 64, "tokens_used": 320, "tokens_sha256": "5555"});
+    manifest.evaluation = serde_json::from_value(text).expect("a text");
 }

@@ -24,3 +24,5 @@ pub mod plots;
 pub mod profile;
 mod settings;
 pub mod table;
+
+pub use format::three_digits;

@@ -303,7 +303,7 @@ mod tests {
     #[test]
     fn runs_measured_differently_are_on_charts_of_their_own() {
         let mut other = run("b", "wanda", 0.6);
-        other.manifest.evaluation.as_mut().unwrap()["text_sha256"] = "0000".into();
+        other.manifest.evaluation.as_mut().unwrap().text_sha256 = "0000".into();
         let report = Report::of(&[run("a", "wanda", 0.5), other]).unwrap();
         assert!(report.html.contains("they are on 2 charts"));
         assert_eq!(
@@ -322,7 +322,7 @@ mod tests {
         manifest.warnings = vec![evil.into()];
         manifest.arguments = vec![evil.into()];
         manifest.layers[0].matrices[0].name = format!("model.layers.0.{evil}");
-        manifest.evaluation.as_mut().unwrap()["dataset"] = evil.into();
+        manifest.evaluation.as_mut().unwrap().dataset = evil.into();
         manifest.pruning.as_mut().unwrap().method = evil.into();
         let mut second = run.clone();
         second.name = "b".into();

@@ -1,12 +1,12 @@
 //! The tables of a report: settings and protocol, runs side by side, every matrix, and memory samples.
 
 use serde::Serialize;
-use serde_json::Value;
 
 use super::comparison::{NamedRun, method_label};
-use super::format::{duration, field, finite, minute};
-use crate::run::Manifest;
+use super::format::{duration, finite, minute};
+use crate::bytes::ByteSize;
 use crate::run::manifest::{MatrixReport, PerplexityReport};
+use crate::run::{Manifest, TextProtocol};
 
 /// A table with a header row. The first column holds names.
 #[derive(Debug, Serialize)]
@@ -17,114 +17,96 @@ pub(super) struct Table {
 
 /// Names and values of a run's settings and protocol; settings without a value are left out.
 pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
-    let pruning = manifest.pruning.as_ref();
-    let list = |globs: &[String]| (!globs.is_empty()).then(|| globs.join(", "));
-    let (calibration, evaluation) = (manifest.calibration.as_ref(), manifest.evaluation.as_ref());
-    let hash = |text: Option<&Value>, name: &str| text.map(|text| field(text, name));
-    let arithmetic = &manifest.arithmetic;
-    let features = if arithmetic.cpu_features.is_empty() {
-        "none".to_string()
-    } else {
-        arithmetic.cpu_features.join(" ")
-    };
-    let rows = [
-        (
-            "model",
-            Some(format!(
-                "{} ({:.1} M parameters, {})",
-                manifest.model.path,
-                manifest.model.parameters as f64 / 1e6,
-                manifest.model.bytes
-            )),
+    let mut rows = Vec::new();
+    let mut row = |name, value| rows.push((name, value));
+    let model = &manifest.model;
+    let millions = model.parameters as f64 / 1e6;
+    row(
+        "model",
+        format!(
+            "{} ({millions:.1} M parameters, {})",
+            model.path, model.bytes
         ),
-        ("method", pruning.map(|_| method_label(manifest))),
-        (
-            "ratio asked for",
-            pruning.map(|pruning| format!("{} {}", pruning.sparsity_ratio, pruning.sparsity_type)),
-        ),
-        (
-            "matrices included",
-            pruning.and_then(|pruning| list(&pruning.include)),
-        ),
-        (
-            "matrices excluded",
-            pruning.and_then(|pruning| list(&pruning.exclude)),
-        ),
-        (
+    );
+    if let Some(pruning) = &manifest.pruning {
+        let (ratio, pattern) = (pruning.sparsity_ratio, &pruning.sparsity_type);
+        row("method", method_label(manifest));
+        row("ratio asked for", format!("{ratio} {pattern}"));
+        for (name, globs) in [
+            ("matrices included", &pruning.include),
+            ("matrices excluded", &pruning.exclude),
+        ] {
+            if !globs.is_empty() {
+                row(name, globs.join(", "));
+            }
+        }
+    }
+    if let Some(sparsity) = manifest.sparsity {
+        let (ratio, zeros, weights) = (sparsity.ratio, sparsity.zeros, sparsity.weights);
+        row(
             "sparsity reached",
-            manifest.sparsity.map(|sparsity| {
-                format!(
-                    "{:.6}: {} of {} weights",
-                    sparsity.ratio, sparsity.zeros, sparsity.weights
-                )
-            }),
+            format!("{ratio:.6}: {zeros} of {weights} weights"),
+        );
+    }
+    for (name, report) in [
+        ("dense perplexity", manifest.perplexity.dense),
+        ("pruned perplexity", manifest.perplexity.pruned),
+    ] {
+        if let Some(report) = report {
+            row(name, perplexity(report));
+        }
+    }
+    let (calibration, evaluation) = (manifest.calibration.as_ref(), manifest.evaluation.as_ref());
+    for (name, text) in [("calibration", calibration), ("evaluation", evaluation)] {
+        if let Some(text) = text {
+            row(name, protocol(text));
+            row("– SHA-256 of the text", text.text_sha256.clone());
+            row("– SHA-256 of the tokens", text.tokens_sha256.clone());
+        }
+    }
+    if let Some(text) = evaluation.or(calibration) {
+        row("SHA-256 of the tokenizer", text.tokenizer_sha256.clone());
+    }
+    let arithmetic = &manifest.arithmetic;
+    let features = match &arithmetic.cpu_features[..] {
+        [] => "none".to_string(),
+        features => features.join(" "),
+    };
+    row(
+        "arithmetic",
+        format!(
+            "{} on {}, kernel {}, CPU features {features}, {} threads",
+            arithmetic.dtype, arithmetic.device, arithmetic.kernel, arithmetic.threads
         ),
-        (
-            "dense perplexity",
-            manifest.perplexity.dense.map(perplexity),
-        ),
-        (
-            "pruned perplexity",
-            manifest.perplexity.pruned.map(perplexity),
-        ),
-        ("calibration", calibration.map(protocol)),
-        ("– SHA-256 of the text", hash(calibration, "text_sha256")),
-        (
-            "– SHA-256 of the tokens",
-            hash(calibration, "tokens_sha256"),
-        ),
-        ("evaluation", evaluation.map(protocol)),
-        ("– SHA-256 of the text", hash(evaluation, "text_sha256")),
-        ("– SHA-256 of the tokens", hash(evaluation, "tokens_sha256")),
-        (
-            "SHA-256 of the tokenizer",
-            hash(evaluation.or(calibration), "tokenizer_sha256"),
-        ),
-        (
-            "arithmetic",
-            Some(format!(
-                "{} on {}, kernel {}, CPU features {features}, {} threads",
-                arithmetic.dtype, arithmetic.device, arithmetic.kernel, arithmetic.threads
-            )),
-        ),
-        ("hidden states", Some(manifest.hidden_states.to_string())),
-        ("started", Some(minute(manifest.started_unix_seconds))),
-        ("time", Some(duration(manifest.seconds))),
-        (
-            "peak memory",
-            manifest
-                .peak_anonymous
-                .map(|peak| format!("{peak} anonymous")),
-        ),
-        (
+    );
+    row("hidden states", manifest.hidden_states.to_string());
+    row("started", minute(manifest.started_unix_seconds));
+    row("time", duration(manifest.seconds));
+    if let Some(peak) = manifest.peak_anonymous {
+        row("peak memory", format!("{peak} anonymous"));
+    }
+    if let Some(output) = &manifest.output {
+        row(
             "result",
-            manifest
-                .output
-                .as_ref()
-                .map(|output| format!("{} (read back and verified)", output.model)),
-        ),
-        ("program", Some(format!("prune {}", manifest.prune_version))),
-        ("command", Some(manifest.arguments.join(" "))),
-    ];
-    let rows = rows.into_iter();
-    rows.filter_map(|(name, value)| Some((name, value?)))
-        .collect()
+            format!("{} (read back and verified)", output.model),
+        );
+    }
+    row("program", format!("prune {}", manifest.prune_version));
+    row("command", manifest.arguments.join(" "));
+    rows
 }
 
 /// A text and its windows.
-fn protocol(text: &Value) -> String {
-    let field = |name| field(text, name);
-    let windows = format!(
-        "{}: {}; {} windows of {} tokens",
-        field("dataset"),
-        field("path"),
-        field("windows"),
-        field("seqlen")
-    );
-    match text.get("seed") {
-        None | Some(Value::Null) => windows,
-        Some(seed) => format!("{windows}; seed {seed}"),
-    }
+fn protocol(text: &TextProtocol) -> String {
+    let seed = text.seed.map(|seed| format!("; seed {seed}"));
+    format!(
+        "{}: {}; {} windows of {} tokens{}",
+        text.dataset,
+        text.path,
+        text.windows,
+        text.seqlen,
+        seed.unwrap_or_default()
+    )
 }
 
 fn perplexity(report: PerplexityReport) -> String {
@@ -146,9 +128,10 @@ pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
         .iter()
         .map(|run| {
             let manifest = &run.manifest;
-            let measured = |report: Option<PerplexityReport>| Some(report?.perplexity);
-            let dense = measured(manifest.perplexity.dense);
-            let pruned = measured(manifest.perplexity.pruned);
+            let (dense, pruned) = (
+                manifest.perplexity.dense.map(|report| report.perplexity),
+                manifest.perplexity.pruned.map(|report| report.perplexity),
+            );
             vec![
                 run.name.clone(),
                 method_label(manifest),
@@ -211,7 +194,9 @@ pub(super) fn every_matrix(manifest: &Manifest) -> Table {
                 matrix.zeros.to_string(),
                 format!("{:.6}", matrix.zeros as f64 / weights.max(1.0)),
                 or_dash(matrix.relative_output_error, |error| format!("{error:.6}")),
-                or_dash(matrix.mask_sha256.as_ref(), |hash| format!("{hash:.12}")),
+                or_dash(matrix.mask_sha256.as_ref(), |hash| {
+                    hash.chars().take(12).collect()
+                }),
             ]
         })
         .collect();
@@ -231,6 +216,7 @@ pub(super) fn every_matrix(manifest: &Manifest) -> Table {
 
 /// Memory samples in numbers.
 pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
+    let size = |bytes: ByteSize| bytes.to_string();
     let rows = manifest
         .memory
         .iter()
@@ -238,8 +224,8 @@ pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
             vec![
                 sample.checkpoint.clone(),
                 format!("{:.2}", sample.seconds),
-                sample.anonymous.to_string(),
-                sample.peak_anonymous.to_string(),
+                size(sample.anonymous),
+                size(sample.peak_anonymous),
             ]
         })
         .collect();

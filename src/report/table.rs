@@ -2,11 +2,11 @@
 
 use std::fmt::Write as _;
 
-use super::format::{duration, field};
+use super::format::duration;
 use crate::bytes::ByteSize;
-use crate::run::Manifest;
 use crate::run::fallback::{FallbackOutcome, FallbackReport};
 use crate::run::manifest::PerplexityReport;
+use crate::run::{Manifest, TextProtocol};
 
 /// Rows of the table: names and values.
 #[derive(Default)]
@@ -97,9 +97,7 @@ impl TableRows {
     /// Perplexities, and the texts behind them.
     fn perplexities(&mut self, manifest: &Manifest) {
         let evaluation = manifest.evaluation.as_ref();
-        let dataset = evaluation
-            .and_then(|text| text.get("dataset")?.as_str())
-            .unwrap_or("evaluation text");
+        let dataset = evaluation.map_or("evaluation text", |text| &text.dataset);
         for (name, report) in [
             ("dense perplexity", manifest.perplexity.dense),
             ("pruned perplexity", manifest.perplexity.pruned),
@@ -169,16 +167,10 @@ impl TableRows {
 }
 
 /// The text behind a number, with hashes short enough to compare by eye; run.json has the whole hashes.
-fn protocol_of(text: &serde_json::Value) -> String {
-    let field = |name| field(text, name);
-    let tokens = text.get("tokens_used").and_then(serde_json::Value::as_u64);
+fn protocol_of(text: &TextProtocol) -> String {
     format!(
         "{}, sha256 {:.12}; {} tokens, sha256 {:.12}; tokenizer {:.12}",
-        field("dataset"),
-        field("text_sha256"),
-        tokens.unwrap_or(0),
-        field("tokens_sha256"),
-        field("tokenizer_sha256")
+        text.dataset, text.text_sha256, text.tokens_used, text.tokens_sha256, text.tokenizer_sha256
     )
 }
 

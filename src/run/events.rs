@@ -123,9 +123,6 @@ pub trait Events: Sync {
     }
 
     /// Ends the run between two units of work, if it should stop.
-    ///
-    /// # Errors
-    /// Fails when the run should stop.
     fn check(&self) -> Result<(), Stopped> {
         if self.is_stopping() {
             Err(Stopped)

@@ -10,6 +10,7 @@ use super::phase::Phase;
 use super::plan::{DevicePlan, HiddenStatesStorage, Plan};
 use super::profile::ProfileReport;
 use super::state::SessionReport;
+use super::verification::Verification;
 use crate::bytes::ByteSize;
 
 /// The version of the schema. It rises when a field changes its meaning or is removed.
@@ -43,7 +44,7 @@ pub struct Manifest {
     /// The pruning settings, as resolved; absent for `eval`.
     pub pruning: Option<PruningReport>,
     /// The calibration text and samples; absent for a method without calibration.
-    pub calibration: Option<Value>,
+    pub calibration: Option<TextProtocol>,
     /// Sparsity over all decoder linears, counted from the weights.
     pub sparsity: Option<SparsityReport>,
     /// Per layer and matrix, in order.
@@ -51,7 +52,7 @@ pub struct Manifest {
     /// The perplexities measured.
     pub perplexity: Perplexities,
     /// The evaluation text and windows; absent without evaluation.
-    pub evaluation: Option<Value>,
+    pub evaluation: Option<TextProtocol>,
     /// The outcome of `--max-perplexity`; absent without the flag.
     #[serde(default)]
     pub gate: Option<GateReport>,
@@ -175,6 +176,40 @@ pub struct PruningReport {
     pub matrices_in_model: usize,
     /// Per layer where `--layer-ratios` was given.
     pub layer_ratios: Option<Vec<f64>>,
+}
+
+/// The record of a text and of the ids used from it. Two runs with equal records computed with equal ids.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TextProtocol {
+    /// "wikitext2", "c4", "ptb", "demo", "text" (a plain file) or "documents".
+    pub dataset: String,
+    /// The file; several files are separated by commas; "built in" for the demo text.
+    pub path: String,
+    /// The way the text was joined and cut, in words.
+    pub convention: String,
+    /// SHA-256 in hex of the joined text; of all documents as JSON lines if samples are drawn from documents.
+    pub text_sha256: String,
+    /// The hash of the tokenizer, and its special tokens where tokenizer_config.json decides differently.
+    pub tokenizer_sha256: String,
+    /// Tokens of the whole text; if samples are drawn from documents, tokens of the different documents that were tokenized.
+    pub total_tokens: u64,
+    /// Tokens in the samples or windows: `windows` · `seqlen`.
+    pub tokens_used: u64,
+    /// Samples (calibration) or windows (evaluation).
+    pub windows: u64,
+    /// Tokens per sample or window.
+    pub seqlen: u64,
+    /// SHA-256 in hex of the used ids as int32, little endian, row-major.
+    pub tokens_sha256: String,
+    /// The seed of the draw; none for evaluation, which does not draw.
+    pub seed: Option<u64>,
+    /// The first token of each sample within its text or document; none for evaluation.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub starts: Vec<u64>,
+    /// The document of each sample, counted from 0; absent if the samples are of one joined text, and for evaluation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub documents: Option<Vec<u64>>,
 }
 
 /// Zeros over the decoder's linears.
@@ -321,8 +356,8 @@ pub struct GpuMemory {
 pub struct OutputReport {
     /// The model folder.
     pub model: String,
-    /// The verification: tensors that were read back and compared.
-    pub verification: Value,
+    /// The tensors that were read back and compared.
+    pub verification: Verification,
 }
 
 /// Reads `null` as NaN: JSON has no NaN, and serde_json writes `null`.

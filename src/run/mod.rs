@@ -14,12 +14,13 @@ pub mod phase;
 pub mod plan;
 pub mod profile;
 pub mod state;
+pub mod verification;
 
 pub use events::{Event, Events, Silent, Stopped, Unfinished};
 pub use fallback::FallbackReport;
 pub use generation::GenerationReport;
 pub use inspection::Inspection;
-pub use manifest::Manifest;
+pub use manifest::{Manifest, TextProtocol};
 pub use memory_settings::{MemorySettings, WeightsHeld};
 pub use meter::Meter;
 pub use phase::{Moment, Phase};

@@ -16,7 +16,7 @@ pub const SCHEMA: u32 = 1;
 pub const FILE: &str = "unfinished.json";
 
 /// A run between two layers.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RunState {
     /// [`SCHEMA`].
     pub schema: u32,
@@ -97,17 +97,8 @@ mod tests {
                 .collect()
         };
         let state = RunState {
-            schema: SCHEMA,
-            arguments: Vec::new(),
-            started_unix_seconds: 0,
             settings: settings(&[("a", "1"), ("b", "2"), ("c", "3")]),
-            layers: Vec::new(),
-            tensors: BTreeMap::new(),
-            perplexity: None,
-            warnings: Vec::new(),
-            sessions: Vec::new(),
-            phases: Vec::new(),
-            memory: Vec::new(),
+            ..RunState::default()
         };
         let found = state.differences(&settings(&[("a", "1"), ("b", "3"), ("d", "4")]));
         let expected = [("b", "2", "3"), ("d", "nothing", "4")];

@@ -5,7 +5,7 @@
 
 mod models;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
@@ -18,6 +18,7 @@ use crate::data::DatasetSpec;
 use crate::demo::embedded;
 use crate::failure::Failure;
 use crate::job;
+use crate::job::demo::TemporaryFolder;
 use crate::model::on_device::{Cut, LogSumExpPart};
 use crate::model::{Head, LayerContext};
 use crate::run::fallback::FallbackOutcome;
@@ -28,8 +29,11 @@ use crate::runtime::ledger::{Ledger, Refusals};
 use crate::runtime::{Compute, HiddenStates};
 use crate::settings::{CalibrationSettings, DeviceChoice, Settings};
 
+/// A check of a device; models are written to the folder.
+type Check = fn(&Bench, &Path) -> Result<CheckOutcome>;
+
 /// The outcome of a check.
-enum Outcome {
+enum CheckOutcome {
     /// As it should be, with the figures.
     Held(String),
     /// Only another device can show it.
@@ -37,27 +41,16 @@ enum Outcome {
 }
 
 /// Runs every check and emits a line for each.
-///
-/// # Errors
-/// Fails when a check did, after all of them ran.
 pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
     let bench = Bench::new(device)?;
-    let folder = tempfile_folder()?;
-    let checks: [(&str, &dyn Fn() -> Result<Outcome>); 6] = [
-        ("a layer, its observations and the head", &|| {
-            bench.layers(&folder.0)
-        }),
-        ("rows wider than 8192 columns", &|| {
-            bench.wide_rows(&folder.0)
-        }),
-        ("a sample in smaller pieces", &|| {
-            bench.smaller_pieces(&folder.0)
-        }),
-        ("masks and perplexity of the demo model", &|| {
-            bench.masks(&folder.0)
-        }),
-        ("predicted and counted memory", &|| bench.memory(&folder.0)),
-        ("a real out-of-memory", &|| bench.out_of_memory(&folder.0)),
+    let folder = TemporaryFolder::new("prune-selftest")?;
+    let checks: [(&str, Check); 6] = [
+        ("a layer, its observations and the head", Bench::layers),
+        ("rows wider than 8192 columns", Bench::wide_rows),
+        ("a sample in smaller pieces", Bench::smaller_pieces),
+        ("masks and perplexity of the demo model", Bench::masks),
+        ("predicted and counted memory", Bench::memory),
+        ("a real out-of-memory", Bench::out_of_memory),
     ];
     events.note(format!(
         "self-test of {} ({})",
@@ -65,9 +58,9 @@ pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
     ));
     let mut failed = 0;
     for (name, check) in checks {
-        let (mark, detail) = match check() {
-            Ok(Outcome::Held(detail)) => ("ok", detail),
-            Ok(Outcome::Skipped(why)) => ("skipped", why.to_string()),
+        let (mark, detail) = match check(&bench, &folder.path) {
+            Ok(CheckOutcome::Held(detail)) => ("ok", detail),
+            Ok(CheckOutcome::Skipped(why)) => ("skipped", why.to_string()),
             Err(error) => {
                 failed += 1;
                 ("FAILED", format!("{error:#}"))
@@ -86,20 +79,13 @@ pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
     Ok(())
 }
 
-/// A folder that goes with the process's normal end.
-struct Folder(std::path::PathBuf);
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // A folder that cannot be removed stays with the system's temporary files.
-        let _ = std::fs::remove_dir_all(&self.0);
+/// The folder of the demo model, which is written once.
+fn demo_model(folder: &Path) -> Result<PathBuf> {
+    let demo = folder.join("demo");
+    if !demo.exists() {
+        embedded::write_model(&demo)?;
     }
-}
-
-fn tempfile_folder() -> Result<Folder> {
-    let folder = std::env::temp_dir().join(format!("prune-selftest-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).with_context(|| format!("creating `{}`", folder.display()))?;
-    Ok(Folder(folder))
+    Ok(demo)
 }
 
 /// The device under test.
@@ -234,24 +220,25 @@ impl Bench {
         Ok(figures)
     }
 
-    fn layers(&self, folder: &Path) -> Result<Outcome> {
-        let demo = folder.join("demo");
-        if !demo.exists() {
-            embedded::write_model(&demo)?;
-        }
+    fn layers(&self, folder: &Path) -> Result<CheckOutcome> {
+        let demo = demo_model(folder)?;
         let mut model = Model::open(&demo, 256)?;
         let cut = Cut::of(&MemorySettings::default(), &model.config);
-        Ok(Outcome::Held(self.compare(&mut model, &cut)?.join(", ")))
+        Ok(CheckOutcome::Held(
+            self.compare(&mut model, &cut)?.join(", "),
+        ))
     }
 
-    fn wide_rows(&self, folder: &Path) -> Result<Outcome> {
+    fn wide_rows(&self, folder: &Path) -> Result<CheckOutcome> {
         let mut model = Model::random(folder, "wide", &wide(), 512)?;
         let cut = Cut::of(&MemorySettings::default(), &model.config);
-        Ok(Outcome::Held(self.compare(&mut model, &cut)?.join(", ")))
+        Ok(CheckOutcome::Held(
+            self.compare(&mut model, &cut)?.join(", "),
+        ))
     }
 
     /// A device whose account refuses the first attempts of every sample.
-    fn smaller_pieces(&self, folder: &Path) -> Result<Outcome> {
+    fn smaller_pieces(&self, folder: &Path) -> Result<CheckOutcome> {
         let mut model = Model::random(folder, "wide", &wide(), 512)?;
         // 8 uploads come first; then the sample, refused whole twice and halved once.
         let capacity = ByteSize(1 << 40);
@@ -263,7 +250,7 @@ impl Bench {
             "the ladder went {outcomes:?}"
         );
         ensure!(apart <= TOLERANCES[0].1, "off by {apart:.1e}");
-        Ok(Outcome::Held(format!("off by {apart:.1e}")))
+        Ok(CheckOutcome::Held(format!("off by {apart:.1e}")))
     }
 
     /// One sample through a layer on a device, in f32: the distance from the host's result, and the outcomes of the ladder.
@@ -301,11 +288,8 @@ impl Bench {
     }
 
     /// The whole job on the demo model, here and on the CPU.
-    fn masks(&self, folder: &Path) -> Result<Outcome> {
-        let demo = folder.join("demo");
-        if !demo.exists() {
-            embedded::write_model(&demo)?;
-        }
+    fn masks(&self, folder: &Path) -> Result<CheckOutcome> {
+        let demo = demo_model(folder)?;
         let run = |device: &str| -> Result<(Masks, f64)> {
             let text: DatasetSpec = "demo".parse()?;
             let mut settings = Settings::pruning(&demo);
@@ -342,25 +326,29 @@ impl Bench {
             agreement >= 0.99 && (theirs.1 / ours.1 - 1.0).abs() < 0.01,
             "{figures}"
         );
-        Ok(Outcome::Held(figures))
+        Ok(CheckOutcome::Held(figures))
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn memory(&self, _folder: &Path) -> Result<Outcome> {
-        Ok(Outcome::Skipped("the CPU has no memory pool that counts"))
+    fn memory(&self, _folder: &Path) -> Result<CheckOutcome> {
+        Ok(CheckOutcome::Skipped(
+            "the CPU has no memory pool that counts",
+        ))
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn out_of_memory(&self, _folder: &Path) -> Result<Outcome> {
-        Ok(Outcome::Skipped("the CPU's memory is not to be used up"))
+    fn out_of_memory(&self, _folder: &Path) -> Result<CheckOutcome> {
+        Ok(CheckOutcome::Skipped(
+            "the CPU's memory is not to be used up",
+        ))
     }
 
     /// Compares the predicted memory of a layer and a sample with the pool's count.
     #[cfg(feature = "cuda")]
-    fn memory(&self, folder: &Path) -> Result<Outcome> {
+    fn memory(&self, folder: &Path) -> Result<CheckOutcome> {
         use crate::runtime::engine::cuda;
         if cuda::memory(&self.device).is_none() {
-            return Ok(Outcome::Skipped(
+            return Ok(CheckOutcome::Skipped(
                 "this device has no memory pool that counts",
             ));
         }
@@ -382,18 +370,20 @@ impl Bench {
             predicted.0.abs_diff(counted.0) <= (counted.0 / 10).max(32 << 20),
             "{figures}"
         );
-        Ok(Outcome::Held(figures))
+        Ok(CheckOutcome::Held(figures))
     }
 
     /// Fills the device but for a little, and lets a sample pass all the same.
     #[cfg(feature = "cuda")]
-    fn out_of_memory(&self, folder: &Path) -> Result<Outcome> {
+    fn out_of_memory(&self, folder: &Path) -> Result<CheckOutcome> {
         use crate::linalg::StoredDtype;
         use crate::runtime::engine::{OutOfMemory, cuda};
         use crate::synthetic::RandomCheckpoint;
         use candle_core::Tensor;
         if matches!(self.device, Device::Cpu) {
-            return Ok(Outcome::Skipped("the CPU's memory is not to be used up"));
+            return Ok(CheckOutcome::Skipped(
+                "the CPU's memory is not to be used up",
+            ));
         }
         // In f32, so that no cast takes memory beside the weights.
         let shape = RandomCheckpoint {
@@ -438,6 +428,6 @@ impl Bench {
             outcomes.is_empty() && apart <= TOLERANCES[0].1,
             "afterwards, with all memory free, the ladder went {outcomes:?}"
         );
-        Ok(Outcome::Held(figures))
+        Ok(CheckOutcome::Held(figures))
     }
 }

@@ -132,9 +132,6 @@ impl FromStr for DeviceMapChoice {
 
 impl DeviceMapChoice {
     /// The map; reads the file where there is one.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be read or holds no device map.
     pub fn load(&self) -> Result<DeviceMap> {
         Ok(match self {
             Self::Named(map) => map.clone(),

@@ -123,9 +123,6 @@ impl Default for RandomCheckpoint {
 
 impl RandomCheckpoint {
     /// The default shape in another family.
-    ///
-    /// # Errors
-    /// Fails when no family has this `model_type`.
     pub fn of_family(model_type: &str) -> Result<Self, Failure> {
         let mut families = FAMILIES.iter();
         let family = families

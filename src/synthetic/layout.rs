@@ -26,9 +26,6 @@ pub(super) struct RandomTensor {
 }
 
 /// Lists every tensor of a model in the order of a forward pass.
-///
-/// # Errors
-/// Fails when the bytes of all tensors overflow.
 pub(super) fn tensors(
     config: &ModelConfig,
     dtype: StoredDtype,

@@ -38,9 +38,6 @@ pub(super) struct TokenizerFiles {
 
 impl TokenizerFiles {
     /// The byte tokenizer.
-    ///
-    /// # Errors
-    /// Fails when the vocabulary is too small for it.
     pub(super) fn of_bytes(
         vocab_size: usize,
         max_position_embeddings: usize,

@@ -12,6 +12,7 @@ use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::StoredDtype;
 use prune::model::family::FAMILIES;
+use prune::run::verification::VerifyLevel;
 use prune::synthetic::RandomCheckpoint;
 use safetensors::Dtype;
 
@@ -241,13 +242,13 @@ fn the_manifest_tells_what_was_done() {
     }
 
     let calibration = manifest.calibration.unwrap();
-    assert_eq!(calibration["dataset"], "text");
-    assert_eq!(calibration["windows"], 4);
-    assert_eq!(calibration["starts"].as_array().map(Vec::len), Some(4));
+    assert_eq!(calibration.dataset, "text");
+    assert_eq!(calibration.windows, 4);
+    assert_eq!(calibration.starts.len(), 4);
     // One token per byte, and <s>.
     let tokens = fs::metadata(place.path("train.txt")).unwrap().len() + 1;
-    assert_eq!(calibration["total_tokens"], tokens);
-    assert_eq!(manifest.evaluation.unwrap()["tokens_used"], 5 * 64);
+    assert_eq!(calibration.total_tokens, tokens);
+    assert_eq!(manifest.evaluation.unwrap().tokens_used, 5 * 64);
 
     let phases: Vec<String> = manifest
         .phases
@@ -288,13 +289,13 @@ fn the_manifest_tells_what_was_done() {
     let output = manifest.output.unwrap();
     assert_eq!(output.model, "out/model");
     let verification = output.verification;
-    assert_eq!(verification["level"], "quick");
-    assert_eq!(verification["tensors_rewritten"], 14);
+    assert_eq!(verification.level, VerifyLevel::Quick);
+    assert_eq!(verification.tensors_rewritten, 14);
     // The embedding, the head, the last norm and two norms per layer.
-    assert_eq!(verification["tensors_copied"], 7);
+    assert_eq!(verification.tensors_copied, 7);
     let file = fs::read(place.path("out/model/model.safetensors")).unwrap();
-    assert_eq!(verification["files"][0]["bytes"], file.len());
-    assert_eq!(verification["files"][0]["sha256"], sha256(&file));
+    assert_eq!(verification.files[0].bytes, file.len() as u64);
+    assert_eq!(verification.files[0].sha256, sha256(&file));
 }
 
 fn sha256(bytes: &[u8]) -> String {

@@ -34,7 +34,7 @@ const FUNCTION_LINES: usize = 100;
 const TABLES: &[&str] = &[];
 
 /// The number of type names that may be defined more than once.
-const SHARED_TYPE_NAMES: usize = 4;
+const SHARED_TYPE_NAMES: usize = 0;
 
 /// Modules that only tests compile and that are files of their own.
 fn test_modules(sources: &[Source]) -> BTreeSet<String> {

@@ -309,18 +309,18 @@ fn the_demo_text_serves_any_tokenizer_and_says_what_it_is() -> Result<()> {
         None,
     )?;
     let calibration = manifest.calibration.expect("wanda calibrates");
-    assert_eq!(calibration["dataset"], "demo");
-    assert_eq!(calibration["path"], "built in");
+    assert_eq!(calibration.dataset, "demo");
+    assert_eq!(calibration.path, "built in");
     assert_eq!(
-        calibration["convention"],
+        calibration.convention,
         "demo calibration: 1200 generated stories, each ended by a newline, one tokenizer call, windows at uniform starts"
     );
     let evaluation = manifest.evaluation.expect("it evaluates");
     assert_eq!(
-        evaluation["convention"],
+        evaluation.convention,
         "demo test: 250 generated stories, each ended by a newline, one tokenizer call"
     );
-    assert_ne!(calibration["text_sha256"], evaluation["text_sha256"]);
+    assert_ne!(calibration.text_sha256, evaluation.text_sha256);
     Ok(())
 }
 

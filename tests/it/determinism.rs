@@ -54,7 +54,10 @@ fn bits(place: &Place, name: &str, flags: &str) -> (Bits, Vec<(String, Vec<u8>)>
         losses: reports()
             .flat_map(|report| [report.mean_loss.to_bits(), report.standard_error.to_bits()])
             .collect(),
-        samples: manifest.calibration.expect("wanda calibrates")["tokens_sha256"].to_string(),
+        samples: manifest
+            .calibration
+            .expect("wanda calibrates")
+            .tokens_sha256,
     };
     assert_eq!(
         bits.masks.iter().flatten().count(),

@@ -421,13 +421,8 @@ fn sums_beside_the_model_are_those_of_its_files() {
     names.retain(|name| name != "SHA256SUMS");
     assert_eq!(listed, names);
     let manifest: Manifest = place.manifest("out");
-    let files = &manifest.output.expect("an output").verification["files"];
-    for file in files.as_array().expect("a list") {
-        let line = format!(
-            "{}  {}",
-            file["sha256"].as_str().unwrap(),
-            file["file"].as_str().unwrap()
-        );
+    for file in manifest.output.expect("an output").verification.files {
+        let line = format!("{}  {}", file.sha256, file.file);
         assert!(sums.contains(&line), "{line}");
     }
 }

@@ -67,8 +67,8 @@ fn documents_are_drawn_by_the_rule_of_c4_whatever_their_stored_form() {
                 "{}",
                 path.display()
             );
-            let documents = drawn.documents.expect("documents");
-            let pairs: Vec<(u64, u64)> = documents.into_iter().zip(drawn.starts).collect();
+            let documents = drawn.protocol.documents.expect("documents");
+            let pairs: Vec<(u64, u64)> = documents.into_iter().zip(drawn.protocol.starts).collect();
             assert_eq!(pairs, expected);
             for ((document, start), sample) in pairs.into_iter().zip(drawn.tokens.chunks(6)) {
                 let of_letters: Vec<u32> = (0..6)
@@ -170,7 +170,10 @@ fn documents_that_are_all_too_short_end_in_advice_instead_of_a_loop() {
     // The largest power of two below 40.
     assert!(error.contains("--seqlen 32"), "{error}");
     // A single document that fits is found, however often the others are drawn.
-    assert_eq!(run(39).expect("calibration").documents, Some(vec![39; 4]));
+    assert_eq!(
+        run(39).expect("calibration").protocol.documents,
+        Some(vec![39; 4])
+    );
 }
 
 #[test]

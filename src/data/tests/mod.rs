@@ -103,6 +103,7 @@ fn texts_that_are_too_short_say_how_long_they_are() {
     assert_eq!(
         calibration(&dataset, &tokenizer, 2, 9, 0, &none, &Silent)
             .expect("calibration")
+            .protocol
             .starts,
         [0, 0]
     );
@@ -186,7 +187,7 @@ fn calibration_reproduces_the_samples_of_the_reference() {
             .expect("calibration");
             let starts: Vec<u64> =
                 serde_json::from_value(golden["calibration_starts"].clone()).expect("starts");
-            assert_eq!(drawn.starts, starts, "{}", path.display());
+            assert_eq!(drawn.protocol.starts, starts, "{}", path.display());
             assert_eq!(drawn.protocol.tokens_sha256, sha256, "{}", path.display());
             assert_eq!(drawn.tokens.len(), nsamples * seqlen);
             compared += 1;

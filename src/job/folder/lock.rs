@@ -261,9 +261,6 @@ fn parse(text: &[u8]) -> Option<Owner> {
 }
 
 /// Judges an existing lock: `None` if it has disappeared, else its contents and the reason it is stale.
-///
-/// # Errors
-/// Fails where its owner works.
 fn judge(
     path: &Path,
     me: &Owner,

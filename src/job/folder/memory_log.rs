@@ -4,11 +4,11 @@
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 
 use crate::bytes::ByteSize;
+use crate::job::machine::unix_seconds;
 use crate::placement::inventory;
 use crate::report::memory_log as text;
 use crate::run::manifest::MemorySample;
@@ -30,9 +30,7 @@ impl Default for MemoryLog {
     /// An empty log of a run that begins now.
     fn default() -> Self {
         Self {
-            started_unix_seconds: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0, |elapsed| elapsed.as_secs()),
+            started_unix_seconds: unix_seconds(),
             total: inventory::total_memory(),
             waiting: String::new(),
             file: None,
@@ -42,9 +40,6 @@ impl Default for MemoryLog {
 
 impl MemoryLog {
     /// Opens the file, continues the one of an earlier process, and writes the rows so far.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be created or written.
     pub(in crate::job) fn write_to(&mut self, path: &Path) -> Result<()> {
         let creating = || format!("creating `{}`", path.display());
         let file = File::options().create(true).append(true).open(path);

@@ -9,20 +9,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use serde::Deserialize;
 
 use self::lock::FolderLock;
 use self::state_file::StateFile;
 use crate::bytes::{ByteSize, LARGEST_RECORD, read_whole};
 use crate::checkpoint::{
-    CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, Verification, VerifiedFile, is_model_file,
-    refuse_source_folder, write_atomic,
+    CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, is_model_file, refuse_source_folder, write_atomic,
 };
 use crate::disk;
 use crate::failure::Failure;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::run::manifest::GateReport;
+use crate::run::verification::VerifiedFile;
 use crate::run::{Events, Manifest, RunState, state};
 use crate::settings::OutputSettings;
 
@@ -106,9 +105,6 @@ impl RunFolder {
     }
 
     /// Keeps other processes out until this is dropped.
-    ///
-    /// # Errors
-    /// Fails when another process works there, and when a folder cannot be written.
     pub(in crate::job) fn lock(&mut self, events: &dyn Events) -> Result<()> {
         // The model's folder too: another run may name it with --save-model.
         let model = self.model.clone();
@@ -213,9 +209,6 @@ impl RunFolder {
 
     /// Refuses a model folder with files in it, unless forced: finished ones, and those of a run whose state is elsewhere where
     /// `partials` count, too.
-    ///
-    /// # Errors
-    /// Fails where there is one, or the folder cannot be listed.
     pub(in crate::job) fn refuse_files(&self, partials: bool) -> Result<()> {
         let Some(model) = self.model.as_ref().filter(|_| !self.is_forced) else {
             return Ok(());
@@ -240,9 +233,6 @@ impl RunFolder {
 
     /// The record of a run that was cut off when only its state was left to remove, with the gate of this command; removes the state.
     /// `None` where the model is not the one of the record: then the run continues from the state.
-    ///
-    /// # Errors
-    /// Fails when the record cannot be read.
     pub(in crate::job) fn record_of_the_last_step(
         &self,
         max_perplexity: Option<f64>,
@@ -276,18 +266,14 @@ impl RunFolder {
         let (Some(model), Some(output)) = (&self.model, &manifest.output) else {
             return false;
         };
-        let verification = Verification::deserialize(&output.verification);
         let has = |file: &VerifiedFile| {
             let metadata = std::fs::metadata(model.join(&file.file));
             metadata.is_ok_and(|metadata| metadata.len() == file.bytes)
         };
-        model.join(CONFIG_FILE).is_file() && verification.is_ok_and(|all| all.files.iter().all(has))
+        model.join(CONFIG_FILE).is_file() && output.verification.files.iter().all(has)
     }
 
     /// Refuses the folder of an unfinished run, for commands that do not go on with one.
-    ///
-    /// # Errors
-    /// Fails where there is one.
     pub(in crate::job) fn refuse_unfinished(&self) -> Result<()> {
         match &self.run {
             Some(run) if StateFile::path(run).exists() => Err(Failure::new(format!(
@@ -302,9 +288,6 @@ impl RunFolder {
 
     /// Makes room for a new run: with `--force`, the old run's files go, its record and `config.json` first, so that what is left never
     /// looks finished. Files that are no part of a checkpoint stay.
-    ///
-    /// # Errors
-    /// Fails when a folder cannot be made or a file not be removed.
     pub(in crate::job) fn prepare(&self) -> Result<()> {
         if let Some(folder) = self.state() {
             remove(StateFile::path(folder))?;
@@ -350,9 +333,6 @@ impl RunFolder {
     }
 
     /// Removes what a process that was killed left of small files it was about to write.
-    ///
-    /// # Errors
-    /// Fails when one cannot be removed.
     pub(in crate::job) fn tidy(&self) -> Result<()> {
         for folder in [&self.run, &self.model].into_iter().flatten() {
             for name in files_in(folder)?.iter().filter(|name| is_temporary(name)) {
@@ -383,9 +363,6 @@ impl RunFolder {
     }
 
     /// Writes manifest and log.
-    ///
-    /// # Errors
-    /// Fails when a file cannot be written.
     pub(in crate::job) fn record(&self, manifest: &Manifest) -> Result<()> {
         let Some(run) = &self.run else { return Ok(()) };
         if let (Some(pruning), Some(text)) = (&manifest.pruning, report::log::text(manifest)) {

@@ -67,17 +67,11 @@ impl<'a> StateFile<'a> {
     }
 
     /// Writes the state of a new run in `folder`.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written.
     pub(in crate::job) fn create(folder: &Path, state: &RunState) -> Result<()> {
         write(&Self::path(folder), state)
     }
 
     /// Begins a session: of a new run, or of one whose finished layers are in `state`.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written.
     pub(in crate::job) fn begin(
         folder: &Path,
         mut state: RunState,
@@ -119,11 +113,6 @@ impl<'a> StateFile<'a> {
         self.write()
     }
 
-    fn earlier(&self) -> &[SessionReport] {
-        let sessions = &self.state.sessions;
-        &sessions[..sessions.len().saturating_sub(1)]
-    }
-
     /// The state with this session as it is now.
     fn now(&self) -> RunState {
         let mut state = self.state.clone();
@@ -133,7 +122,8 @@ impl<'a> StateFile<'a> {
         state.warnings = merged_warnings(&self.state.warnings, self.recorder.warnings());
         state.phases = merge_phases(&self.state.phases, &self.clock.report());
         // Seconds of work: those of earlier sessions come first.
-        let before: f64 = self.earlier().iter().map(|session| session.seconds).sum();
+        let earlier = state.sessions.iter().rev().skip(1).rev();
+        let before: f64 = earlier.map(|session| session.seconds).sum();
         let samples = self.clock.samples().into_iter().map(|mut sample| {
             sample.seconds += before;
             sample
@@ -161,9 +151,6 @@ impl<'a> StateFile<'a> {
     }
 
     /// The run is finished: nothing is left to go on from. Where a power cut brings the file back, the record beside it says so.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be removed.
     pub(in crate::job) fn remove(&self) -> Result<()> {
         disk::remove(&self.path).with_context(|| format!("removing `{}`", self.path.display()))
     }
@@ -189,13 +176,9 @@ fn write(path: &Path, state: &RunState) -> Result<()> {
 
 /// Both, each once.
 fn merged_warnings(before: &[String], now: Vec<String>) -> Vec<String> {
-    let known: BTreeSet<&String> = before.iter().collect();
-    let new = now.into_iter().filter(|text| !known.contains(text));
-    before
-        .iter()
-        .cloned()
-        .chain(new.collect::<Vec<_>>())
-        .collect()
+    let mut all = before.to_vec();
+    all.extend(now.into_iter().filter(|text| !before.contains(text)));
+    all
 }
 
 impl RunState {
@@ -267,18 +250,12 @@ mod tests {
         let layers: Vec<LayerReport> = (0..layers).map(layer).collect();
         RunState {
             schema: SCHEMA,
-            arguments: Vec::new(),
-            started_unix_seconds: 1,
-            settings: BTreeMap::new(),
             tensors: pruned(&layers)
                 .map(|matrix| (tensor_of(&matrix.name), "hash".to_string()))
                 .collect(),
             layers,
             perplexity: Some(Perplexities::default()),
-            warnings: Vec::new(),
-            sessions: Vec::new(),
-            phases: Vec::new(),
-            memory: Vec::new(),
+            ..RunState::default()
         }
     }
 

@@ -38,10 +38,10 @@ fn documents_are_read_from_json_lines_and_gzip_by_path() {
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let manifest = place.manifest(save);
         let calibration = manifest.calibration.unwrap();
-        assert_eq!(calibration["dataset"], "documents");
-        assert_eq!(calibration["documents"].as_array().map(Vec::len), Some(4));
+        assert_eq!(calibration.dataset, "documents");
+        assert_eq!(calibration.documents.map(|all| all.len()), Some(4));
         runs.push((
-            calibration["tokens_sha256"].clone(),
+            calibration.tokens_sha256,
             manifest.perplexity.pruned.unwrap().perplexity.to_bits(),
         ));
     }
@@ -69,6 +69,6 @@ fn wikitext2_is_found_in_its_folder() {
         ran.stdout
     );
     let manifest = place.manifest("out");
-    assert_eq!(manifest.calibration.unwrap()["path"], "wiki/wiki.train.raw");
-    assert_eq!(manifest.evaluation.unwrap()["path"], "wiki/wiki.test.raw");
+    assert_eq!(manifest.calibration.unwrap().path, "wiki/wiki.train.raw");
+    assert_eq!(manifest.evaluation.unwrap().path, "wiki/wiki.test.raw");
 }

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 use prune::bytes::ByteSize;
 use prune::linalg::StoredDtype;
 use prune::model::Projection;
+use prune::run::verification::VerifyLevel;
 use prune::synthetic::RandomCheckpoint;
 
 use super::{compare, is_linear, tensors, zeros_per_row};
@@ -25,7 +26,7 @@ fn kept_weights_and_untouched_tensors_are_the_sources_in_every_dtype() {
         let zeros = compare(&place.path("m"), &place.path("out/model"), is_linear);
         let manifest = place.manifest("out");
         let verification = manifest.output.unwrap().verification;
-        assert_eq!(verification["level"], "full", "{dtype:?}");
+        assert_eq!(verification.level, VerifyLevel::Full, "{dtype:?}");
         assert_eq!(zeros.len(), 14);
         // int(64 · 0.6) = 38 and int(176 · 0.6) = 105 of every row, truncated as Python does. Random weights hold a zero now
         // and then; Wanda takes those first, so no row has more.
@@ -70,8 +71,8 @@ fn a_sharded_checkpoint_keeps_its_files_and_its_index() {
     let zeros = compare(&place.path("m"), &place.path("out/model"), is_linear);
     assert_eq!(zeros_per_row(&zeros, "model.layers.1.mlp.up_proj"), 32);
     let manifest = place.manifest("out");
-    let files = &manifest.output.unwrap().verification["files"];
-    assert_eq!(files.as_array().map(Vec::len), Some(shards));
+    let files = manifest.output.unwrap().verification.files;
+    assert_eq!(files.len(), shards);
 }
 
 #[test]

@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use anyhow::Result;
 use prune::pipeline::{MaskObserver, PrunedMatrix};
 use prune::pruning::{ColumnSquares, Pattern, Statistics};
-use prune::run::Manifest;
-use serde_json::{Value, json};
+use prune::run::{Manifest, TextProtocol};
 
 use super::reference::{Golden, Settings};
 
@@ -380,7 +379,7 @@ impl<'a> Comparison<'a> {
 
     /// Compares the tokens behind the statistics; nothing where neither side has any, or where the reference drew
     /// samples that no one used (magnitude, dense).
-    fn check_calibration(&mut self, record: Option<&Value>) {
+    fn check_calibration(&mut self, record: Option<&TextProtocol>) {
         let Some(record) = record else {
             if ["wanda", "ria"].contains(&self.golden.settings.method.as_str()) {
                 self.fail("no calibration samples, but the reference has some".to_owned());
@@ -388,13 +387,13 @@ impl<'a> Comparison<'a> {
             return;
         };
         let golden = self.golden;
-        if record["starts"] != json!(golden.calibration_starts) {
-            self.fail(format!("other starts: {}", record["starts"]));
+        if Some(&record.starts) != golden.calibration_starts.as_ref() {
+            self.fail(format!("other starts: {:?}", record.starts));
         }
-        if record["tokens_sha256"] != json!(golden.calibration_tokens_sha256_int32le) {
+        if Some(&record.tokens_sha256) != golden.calibration_tokens_sha256_int32le.as_ref() {
             self.fail(format!(
                 "other calibration tokens: {}",
-                record["tokens_sha256"]
+                record.tokens_sha256
             ));
         }
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use anyhow::Result;
 use candle_core::DType;
 use prune::bytes::ByteSize;
-use prune::checkpoint::{Checkpoint, VerifyLevel, WeightSource};
+use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::failure::Failure;
 use prune::linalg::{Products, StoredDtype, StoredMatrix};
 use prune::model::{Embedding, ModelConfig};
@@ -20,6 +20,7 @@ use prune::pruning::mask::RowBits;
 use prune::pruning::{
     InPlaceStatistics, Mask, PruningMethod, Removes, Request, Statistics, StatisticsKind, select,
 };
+use prune::run::verification::VerifyLevel;
 use prune::run::{MemorySettings, Silent};
 use prune::runtime::{Clock, Devices, HiddenStates, Simulation, Sweep};
 

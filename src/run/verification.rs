@@ -1,0 +1,56 @@
+//! The verification of a written model, as the record has it.
+
+use serde::{Deserialize, Serialize};
+
+/// The extent of the checks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VerifyLevel {
+    /// Headers, hashes, zeros and groups.
+    #[default]
+    Quick,
+    /// In addition, every element of a rewritten tensor equals the source's, bit for bit, or is +0. Only for methods that keep the
+    /// other weights unchanged. Reads these tensors of the source once more.
+    Full,
+}
+
+/// One finished file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VerifiedFile {
+    /// Its name in the output folder.
+    pub file: String,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// SHA-256 of the whole file, in hex.
+    pub sha256: String,
+}
+
+/// The zeros counted in one matrix.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MatrixZeros {
+    /// The tensor's name.
+    pub name: String,
+    /// Elements equal to 0.
+    pub zeros: u64,
+    /// All its elements.
+    pub elements: u64,
+}
+
+/// The report for the manifest; it exists only after every check passed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Verification {
+    /// The extent of the checks.
+    pub level: VerifyLevel,
+    /// The weight files, in the order of the source's.
+    pub files: Vec<VerifiedFile>,
+    /// Tensors whose hash was compared, which are all tensors.
+    pub tensors_checked: usize,
+    /// Tensors that the run wrote.
+    pub tensors_rewritten: usize,
+    /// Tensors copied from the source.
+    pub tensors_copied: usize,
+    /// One row per expected matrix, in that order.
+    pub zeros: Vec<MatrixZeros>,
+    /// Checked N:M groups of all matrices.
+    pub groups_checked: u64,
+}
