@@ -318,7 +318,7 @@ impl CheckpointWriter {
     ///
     /// # Errors
     /// As [`CheckpointWriter::write`].
-    pub fn go_ahead(&mut self, is_over: &dyn Fn() -> bool) -> anyhow::Result<()> {
+    pub fn copy_untouched_until(&mut self, is_over: &dyn Fn() -> bool) -> anyhow::Result<()> {
         let mut buffer = Vec::new();
         while let Some(&at) = self.untouched.last() {
             while self.recorded[at].is_none() {

@@ -392,16 +392,16 @@ pub(super) struct OutputArgs {
     #[arg(long)]
     force: bool,
 
-    /// Only go on with an unfinished run; fail where there is none
+    /// Only continue an unfinished run; fail if there is none
     ///
-    /// The same command goes on by itself with what an interrupted run left in --save: finished layers are checked, the samples
-    /// pass through them once more, and the outcome is that of a run that was never interrupted.
+    /// The same command without this flag also continues what an interrupted run left in --save: finished layers are checked, the
+    /// samples pass through them once more, and the result equals that of an uninterrupted run.
     #[arg(long)]
     resume: bool,
 
-    /// Tell memory at the original's checkpoints and after each layer, and write SAVE/memory_log.csv
+    /// Print memory at the original's checkpoints and after each layer, and write SAVE/memory_log.csv
     ///
-    /// Of this process, in GiB, although the columns say GB as the original's. 01_start, 02_model_loaded (headers read, texts
+    /// Memory of this process in GiB; the column names say GB, as the original's do. 01_start, 02_model_loaded (headers read, texts
     /// tokenized), 03_before_pruning, layer_0 and so on, 04_after_pruning, 05_before_eval and 06_after_eval (the head; the rest
     /// of the evaluation happened layer by layer), 07_before_save_model and 08_after_save_model (finishing and reading back the
     /// files), 09_end.

@@ -46,7 +46,7 @@ pub struct Console {
     /// The run was asked to stop where nothing is half-done.
     is_stopping: AtomicBool,
     state: Mutex<State>,
-    /// Never locked while anything is written: whoever reads our messages may have stopped reading, and a signal must still be heard.
+    /// Never locked while anything is printed: printing may block on a reader, and a signal must still be handled.
     ending: Mutex<Ending>,
 }
 
@@ -199,9 +199,9 @@ impl Console {
     }
 
     /// Lets all folders go: the process ends.
-    pub(super) fn let_go(&self) {
+    pub(super) fn release_folders(&self) {
         let ending = std::mem::take(&mut *self.ending());
-        ending.let_go();
+        ending.release_folders();
     }
 
     /// Asks the run to stop where nothing is half-done, because of this signal.
@@ -214,7 +214,7 @@ impl Console {
     pub(super) fn stopped(&self) {
         let signal = self.ending().signal.unwrap_or("stopped");
         self.interrupted(signal);
-        self.let_go();
+        self.release_folders();
     }
 
     /// Prints the profile of `--profile` on standard error, after the table: `--json` stays one object.
@@ -226,14 +226,14 @@ impl Console {
         }
     }
 
-    /// The last words of a run that a signal ends: the terminal is left clean.
+    /// The last message of a run that a signal ends.
     pub fn interrupted(&self, signal: &str) {
         self.last_words("interrupted", |place| {
             format!("interrupted ({signal}){place}")
         });
     }
 
-    /// The last words of a run that ends by a mistake of ours, `what` the panic says: the terminal is left clean.
+    /// The last message of a run that ends by a bug of the program; `what` is the text of the panic.
     pub fn broken(&self, what: &str) {
         self.last_words("error", |place| {
             format!(

@@ -21,7 +21,7 @@ pub(super) struct Ending {
 
 impl Ending {
     /// Releases all folders, and removes the temporary one.
-    pub(super) fn let_go(self) {
+    pub(super) fn release_folders(self) {
         lock::release_all();
         if let Some(folder) = self.temporary {
             // A folder that cannot be removed stays with the system's temporary files.

@@ -37,7 +37,7 @@ pub struct GenerateArgs {
     #[command(flatten)]
     model: ModelArgs,
 
-    /// Another checkpoint, to go on from the same prompt
+    /// Another checkpoint that continues the same prompt
     ///
     /// Both texts are printed, labelled. The models are in memory one after the other.
     #[arg(long, value_name = "DIR|ID", help_heading = "Model")]
@@ -178,7 +178,7 @@ impl PromptArgs {
                 .hint("leave one of them out")
                 .into()),
             (None, None) => Err(Failure::usage("--prompt is missing")
-                .hint("write what the model is to go on from, like --prompt \"Once upon a time\", or name a --prompt-file")
+                .hint("write the text that the model continues, like --prompt \"Once upon a time\", or name a --prompt-file")
                 .into()),
             (Some(prompt), None) => Ok(prompt.clone()),
             (None, Some(file)) => {

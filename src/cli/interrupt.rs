@@ -1,8 +1,8 @@
-//! Ctrl-C, a polite kill, and mistakes of ours: the terminal is left clean, what stays behind is said, and how to go on.
+//! Signals and panics: the terminal is left clean, and a message names the files that remain and the command that continues.
 //!
-//! The files on the disk are good at any moment: files of an unfinished checkpoint have names that no reader loads, its state says only
+//! The files on the disk are valid at every moment: an unfinished checkpoint has names that no reader loads, its state names only
 //! what was synced, and hidden states on disk are unlinked as soon as they are opened. So the process may end at any point. A run
-//! that can be gone on with is still given a few seconds to finish what it has in hand: the scores of a layer are worth minutes.
+//! that can be continued gets a few seconds to finish its layer, because a calibrated layer is worth minutes.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,12 +17,14 @@ const PATIENCE: Duration = Duration::from_secs(2);
 #[cfg(unix)]
 const GRACE: Duration = Duration::from_secs(7);
 
-/// The exit code of a run that was interrupted and can be gone on with.
+/// The exit code of an interrupted run that can be continued.
 pub(super) const RESUMABLE: u8 = 3;
 
-/// Ends the process on SIGINT, SIGTERM and SIGUSR1 (batch systems send it ahead of time): a run that can be gone on with at the next
-/// place where nothing is half-done, [`GRACE`] later or at the second signal wherever it is, with exit code 3; everything else at
-/// once, with the exit code shells use, 128 and the signal's number. SIGHUP is left as it is, so that `nohup` works.
+/// Handles SIGINT, SIGTERM and SIGUSR1 (batch systems send SIGUSR1 before they end a job).
+///
+/// A run that can be continued stops at the next safe place. It ends immediately at a second signal, after [`GRACE`], or if it has
+/// no files yet. The exit code is 3 in each case. Everything else ends immediately, with 128 plus the number of the signal, as in
+/// shells. SIGHUP keeps its default action, so that `nohup` works.
 #[cfg(unix)]
 pub(super) fn watch(console: &Arc<Console>) {
     use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
@@ -39,7 +41,7 @@ pub(super) fn watch(console: &Arc<Console>) {
             let mut is_first = true;
             for signal in signals.forever() {
                 let name = match signal {
-                    // A file grows beyond a limit: who writes it gets an error, and has more to say.
+                    // A file exceeds a size limit. The write fails, and its error says more than the signal.
                     SIGXFSZ => continue,
                     SIGINT => "SIGINT",
                     SIGUSR1 => "SIGUSR1",
@@ -74,17 +76,17 @@ pub(super) fn watch(console: &Arc<Console>) {
     drop(watching);
 }
 
-/// Ends the process because it has `folder` to itself no more: whatever it would still write could only do harm.
+/// Ends the process because it has lost its lock of `folder`. Anything it still wrote could damage another run.
 pub(super) fn end_for_another(folder: &str, why: &str) {
     let words = format!(
         "error: this process has lost its lock of `{folder}`\n  {why}\n\
-         hint: give the same command again where no other prune works there: it goes on from what is kept"
+         hint: give the same command again when no other prune works in that folder: it continues from the finished layers"
     );
     end(1, &Arc::default(), move |_| print_line(&words))
 }
 
-/// Ends the process where it panics, with exit code 101, which is Rust's own for it: programs are compiled without unwinding, and an
-/// abort would leave a core dump of gigabytes. A panic in other people's code over a file is that file's refusal: exit code 1.
+/// Ends the process at a panic, with exit code 101, as Rust does. Programs are compiled without unwinding, and an abort could leave
+/// a core dump of gigabytes. A panic of a library over a file becomes the refusal of that file: exit code 1.
 pub(super) fn end_on_panic(console: &Arc<Console>) {
     let console = Arc::clone(console);
     std::panic::set_hook(Box::new(move |panic| {
@@ -102,8 +104,8 @@ pub(super) fn end_on_panic(console: &Arc<Console>) {
     }));
 }
 
-/// Ends the process after its last words. Whoever reads our messages may have stopped reading, and a panic may hold what they need:
-/// they must not keep the process, nor the folders it works in.
+/// Prints a last message and ends the process. The message has a thread and a time limit of its own: its reader may have stopped
+/// reading, or the panicked thread may hold a lock that printing needs. Neither may keep the process alive or its folders locked.
 fn end(code: i32, console: &Arc<Console>, words: impl FnOnce(&Console) + Send + 'static) -> ! {
     let words = Arc::new(Mutex::new(Some(words)));
     let telling = Arc::clone(console);
@@ -120,10 +122,10 @@ fn end(code: i32, console: &Arc<Console>, words: impl FnOnce(&Console) + Send + 
                 std::thread::sleep(Duration::from_millis(5));
             }
         }
-        // No thread can be had.
+        // The system gives no thread.
         Err(_) => tell(),
     }
-    console.let_go();
+    console.release_folders();
     std::process::exit(code)
 }
 

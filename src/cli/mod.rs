@@ -59,25 +59,26 @@ Examples:
   prune eval --model out/7b/model --eval-dataset wikitext2:wiki/
 
 Exit codes:
-  0 done, 1 failed, 2 wrong usage, 4 --max-perplexity missed
-  3 interrupted: the same command goes on; 130 and others: interrupted, nothing to go on from
+  0 done, 1 failed, 2 wrong usage, 4 --max-perplexity is not met, 101 a bug
+  3 interrupted: the same command continues
+  128 + signal (130 after Ctrl-C): interrupted, nothing to continue
 
 Environment:
   SLURM_CPUS_PER_TASK            threads, unless --threads says so
   PRUNE_CACHE, XDG_CACHE_HOME    token ids and unpacked corpora
-  HF_TOKEN, HF_TOKEN_PATH        who asks the hub
-  HF_HOME, HF_HUB_CACHE          where its files are kept
+  HF_TOKEN, HF_TOKEN_PATH        the token for the hub
+  HF_HOME, HF_HUB_CACHE          the folder of the hub's files
   HF_ENDPOINT, HF_HUB_OFFLINE    another hub, or none
   HF_HUB_DOWNLOAD_TIMEOUT        seconds of silence before a retry";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Prune a small model that is inside the program, and see what becomes of it
+    /// Prune a small model that is inside the program, and show the effect
     Demo(demo::DemoArgs),
     /// Measure the perplexity of a checkpoint, layer by layer
     #[command(after_help = eval::EXAMPLES)]
     Eval(eval::EvalArgs),
-    /// Let a checkpoint go on from a prompt, or two, to compare them
+    /// Continue a prompt with one checkpoint, or with two to compare them
     #[command(after_help = generate::EXAMPLES, mut_arg("device_map", |map| map.hide(true)))]
     Generate(generate::GenerateArgs),
     /// Show the sparsity of a checkpoint, and whether it is a pruned copy of a dense one

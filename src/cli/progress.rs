@@ -211,7 +211,7 @@ impl Bars {
         }
     }
 
-    /// Takes the phase's bar away; the run's stays while the sweep goes on.
+    /// Takes the phase's bar away; the run's stays during the sweep.
     pub(super) fn end_phase(&mut self) {
         if let Some(bar) = self.phase.take() {
             bar.finish_and_clear();

@@ -1,6 +1,6 @@
 //! The end of all changes: before the process releases its folders, later operations wait for ever, and those under way end.
 //!
-//! Other threads go on until the process has ended. Without this gate they could change a file of a folder that another process
+//! Other threads run until the process has ended. Without this gate they could change a file of a folder that another process
 //! has taken meanwhile.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, TryLockError};

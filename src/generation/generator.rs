@@ -79,7 +79,13 @@ impl Generator {
             layer: footprint::layer_weights(config, dtypes.layers, &MemorySettings::default()),
             head: footprint::head_weight(config, dtypes.head),
             kv_cache: KvCache::bytes(config, capacity),
-            workspace: footprint::writing(config, dtypes.layers, PROMPT_BLOCK, capacity, threads),
+            workspace: footprint::generation(
+                config,
+                dtypes.layers,
+                PROMPT_BLOCK,
+                capacity,
+                threads,
+            ),
             held,
         }
     }

@@ -145,7 +145,7 @@ impl OpenedModel {
     }
 
     /// A run of this checkpoint in numbers, before its texts are known: nothing is calibrated or evaluated yet.
-    pub(super) fn workload(&self, device: &DeviceSettings) -> RunShape<'_> {
+    pub(super) fn run_shape(&self, device: &DeviceSettings) -> RunShape<'_> {
         RunShape {
             config: &self.config,
             dtypes: self.dtypes(),

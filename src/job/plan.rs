@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::opened::check_seqlen;
-use super::planned::plan as plan_workload;
+use super::planned::plan as plan_run;
 use super::{located, machine};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
@@ -62,9 +62,9 @@ pub fn shape_names() -> impl Iterator<Item = &'static str> {
 pub fn plan(settings: &PlanSettings, events: &dyn Events) -> Result<PlanRecord> {
     let inventory = inventory(settings)?;
     let subject = Subject::of_settings(settings, events)?;
-    let workload = workload(settings, &subject, inventory.cpu.threads)?;
+    let shape = run_shape(settings, &subject, inventory.cpu.threads)?;
     let policy = machine::policy(&settings.run.device)?;
-    let plan = plan_workload(&workload, &inventory, &policy)?;
+    let plan = plan_run(&shape, &inventory, &policy)?;
     let parameters = footprint::parameters(&subject.config);
     let dtype = subject.dtypes.layers;
     Ok(PlanRecord {
@@ -88,7 +88,7 @@ fn inventory(settings: &PlanSettings) -> Result<Inventory> {
 }
 
 /// The run of the settings in numbers.
-fn workload<'a>(
+fn run_shape<'a>(
     settings: &PlanSettings,
     subject: &'a Subject,
     threads: usize,
@@ -184,7 +184,7 @@ pub fn table(settings: &PlanSettings) -> Result<Vec<TableRow>> {
     let mut rows = Vec::new();
     for shape in &SHAPES {
         let subject = Subject::of(shape)?;
-        let run = workload(settings, &subject, inventory.cpu.threads)?;
+        let run = run_shape(settings, &subject, inventory.cpu.threads)?;
         let parameters = footprint::parameters(&subject.config);
         let plan = planner::plan(&run, &unlimited, &Policy::default())
             .map_err(|_| Failure::new("a plan without limits does not fit"))?;

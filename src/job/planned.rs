@@ -1,7 +1,7 @@
 //! From settings to a plan, or to a refusal with flags that were tried and work.
 //!
-//! A run is planned three times, so that it fails as early as possible: before its texts are found, with a single window; with the
-//! memory of the tokenizer; and with the counted windows.
+//! A run is planned in three stages, so that it fails as early as possible: before its texts are found, with a single window; with the
+//! memory of tokenizing, before the tokenizer is loaded and, if texts cannot be cut, again after; and with the counted windows.
 
 use std::path::{Path, PathBuf};
 
@@ -33,13 +33,13 @@ impl<'a> Planning<'a> {
         })
     }
 
-    /// Plans a workload with the memory that is free now.
+    /// Plans a run with the memory that is free now.
     ///
     /// # Errors
     /// Fails where it does not fit, with the shortage and flags that do.
-    pub(super) fn plan(&self, workload: &RunShape<'_>) -> Result<Plan> {
+    pub(super) fn plan(&self, shape: &RunShape<'_>) -> Result<Plan> {
         let inventory = machine::inventory(self.device, self.threads)?;
-        Ok(plan(workload, &inventory, &self.policy)?)
+        Ok(plan(shape, &inventory, &self.policy)?)
     }
 
     /// Returns the folder of the spill file where the plan keeps hidden states on disk. Warns unless a flag asks for the disk.
@@ -68,25 +68,25 @@ impl<'a> Planning<'a> {
     }
 }
 
-/// Plans a workload.
+/// Plans a run.
 ///
 /// # Errors
 /// Fails where it does not fit, with the devices that are too small, the shortage, and the nearest settings that fit; and as
 /// `placement::plan` for devices that are missing.
 pub(super) fn plan(
-    job: &RunShape<'_>,
+    shape: &RunShape<'_>,
     inventory: &Inventory,
     policy: &Policy,
 ) -> Result<Plan, Failure> {
-    placement::plan(job, inventory, policy).map_err(|failure| match failure {
-        PlanFailure::DoesNotFit(shortages) => refusal(&shortages, job, inventory, policy),
+    placement::plan(shape, inventory, policy).map_err(|failure| match failure {
+        PlanFailure::DoesNotFit(shortages) => refusal(&shortages, shape, inventory, policy),
         PlanFailure::Unusable(failure) => failure,
     })
 }
 
 fn refusal(
     shortages: &[Shortage],
-    job: &RunShape<'_>,
+    shape: &RunShape<'_>,
     inventory: &Inventory,
     policy: &Policy,
 ) -> Failure {
@@ -101,7 +101,7 @@ fn refusal(
     for shortage in shortages {
         failure = failure.detail(describe(shortage));
     }
-    let advice = advice(shortages, job, inventory, policy);
+    let advice = advice(shortages, shape, inventory, policy);
     if advice.is_empty() {
         failure
     } else {
@@ -135,13 +135,13 @@ fn describe(shortage: &Shortage) -> String {
 /// Changes of one setting that make the plan fit, each tried.
 fn advice(
     shortages: &[Shortage],
-    job: &RunShape<'_>,
+    shape: &RunShape<'_>,
     inventory: &Inventory,
     policy: &Policy,
 ) -> Vec<String> {
     let mut advice = Vec::new();
-    let mut try_out = |flag: &str, job: &RunShape<'_>, policy: &Policy| {
-        let fits = placement::plan(job, inventory, policy).is_ok();
+    let mut try_out = |flag: &str, shape: &RunShape<'_>, policy: &Policy| {
+        let fits = placement::plan(shape, inventory, policy).is_ok();
         if fits {
             advice.push(flag.to_string());
         }
@@ -154,29 +154,29 @@ fn advice(
         larger.budget = policy.budget.with_cpu(only.needed);
         // The printed budget is rounded up to whole MiB.
         let flag = format!("--max-memory {}", larger.budget);
-        try_out(&flag, job, &larger);
+        try_out(&flag, shape, &larger);
     }
     if policy.storage == Some(HiddenStatesStorage::Ram) {
         let mut free = policy.clone();
         free.storage = None;
-        try_out("--hidden-states auto", job, &free);
+        try_out("--hidden-states auto", shape, &free);
     }
-    let mut shorter = job.clone();
+    let mut shorter = shape.clone();
     while shorter.seqlen >= 256 {
         shorter.seqlen /= 2;
         if try_out(&format!("--seqlen {}", shorter.seqlen), &shorter, policy) {
             break;
         }
     }
-    if job.windows > 0 && job.method.is_some() {
-        let mut unmeasured = job.clone();
+    if shape.windows > 0 && shape.method.is_some() {
+        let mut unmeasured = shape.clone();
         unmeasured.windows = 0;
         try_out("--eval none", &unmeasured, policy);
     }
     if !policy.cpu_only && policy.map != placement::DeviceMap::Auto {
         let mut free = policy.clone();
         free.map = placement::DeviceMap::Auto;
-        try_out("--device-map auto", job, &free);
+        try_out("--device-map auto", shape, &free);
     }
     advice
 }

@@ -9,7 +9,7 @@ use super::settle::{Job, Settled};
 use super::streams::Streams;
 use super::{interruption, profile};
 use crate::checkpoint::ExpectedMatrix;
-use crate::pipeline::{Calibrator, MaskObserver, Output, Pruner, Record, expected};
+use crate::pipeline::{Calibrator, LayerJournal, MaskObserver, Output, Pruner, expected};
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
 
@@ -89,7 +89,7 @@ fn sweep(
     }
     let output = Output {
         sink: writer.as_mut(),
-        record: state.as_mut().map(|state| state as &mut dyn Record),
+        journal: state.as_mut().map(|state| state as &mut dyn LayerJournal),
         observers,
     };
     let mut pruner = Pruner::new(method, targets, calibrator, output, layers_before);

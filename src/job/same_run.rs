@@ -114,7 +114,7 @@ pub(super) fn check(
             match flag_for(then) {
                 Some(flag) => format!("add --dtype {flag} --use-cpu"),
                 None => format!(
-                    "go on where there is {then}; or start over with --force --dtype f32 --use-cpu, which every CPU with fused multiply-adds computes alike"
+                    "continue where there is {then}; or start over with --force --dtype f32 --use-cpu, which every CPU with fused multiply-adds computes alike"
                 ),
             },
         ),
@@ -127,7 +127,7 @@ pub(super) fn check(
             (
                 format!("`{place}` holds an unfinished run with other settings"),
                 format!(
-                    "{first}go on with `{}`, choose another --save folder, or start over with --force",
+                    "{first}continue with `{}`, choose another --save folder, or start over with --force",
                     quoted(&state.arguments)
                 ),
             )

@@ -93,21 +93,21 @@ impl Job {
         let sides = settings.evaluation.eval.sides();
         let calibration = settings.calibration.as_ref();
         // The number of windows is unknown before the texts are tokenized. A run that does not fit with one window fails now.
-        let mut workload = RunShape {
+        let mut shape = RunShape {
             samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
             windows: sides.len().min(1),
             sides,
             method: pruning.as_ref().map(|pruning| pruning.method),
             saves: folder.model.is_some(),
-            ..model.workload(&settings.device)
+            ..model.run_shape(&settings.device)
         };
-        plan_early(&planning, &mut workload, &model)?;
-        let texts = tokenize(&settings, &model, &planning, &mut workload, events)?;
+        plan_early(&planning, &mut shape, &model)?;
+        let texts = tokenize(&settings, &model, &planning, &mut shape, events)?;
         memory::release_freed();
         model.clock.mark(Moment::ModelLoaded, events);
-        workload.samples = texts.samples();
-        workload.windows = texts.windows();
-        let plan = planning.plan(&workload)?;
+        shape.samples = texts.samples();
+        shape.windows = texts.windows();
+        let plan = planning.plan(&shape)?;
         let save = settings.output.save.as_deref();
         let spill_folder = planning.spill_folder(&plan, save, events)?;
         if folder.state().is_some() {
@@ -144,7 +144,7 @@ impl Job {
     /// Checks that the disk has room for everything that will be written.
     fn check_disk(&self) -> Result<()> {
         let mut needs: Vec<(&Path, ByteSize, &str)> = Vec::new();
-        // The files of a run that is gone on with have their sizes already.
+        // The files of a run that is continued already have their sizes.
         if self.unfinished.is_none() {
             if let Some(model) = &self.folder.model {
                 let bytes = output_bytes(&self.model.checkpoint);
@@ -178,7 +178,7 @@ impl Job {
                 .map(|(_, _, bytes, what)| format!("{what} {bytes}"))
                 .collect();
             return Err(Failure::new(format!(
-                "the disk of `{}` has not enough room: {needed} are needed, {} are free",
+                "the disk of `{}` has too little room: {needed} are needed, {} are free",
                 folder.display(),
                 room.free
             ))
@@ -304,7 +304,7 @@ impl Pruning {
     }
 }
 
-/// Refuses a gate without a perplexity.
+/// Refuses `--max-perplexity` without a measured perplexity.
 fn check_gate(settings: &Settings) -> Result<()> {
     let evaluation = &settings.evaluation;
     if evaluation.max_perplexity.is_some() && evaluation.eval == EvalSides::None {
@@ -337,21 +337,22 @@ fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
     method.statistics().is_some() && !prunes_nothing
 }
 
-/// Plans a run whose texts are not found yet. A refusal counts the tokenizer, too, so that its advice is enough for the whole run.
+/// Plans a run before its texts are found, so that a run that cannot fit fails early. A refused run is planned again with the memory
+/// of its tokenizer: it is refused again, with advice that is enough for the whole run.
 fn plan_early(
     planning: &Planning<'_>,
-    workload: &mut RunShape<'_>,
+    shape: &mut RunShape<'_>,
     model: &OpenedModel,
 ) -> Result<()> {
-    let Err(refusal) = planning.plan(workload) else {
+    let Err(refusal) = planning.plan(shape) else {
         return Ok(());
     };
-    if workload.samples + workload.windows > 0
+    if shape.samples + shape.windows > 0
         && let Ok(size) = TokenizerSize::of(&model.folder)
     {
-        workload.tokenizing = footprint::load_tokenizer(size);
-        workload.retained = footprint::retained(size, model.threads);
-        planning.plan(workload)?;
+        shape.tokenizing = footprint::load_tokenizer(size);
+        shape.retained = footprint::retained(size, model.threads);
+        planning.plan(shape)?;
     }
     Err(refusal)
 }
@@ -365,18 +366,18 @@ fn tokenize(
     settings: &Settings,
     model: &OpenedModel,
     planning: &Planning<'_>,
-    workload: &mut RunShape<'_>,
+    shape: &mut RunShape<'_>,
     events: &dyn Events,
 ) -> Result<Texts> {
     let sources = TextSources::find(settings, model, events)?;
-    (workload.tokenizing, workload.retained) = sources.memory(model, Encoding::InPieces)?;
-    planning.plan(workload)?;
+    (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InPieces)?;
+    planning.plan(shape)?;
     let Some(tokenizer) = sources.tokenizer(model)? else {
         return Ok(Texts::default());
     };
     if !tokenizer.is_bounded() {
-        (workload.tokenizing, workload.retained) = sources.memory(model, Encoding::InOneCall)?;
-        planning.plan(workload)?;
+        (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InOneCall)?;
+        planning.plan(shape)?;
     }
     sources.tokenize(settings, model, &tokenizer, events)
 }

@@ -224,7 +224,7 @@ pub fn forward(
 
 /// Memory of text generation: the prompt passes in blocks of `block` tokens as in [`forward`], and the last block sees `capacity` cached
 /// tokens; one row of logits, 4·V; the [`context`] of all positions.
-pub fn writing(
+pub fn generation(
     config: &ModelConfig,
     dtype: StoredDtype,
     block: usize,

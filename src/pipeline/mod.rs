@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `calibrate` | the calibration samples and their statistics |
-//! | `output` | the receivers of a pruned layer: files, masks, the record of finished layers |
+//! | `output` | the receivers of a pruned layer: files, masks, the journal of finished layers |
 //! | `output_error` | the difference between the outputs of a pruned matrix and the dense one |
 //! | `targets` | the ratio of every matrix, resolved before anything runs |
 //! | `layer_ratios` | ratios per layer, from a file |
@@ -27,7 +27,7 @@ pub mod workload;
 pub use calibrate::{Calibrator, LayerStatistics, embed};
 pub use expected::check_verification;
 pub use layer_ratios::LayerRatios;
-pub use output::{MaskObserver, Output, Record};
+pub use output::{LayerJournal, MaskObserver, Output};
 pub use prune::{PrunedMatrix, Pruner};
 pub use save_masks::SaveMasks;
 pub use targets::{Selection, TargetPlan};

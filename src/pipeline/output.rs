@@ -1,4 +1,4 @@
-//! The output of a pruning run: written matrices, observers of masks, and the record of finished layers.
+//! The output of a pruning run: written matrices, observers of masks, and the journal of finished layers.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub trait MaskObserver: Send {
 }
 
 /// Records finished layers, so that another process can continue.
-pub trait Record: Send {
+pub trait LayerJournal: Send {
     /// Called when the tensors and masks of all these layers are on the disk; `tensors` has the SHA-256 of each, in hex.
     ///
     /// # Errors
@@ -44,8 +44,8 @@ pub trait Record: Send {
 pub struct Output<'a> {
     /// Writer of pruned matrices; `None` when no model is saved.
     pub sink: Option<&'a mut CheckpointWriter>,
-    /// Record of finished layers; `None` where a later process could not continue.
-    pub record: Option<&'a mut dyn Record>,
+    /// Journal of finished layers; `None` if a later process could not continue.
+    pub journal: Option<&'a mut dyn LayerJournal>,
     /// Observers of every matrix, called in this order.
     pub observers: Vec<&'a mut dyn MaskObserver>,
 }
@@ -79,22 +79,22 @@ impl Output<'_> {
         for &projection in unwritten {
             self.write(layer, projection)?;
         }
-        let Some(record) = &mut self.record else {
+        let Some(journal) = &mut self.journal else {
             return Ok(());
         };
         for observer in &mut self.observers {
             observer.layer_done()?;
         }
         match &mut self.sink {
-            Some(sink) => record.layer_done(layers, sink.sync()?),
+            Some(sink) => journal.layer_done(layers, sink.sync()?),
             None => Ok(()),
         }
     }
 
     /// Writes parts of the output that do not depend on later layers, until `is_over`.
-    pub(super) fn go_ahead(&mut self, is_over: &dyn Fn() -> bool) -> Result<()> {
+    pub(super) fn copy_untouched_until(&mut self, is_over: &dyn Fn() -> bool) -> Result<()> {
         match &mut self.sink {
-            Some(sink) => sink.go_ahead(is_over),
+            Some(sink) => sink.copy_untouched_until(is_over),
             None => Ok(()),
         }
     }

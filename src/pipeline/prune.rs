@@ -77,7 +77,7 @@ impl<'a> Pruner<'a> {
     }
 
     /// Masks all matrices of a layer. Returns a report of each, and the matrices that are not yet written.
-    fn mask(
+    fn prune_matrices(
         &mut self,
         layer: &mut DecoderLayer,
         statistics: Option<&LayerStatistics>,
@@ -96,7 +96,7 @@ impl<'a> Pruner<'a> {
                 None => (report_untouched(layer, projection)?, None),
                 Some(target) => {
                     let (report, mask) =
-                        self.mask_one(layer, projection, target, statistics, compute)?;
+                        self.prune_matrix(layer, projection, target, statistics, compute)?;
                     (report, Some(mask))
                 }
             };
@@ -122,7 +122,7 @@ impl<'a> Pruner<'a> {
     }
 
     /// Chooses the weights of one matrix, which is in memory, writes the zeros, and measures the error of its output.
-    fn mask_one(
+    fn prune_matrix(
         &mut self,
         layer: &mut DecoderLayer,
         projection: Projection,
@@ -203,7 +203,7 @@ impl<'a> Pruner<'a> {
                 .name("saving".to_string())
                 .spawn_scoped(scope, || {
                     output.save(layer, unwritten, layers)?;
-                    output.go_ahead(&|| is_over.load(Ordering::Relaxed))
+                    output.copy_untouched_until(&|| is_over.load(Ordering::Relaxed))
                 })
                 .context("starting the thread that writes")?;
             let passed = events
@@ -223,7 +223,8 @@ impl Editor for Pruner<'_> {
     fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
         let start = Instant::now();
         let statistics = self.calibrator.observe(&layer, compute)?;
-        let (matrices, unwritten) = self.mask(&mut layer, statistics.as_ref(), compute)?;
+        let (matrices, unwritten) =
+            self.prune_matrices(&mut layer, statistics.as_ref(), compute)?;
         drop(statistics);
         let (index, sparsity) = (layer.index(), sparsity(&matrices));
         self.layers.push(LayerReport {

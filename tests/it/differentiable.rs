@@ -74,6 +74,7 @@ fn logits_are_those_of_the_layers_that_prune() {
             differentiable(folder.path(), &tokens).unwrap(),
         );
         let apart = distance(&plain, &differentiable);
+        crate::golden::show(&format!("logits differ by at most {apart:e}"));
         assert!(apart <= LOGITS, "{shape:?}: {apart:e}");
     }
 }

@@ -45,7 +45,7 @@ const HEADER: &str = "\
     clippy::print_stdout,
     reason = "the table is what docs/parity.md shows"
 )]
-fn show(text: &str) {
+pub(crate) fn show(text: &str) {
     println!("{text}");
 }
 

@@ -1,16 +1,16 @@
-//! One run, one folder: the file `prune.lock` names the process that works here, on network file systems too.
+//! One run per folder: the file `prune.lock` names the process that works here, on network file systems too.
 //!
-//! It is made with the one operation every file system does for one process only (create, unless it is there), and holds host, boot,
-//! process and a count that its owner raises every few seconds. Who finds it decides
+//! It is created by an operation that every file system grants to one process only: create, or fail if the file exists. It holds
+//! host, boot, process, and a count that the owner raises every [`BEAT`]. A process that finds a lock decides by its owner:
 //!
-//! | the lock is of | then |
+//! | owner | decision |
 //! | --- | --- |
-//! | a process of this boot of this host that lives | refused |
-//! | one that does not live any more, or the same batch job before it was started again | stale: said, and taken over |
-//! | another host, boot or container | watched: refused as soon as it is seen to live, stale after [`PATIENCE`] without a sign |
+//! | a living process of this host and boot | refused |
+//! | a dead process of this host, or the same batch job before it was requeued | stale: taken over, with a note |
+//! | another host, boot or container | watched: refused at the first sign, stale after [`PATIENCE`] without one |
 //!
-//! Nothing is judged by clocks, which differ between hosts. Whoever finds, when it raises its count, that the lock has another owner or
-//! none ends at once: two processes must never write to one model, and where the lock is gone another may have come, finished and left.
+//! No decision compares clocks, because they differ between hosts. If an owner finds another owner's lock, or none, when it raises
+//! its count, it ends at once: another process may be working in the folder, or may have finished there.
 
 use std::fs::{self, File};
 use std::io;
@@ -83,8 +83,7 @@ pub(in crate::job) struct FolderLock {
 }
 
 impl FolderLock {
-    /// Takes the folder, which is made where there is none. `lost` is called, from another thread, where this process has it no more, with
-    /// the reason.
+    /// Takes the folder, and creates it if it is missing. Another thread calls `lost` with the reason if this process loses the lock.
     ///
     /// # Errors
     /// Fails when another process works there, and when the folder cannot be written.
@@ -106,14 +105,14 @@ impl FolderLock {
                     let waited = wake.wait_timeout_while(guard, BEAT, |is_ended| !*is_ended);
                     let (guard, _) = waited.unwrap_or_else(PoisonError::into_inner);
                     let is_ended = *guard;
-                    // Released before the lock, which may be dropped here, and then takes it itself.
+                    // The guard is released first: dropping the lock below locks the same mutex.
                     drop(guard);
                     let Some(lock) = beating.upgrade().filter(|_| !is_ended) else {
                         return;
                     };
                     beat += 1;
                     if let Some(why) = lock.beat(beat) {
-                        // One that was let go just now is gone as it should be.
+                        // A lock that was released meanwhile is missing as intended.
                         if !lock.is_released.load(Ordering::SeqCst) {
                             lost(why);
                         }

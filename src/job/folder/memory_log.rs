@@ -54,7 +54,7 @@ impl MemoryLog {
     /// Takes a sample.
     ///
     /// # Errors
-    /// Fails once when the file cannot be written; the run goes on without the file.
+    /// Fails once when the file cannot be written; the run continues without the file.
     pub(in crate::job) fn add(&mut self, sample: &MemorySample) -> Result<()> {
         self.append(&text::csv_row(
             sample,

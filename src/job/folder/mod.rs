@@ -118,12 +118,12 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Checks that nothing of value would be overwritten, and gives back what an unfinished run left. One that has its record, too,
-    /// was cut off at its very last step ([`RunFolder::record_of_the_last_step`]).
+    /// Checks that no result would be overwritten, and returns the state of an unfinished run. If its record exists too, only the last
+    /// step of that run is missing ([`RunFolder::record_of_the_last_step`]).
     ///
     /// # Errors
     /// Fails when the run folder holds a finished run or the model folder holds files that no unfinished run explains, unless
-    /// forced; and when the state of an unfinished run cannot be read, or cannot be gone on from without a model.
+    /// forced; and when the state of an unfinished run cannot be read, or cannot be continued without a model.
     pub(in crate::job) fn look(&self) -> Result<Option<RunState>> {
         let is_finished = self
             .run
@@ -273,7 +273,7 @@ impl RunFolder {
         model.join(CONFIG_FILE).is_file() && output.verification.files.iter().all(has)
     }
 
-    /// Refuses the folder of an unfinished run, for commands that do not go on with one.
+    /// Refuses the folder of an unfinished run, for commands that do not continue one.
     pub(in crate::job) fn refuse_unfinished(&self) -> Result<()> {
         match &self.run {
             Some(run) if StateFile::path(run).exists() => Err(Failure::new(format!(

@@ -14,7 +14,7 @@ use crate::checkpoint::write_atomic;
 use crate::disk;
 use crate::failure::Failure;
 use crate::job::recorder::Recorder;
-use crate::pipeline::Record;
+use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
@@ -46,7 +46,7 @@ impl<'a> StateFile<'a> {
     pub(in crate::job) fn read(folder: &Path) -> Result<Option<RunState>> {
         let path = Self::path(folder);
         let cannot = |why: String| {
-            Failure::new(format!("cannot go on from `{}`", path.display()))
+            Failure::new(format!("cannot continue from `{}`", path.display()))
                 .detail(why)
                 .hint(format!(
                     "start over with --force, or remove `{}`",
@@ -150,13 +150,13 @@ impl<'a> StateFile<'a> {
         manifest.warnings = now.warnings;
     }
 
-    /// The run is finished: nothing is left to go on from. Where a power cut brings the file back, the record beside it says so.
+    /// The run is finished: nothing is left to continue. If a power cut brings the file back, the record beside it says so.
     pub(in crate::job) fn remove(&self) -> Result<()> {
         disk::remove(&self.path).with_context(|| format!("removing `{}`", self.path.display()))
     }
 }
 
-impl Record for StateFile<'_> {
+impl LayerJournal for StateFile<'_> {
     fn layer_done(
         &mut self,
         layers: &[LayerReport],

@@ -25,7 +25,7 @@ pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
     Ok(Some(Figure {
         name: "phases".into(),
         caption: "Where the time went, phase by phase, added over the layers, in the order they first ran. “read” is the time \
-                  spent waiting for a layer: reading goes on beside the other phases."
+                  spent waiting for a layer: reading continues during the other phases."
             .into(),
         svg,
     }))

@@ -213,7 +213,7 @@ fn mistakes_are_told_with_the_way_out() {
         "",
         2,
         "error: --prompt is missing",
-        "hint: write what the model is to go on from, like --prompt \"Once upon a time\", or name a --prompt-file",
+        "hint: write the text that the model continues, like --prompt \"Once upon a time\", or name a --prompt-file",
     );
     refuses(
         "--prompt x --prompt-file y",

@@ -118,7 +118,7 @@ fn too_little_room_is_refused_before_anything_is_written() {
     let ran = with_fault(&place, WANDA, "room:100000").expect("an exit code");
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     assert!(
-        ran.stderr.contains("has not enough room") && ran.stderr.contains("97.66 KiB are free"),
+        ran.stderr.contains("has too little room") && ran.stderr.contains("97.66 KiB are free"),
         "{}",
         ran.stderr
     );

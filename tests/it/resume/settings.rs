@@ -103,7 +103,7 @@ fn other_settings_are_refused_with_the_difference() {
             ran.stderr
         );
         assert!(
-            ran.stderr.contains("hint: go on with `") && ran.stderr.contains("--force"),
+            ran.stderr.contains("hint: continue with `") && ran.stderr.contains("--force"),
             "{}",
             ran.stderr
         );
