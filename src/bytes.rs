@@ -62,9 +62,6 @@ pub fn read_whole(path: &Path, most: ByteSize) -> io::Result<Vec<u8>> {
 }
 
 /// Reads a file of settings as text; it must be a regular file.
-///
-/// # Errors
-/// As [`read_whole`] for [`LARGEST_SETTINGS`], and for bytes that are not UTF-8.
 pub fn read_settings(path: &Path) -> io::Result<String> {
     text(read_whole(path, LARGEST_SETTINGS)?)
 }

@@ -205,10 +205,6 @@ impl Checkpoint {
 
     /// SHA-256 over [`Checkpoint::identity`] and a few bytes from the beginning, the middle and the end of every tensor. It distinguishes
     /// checkpoints of one architecture without reading them whole; two that differ only in other bytes share it.
-    ///
-    /// # Errors
-    ///
-    /// Fails when a file cannot be read.
     pub fn fingerprint(&self) -> anyhow::Result<String> {
         let pieces: anyhow::Result<Vec<[u8; 3 * FINGERPRINT_BYTES]>> = self
             .entries

@@ -315,9 +315,6 @@ impl CheckpointWriter {
     }
 
     /// Copies unchanged tensors piece by piece on this thread, until none is left or `is_over` returns true.
-    ///
-    /// # Errors
-    /// As [`CheckpointWriter::write`].
     pub fn copy_untouched_until(&mut self, is_over: &dyn Fn() -> bool) -> anyhow::Result<()> {
         let mut buffer = Vec::new();
         while let Some(&at) = self.untouched.last() {

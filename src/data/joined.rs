@@ -114,10 +114,6 @@ pub(super) struct JoinedText<'a> {
 
 impl<'a> JoinedText<'a> {
     /// Opens the files of a text. The first time, this reads all of a file of documents.
-    ///
-    /// # Errors
-    ///
-    /// Fails as [`Documents::open`] does.
     pub(super) fn open(source: &'a Source, cache: &TextCache, events: &dyn Events) -> Result<Self> {
         let documents = match &source.files {
             Files::Documents(path, format) => Some(Documents::open(path, *format, cache, events)?),

@@ -149,10 +149,6 @@ impl<'a> LineIndexer<'a> {
     }
 
     /// Takes everything that a reader gives.
-    ///
-    /// # Errors
-    ///
-    /// Fails as [`LineIndexer::feed`] does, and when reading fails, as it does on a damaged archive.
     pub(super) fn feed_all(&mut self, mut reader: impl Read) -> Result<()> {
         let mut chunk = vec![0; CHUNK];
         loop {

@@ -84,9 +84,6 @@ impl GenerationRequest<'_> {
 }
 
 /// Generates tokens until a [`FinishReason`] applies. `on_token` receives every new token, and returns false to stop.
-///
-/// # Errors
-/// Fails as [`GenerationRequest::capacity`], [`Generator::read`] and [`Sampler::pick`] do, and when `on_token` fails.
 pub fn generate(
     generator: &mut Generator,
     request: &GenerationRequest<'_>,

@@ -54,9 +54,6 @@ impl Generator {
     }
 
     /// [`Generator::load`] with all layers in memory.
-    ///
-    /// # Errors
-    /// Fails as [`Generator::load`] does.
     pub fn load_all(
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,

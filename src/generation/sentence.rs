@@ -9,9 +9,6 @@ use crate::data::Tokenizer;
 
 /// Continues `prompt` with the most likely tokens to the end of the sentence or of the line: `.`, `!`, `?` or a newline.
 /// Returns the new text.
-///
-/// # Errors
-/// Fails as [`generate()`] does, and when the tokenizer cannot express the prompt.
 pub fn sentence(
     generator: &mut Generator,
     tokenizer: &Tokenizer,

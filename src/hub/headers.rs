@@ -36,9 +36,6 @@ pub struct ModelHeaders {
 impl Hub {
     /// Fetches `config.json`, the index and the headers of all shards, and stores the first two in the cache. Offline, and where
     /// the hub gives no list of files, a model that is whole in the cache is taken from there.
-    ///
-    /// # Errors
-    /// Fails as [`Hub::model`] does, when the hub does not answer range requests, and for an invalid header.
     pub fn model_headers(
         &self,
         repo: &HubRepo,

@@ -109,9 +109,6 @@ fn repository(settings: &ModelSettings) -> Result<Option<HubRepo>, Failure> {
 }
 
 /// The dataset with the hub's file at hand, where it was named without a path.
-///
-/// # Errors
-/// Fails when it cannot be downloaded.
 pub(super) fn dataset(
     dataset: &DatasetSpec,
     role: Role,

@@ -126,9 +126,6 @@ impl Linear {
     }
 
     /// Returns X·Wᵀ without the bias, `[tokens, out_features]`.
-    ///
-    /// # Errors
-    /// As [`Linear::forward`].
     pub fn multiply(&self, x: &[f32], context: &mut ProductContext) -> Result<Vec<f32>> {
         let mut out = vec![0.0; x.len() / self.in_features().max(1) * self.out_features()];
         let mut outputs = [LinearOutput {

@@ -116,9 +116,6 @@ fn allocate<T: Clone + bytemuck::Zeroable>(count: usize) -> Result<Vec<T>> {
 
 impl StoredMatrix {
     /// Creates a matrix of zeros. [`StoredMatrix::as_bytes_mut`] fills it.
-    ///
-    /// # Errors
-    /// Fails when there is too little memory.
     pub fn zeros(dtype: StoredDtype, rows: usize, columns: usize) -> Result<Self> {
         let count = rows.checked_mul(columns).ok_or_else(|| {
             Failure::new(format!(

@@ -89,9 +89,6 @@ impl ModelConfig {
     }
 
     /// Checks a parsed `config.json`; see [`ModelConfig::load`].
-    ///
-    /// # Errors
-    /// As [`ModelConfig::load`].
     pub fn from_json(json: &Value) -> Result<Self> {
         let family = family::identify(json)?;
         let keys = Keys(json);

@@ -39,9 +39,6 @@ pub struct DifferentiableModel {
 
 impl DifferentiableModel {
     /// Creates the tables for sequences of exactly `seqlen` tokens.
-    ///
-    /// # Errors
-    /// Fails when a tensor cannot be allocated.
     pub fn new(config: &ModelConfig, seqlen: usize) -> Result<Self> {
         let rotary = Rotary::new(config, seqlen);
         let (cos, sin) = rotary.tables();
@@ -205,9 +202,6 @@ fn softmax(x: &Tensor) -> Result<Tensor> {
 /// # Arguments
 /// * `logits`: `[tokens, vocab_size]`
 /// * `next`: `[tokens]` ids in any shape
-///
-/// # Errors
-/// Fails when the shapes do not fit.
 pub fn loss(logits: &Tensor, next: &Tensor) -> Result<Tensor> {
     let logits = logits.broadcast_sub(&logits.detach().max_keepdim(D::Minus1)?)?;
     let log_sum = logits.exp()?.sum_keepdim(D::Minus1)?.log()?;

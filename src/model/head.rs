@@ -96,9 +96,6 @@ impl Head {
 
     /// Returns whether the checkpoint has an `lm_head.weight` that is not used: `config.json` ties the head to the embedding, and the bytes
     /// of the two differ. Both tensors are read up to the first difference.
-    ///
-    /// # Errors
-    /// Fails when reading fails.
     pub fn is_passed_over(source: &dyn WeightSource, config: &ModelConfig) -> Result<bool> {
         let tensors = (source.entry(EMBEDDING), source.entry(LM_HEAD));
         let (true, (Some(embedding), Some(lm_head))) = (config.tie_word_embeddings, tensors) else {
@@ -121,9 +118,6 @@ impl Head {
     }
 
     /// Reads norm and head.
-    ///
-    /// # Errors
-    /// As [`Head::check`], and when reading fails.
     pub fn load(source: &dyn WeightSource, config: &ModelConfig) -> Result<Self> {
         let (name, rows) = (Self::tensor_name(config), config.vocab_size);
         let weight = read_matrix(source, name, rows, config.hidden_size)?;
@@ -131,9 +125,6 @@ impl Head {
     }
 
     /// Reads the norm. The head stays in the checkpoint; `rows_at_once` rows of it are in memory at a time.
-    ///
-    /// # Errors
-    /// As [`Head::check`], and when reading fails.
     pub fn at_rest(
         source: &Arc<dyn WeightSource>,
         config: &ModelConfig,
@@ -180,9 +171,6 @@ impl Head {
     }
 
     /// Reads one of [`Head::chunks`], unless the head is in memory.
-    ///
-    /// # Errors
-    /// Fails when the rows cannot be read.
     pub fn chunk(&self, rows: Range<usize>) -> Result<HeadChunk<'_>> {
         let read = match self.lm_head.weight() {
             Weight::AtRest(weight) => Some(Linear::new(weight.read(rows.clone())?, None)),
@@ -301,9 +289,6 @@ impl HeadChunk<'_> {
     }
 
     /// Calls `body` as [`Head::logits`] does, with logits `[tokens, rows.len()]` of these rows.
-    ///
-    /// # Errors
-    /// As [`Head::logits`].
     pub fn logits(
         &self,
         hidden: &Tensor,

@@ -64,9 +64,6 @@ pub struct KvCache {
 
 impl KvCache {
     /// Reserves memory for `capacity` tokens.
-    ///
-    /// # Errors
-    /// Fails when there is too little memory.
     pub fn new(config: &ModelConfig, capacity: usize) -> Result<Self> {
         let width = config.num_key_value_heads * config.head_dim;
         let reserve = || {

@@ -71,9 +71,6 @@ impl DecoderLayer {
     }
 
     /// Reads a layer.
-    ///
-    /// # Errors
-    /// As [`DecoderLayer::check`], and when reading fails.
     pub fn load(source: &dyn WeightSource, config: &ModelConfig, index: usize) -> Result<Self> {
         Self::with_weights(source, config, index, |name, rows, columns| {
             Ok(read_matrix(source, name, rows, columns)?.into())
@@ -81,9 +78,6 @@ impl DecoderLayer {
     }
 
     /// Opens a layer whose matrices stay in the checkpoint and are read for every product. Norms and biases are in memory.
-    ///
-    /// # Errors
-    /// As [`DecoderLayer::check`], and when reading fails.
     pub fn at_rest(
         source: &Arc<dyn WeightSource>,
         config: &ModelConfig,
@@ -195,9 +189,6 @@ impl DecoderLayer {
 
     /// Passes the tokens after the cached ones through the layer, and adds their keys and values to `cache`: `[tokens, hidden_size]` in,
     /// the same shape out. Except for rounding, the output equals the last rows of [`DecoderLayer::forward`] of the whole sequence.
-    ///
-    /// # Errors
-    /// As [`DecoderLayer::forward`], and when the cache is full.
     pub fn forward_cached(
         &self,
         hidden: &Tensor,
@@ -228,9 +219,6 @@ impl DecoderLayer {
     }
 
     /// Shows the four observed inputs of one sample to `observer`. The pass ends before down's product, because its output is not needed.
-    ///
-    /// # Errors
-    /// As [`DecoderLayer::forward`].
     pub fn capture(
         &self,
         hidden: &Tensor,

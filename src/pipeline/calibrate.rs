@@ -198,9 +198,6 @@ impl<'a> Calibrator<'a> {
     }
 
     /// Moves every sample through the pruned layer. The samples end with the last layer.
-    ///
-    /// # Errors
-    /// As [`Calibrator::observe`], and when a hidden state cannot be written.
     pub(super) fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
         if !self.continues_after(layer) {
             self.stream = None;

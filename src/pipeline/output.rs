@@ -12,15 +12,9 @@ use crate::run::manifest::LayerReport;
 /// Sees every pruned matrix: writes masks, or compares them in tests.
 pub trait MaskObserver: Send {
     /// Called once per matrix, in order.
-    ///
-    /// # Errors
-    /// Ends the sweep.
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()>;
 
     /// Called after the last matrix of a layer, before the layer is recorded as finished; it may be on another thread.
-    ///
-    /// # Errors
-    /// Ends the sweep.
     fn layer_done(&mut self) -> Result<()> {
         Ok(())
     }
@@ -29,9 +23,6 @@ pub trait MaskObserver: Send {
 /// Records finished layers, so that another process can continue.
 pub trait LayerJournal: Send {
     /// Called when the tensors and masks of all these layers are on the disk; `tensors` has the SHA-256 of each, in hex.
-    ///
-    /// # Errors
-    /// Ends the sweep.
     fn layer_done(
         &mut self,
         layers: &[LayerReport],

@@ -44,9 +44,6 @@ impl SaveMasks {
 
     /// Reopens the file of an earlier process at `path`, which holds the masks of `finished` (matrix → SHA-256 of its bits). Returns the
     /// names of damaged masks as well; `None` without such a file.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be read.
     pub fn reopen(
         path: &Path,
         settings: BTreeMap<String, String>,

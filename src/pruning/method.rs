@@ -109,9 +109,6 @@ impl<'a> Request<'a> {
 }
 
 /// Prunes one matrix: the rules that hold for every method, then the method. A ratio of 0 removes nothing and asks no method.
-///
-/// # Errors
-/// As [`PruningMethod::prune`] and [`check_pattern`].
 pub fn prune(
     method: &dyn PruningMethod,
     weight: &mut StoredMatrix,

@@ -38,9 +38,6 @@ pub fn lowest_of_rows(
 
 /// The mask of [`super::Removes::FromMatrix`]: all scores of the matrix up to its threshold. N:M patterns take the N lowest of each
 /// group instead.
-///
-/// # Errors
-/// As [`lowest_of_rows`].
 pub fn lowest_of_matrix(
     weight: &StoredMatrix,
     request: &Request<'_>,

@@ -114,9 +114,6 @@ impl<'a> Compute<'a> {
     ///
     /// # Arguments
     /// * `order`: [`ResultOrder::OfSamples`], or [`ResultOrder::Blocking`] for large observations
-    ///
-    /// # Errors
-    /// As [`Compute::forward`].
     pub fn capture<O: Observer + Send>(
         &mut self,
         layer: &DecoderLayer,
@@ -157,9 +154,6 @@ impl<'a> Compute<'a> {
     ///
     /// # Arguments
     /// * `tokens`: `[windows, seqlen]`
-    ///
-    /// # Errors
-    /// As [`Compute::forward`].
     pub fn head_windows(
         &mut self,
         chunk: &HeadChunk<'_>,

@@ -55,9 +55,6 @@ impl Devices {
     ///
     /// # Arguments
     /// * `dtype`: the dtype of the arithmetic on GPUs
-    ///
-    /// # Errors
-    /// Fails when a GPU cannot be opened.
     pub fn open(plan: &Plan, dtype: StoredDtype, simulation: Option<&Simulation>) -> Result<Self> {
         let mut opened = Vec::new();
         for device in plan.devices.iter().filter(|device| device.device != "cpu") {

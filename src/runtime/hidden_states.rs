@@ -87,9 +87,6 @@ impl HiddenStates {
     }
 
     /// Returns the state of one sample in its stored dtype.
-    ///
-    /// # Errors
-    /// As [`HiddenStates::get`].
     pub fn stored(&mut self, sample: usize) -> Result<Tensor> {
         let elements = self.shape[0] * self.shape[1];
         let at = self.offset(sample);

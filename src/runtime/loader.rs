@@ -49,9 +49,6 @@ impl LayerLoader {
     }
 
     /// Returns the layer `index`.
-    ///
-    /// # Errors
-    /// Fails when the layer cannot be read.
     pub fn take(&mut self, index: usize) -> Result<DecoderLayer> {
         let layer = match self.ahead.take() {
             Some((ahead, reading)) if ahead == index => reading

@@ -52,15 +52,9 @@ impl Side {
 /// An editor changes layers: it calibrates, prunes and writes.
 pub trait Editor {
     /// Edits a dense layer and returns the layer for the pruned side.
-    ///
-    /// # Errors
-    /// An error ends the sweep.
     fn edit(&mut self, layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer>;
 
     /// Passes the editor's samples through a layer that it returned in an earlier process.
-    ///
-    /// # Errors
-    /// An error ends the sweep.
     fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()>;
 
     /// Returns whether the editor has samples.
@@ -73,15 +67,9 @@ pub trait Passenger {
     fn side(&self) -> Side;
 
     /// Takes the next layer.
-    ///
-    /// # Errors
-    /// An error ends the sweep.
     fn layer(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()>;
 
     /// Takes the head, after the last layer.
-    ///
-    /// # Errors
-    /// An error ends the run.
     fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()>;
 }
 

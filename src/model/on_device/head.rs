@@ -58,9 +58,6 @@ impl LogSumExpPart {
     }
 
     /// Computes the parts of one window's tokens on the host.
-    ///
-    /// # Errors
-    /// As [`HeadChunk::logits`].
     pub fn on_host(
         chunk: &HeadChunk<'_>,
         state: &Tensor,
@@ -104,9 +101,6 @@ impl DeviceHead {
     /// # Arguments
     /// * `hidden`: `[seqlen, hidden_size]` on the device, the output of the last layer
     /// * `tokens`: `[seqlen]`
-    ///
-    /// # Errors
-    /// Fails when the device fails.
     pub fn window(&self, hidden: &Tensor, tokens: &[u32], cut: &Cut) -> Result<Vec<LogSumExpPart>> {
         let count = tokens.len().saturating_sub(1);
         let at_once = cut.logit_tokens(self.rows.len());

@@ -30,9 +30,6 @@ pub struct DeviceTables {
 
 impl DeviceTables {
     /// Copies the tables of a context onto a device.
-    ///
-    /// # Errors
-    /// Fails when the device has too little memory.
     pub fn new(
         context: &LayerContext,
         config: &ModelConfig,
@@ -92,9 +89,6 @@ pub struct DeviceLayer {
 
 impl DeviceLayer {
     /// Copies a layer's norms. The matrices follow with [`DeviceLayer::take_up`].
-    ///
-    /// # Errors
-    /// Fails when the device has too little memory.
     pub fn begin(layer: &DecoderLayer, dtype: DType, device: &Device) -> Result<Self> {
         let [input_layernorm, post_attention_layernorm] =
             layer.norms().map(|norm| upload_vector(norm, dtype, device));
@@ -161,9 +155,6 @@ impl DeviceLayer {
     }
 
     /// Shows the observed inputs of one sample to `observer`. The pass ends before down's product.
-    ///
-    /// # Errors
-    /// As [`DeviceLayer::forward`].
     pub fn capture(
         &self,
         hidden: &Tensor,

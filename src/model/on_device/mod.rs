@@ -36,9 +36,6 @@ pub fn candle_dtype(dtype: StoredDtype) -> DType {
 pub type CopyMatrix<'a> = &'a dyn Fn(&StoredMatrix) -> Result<Tensor>;
 
 /// Copies a matrix in the device's default stream; see [`CopyMatrix`].
-///
-/// # Errors
-/// Fails when the device has too little memory.
 pub fn copy(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
     let shape = [matrix.rows(), matrix.columns()];
     let dtype = candle_dtype(matrix.dtype());

@@ -41,9 +41,6 @@ pub struct FoundGpu {
 /// Returns when the copy is complete. Only products may read the copy: freeing it waits
 /// for the events that a product records on the GPU's main stream. candle's other operators record no events, so a tensor that is
 /// cast must not come from here.
-///
-/// # Errors
-/// Fails when the GPU has no memory for it.
 pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
     let Ok(cuda) = device.as_cuda_device() else {
         return copy(matrix, device);
@@ -113,9 +110,6 @@ fn look_for_gpus() -> Vec<FoundGpu> {
 
 /// Opens a GPU with a stream that does not depend on the thread: a worker's thread computes, and the reader's
 /// copies small vectors in between.
-///
-/// # Errors
-/// Fails when the driver refuses.
 pub fn open(index: usize) -> Result<Device> {
     let device =
         Device::new_cuda_with_stream(index).with_context(|| format!("opening cuda:{index}"))?;

@@ -32,21 +32,12 @@ pub trait Engine: Send {
     fn begin(&mut self, layer: &DecoderLayer) -> Result<()>;
 
     /// Copies one matrix of the current layer.
-    ///
-    /// # Errors
-    /// As [`Engine::begin`].
     fn take_up(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()>;
 
     /// Passes one sample through the layer: `[seqlen, hidden_size]` on the host in, the same shape on the host out.
-    ///
-    /// # Errors
-    /// As [`Engine::begin`].
     fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, cut: &Cut) -> Result<Tensor>;
 
     /// Calls `observer` with the inputs of one sample at the observation points.
-    ///
-    /// # Errors
-    /// As [`Engine::begin`].
     fn capture(
         &mut self,
         layer: &DecoderLayer,
@@ -56,15 +47,9 @@ pub trait Engine: Send {
     ) -> Result<()>;
 
     /// Copies the norm and some rows of the head. They replace a layer or other rows.
-    ///
-    /// # Errors
-    /// As [`Engine::begin`].
     fn begin_head(&mut self, chunk: &HeadChunk<'_>) -> Result<()>;
 
     /// Computes one window's part of the log-sum-exp over those rows.
-    ///
-    /// # Errors
-    /// As [`Engine::begin`].
     fn head_window(
         &mut self,
         chunk: &HeadChunk<'_>,
