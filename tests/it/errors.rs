@@ -163,7 +163,7 @@ fn a_weight_that_is_no_number_is_named_by_layer_tensor_row_and_column() {
             "model.layers.1.self_attn.v_proj",
             "row 5",
             "column 7",
-            "layer 1",
+            "in model.layers.1",
         ] {
             assert!(error.contains(part), "no `{part}`: {error}");
         }
