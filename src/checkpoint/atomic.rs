@@ -10,7 +10,6 @@ use crate::failure::Failure;
 /// Writes `bytes` to `path` so that a crash leaves either the old file or the new one, never a part.
 ///
 /// # Errors
-///
 /// Fails when the folder of `path` does not exist or cannot be written; an old file at `path` then stays.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let temporary = temporary_name(path);
@@ -25,7 +24,6 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
 /// Makes renames and new names in `folder` survive a power cut.
 ///
 /// # Errors
-///
 /// Fails when the folder cannot be opened or the device reports an error.
 pub fn sync_folder(folder: &Path) -> anyhow::Result<()> {
     disk::sync_folder(folder).map_err(|error| cannot_write(folder, &error).into())

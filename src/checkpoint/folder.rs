@@ -15,7 +15,6 @@ use crate::failure::Failure;
 /// The largest index that is read. An index has a line of JSON per tensor; the largest published ones have 10 MB.
 const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);
 
-/// The hint for a damaged index.
 const AGAIN: &str = "download this file again";
 
 /// The weights of a folder, by name.

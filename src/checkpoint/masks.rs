@@ -28,7 +28,6 @@ pub const MASKS_FILE: &str = "masks.safetensors";
 const LAYOUT: &str = "one uint8 tensor per pruned matrix [out_features, in_features]: one bit per weight, 1 = pruned, \
     row-major without padding between rows, least significant bit first";
 
-/// The version of this layout.
 const LAYOUT_VERSION: &str = "1";
 
 /// Writes the masks of one run; see the module's first lines.
@@ -50,7 +49,6 @@ struct Slot {
     digest: Option<[u8; 32]>,
 }
 
-/// The planned file of masks.
 struct Layout {
     header: Vec<u8>,
     file_bytes: u64,
@@ -119,7 +117,6 @@ impl MaskWriter {
     /// all matrices as JSON. Tensors are in the order of their names, as in files written by the safetensors library.
     ///
     /// # Errors
-    ///
     /// Fails when the disk refuses or has no room; then no partial file stays.
     pub fn create(
         path: &Path,
@@ -150,12 +147,10 @@ impl MaskWriter {
         })
     }
 
-    /// Opens the file that an earlier process left, finished or not, and compares each mask of `finished` (matrix → SHA-256 of its
-    /// bits, in hex) with its hash. Also returns the names of masks with another hash. `None` if the file is missing or has another
-    /// layout.
+    /// Opens the file that an earlier process left, finished or not, and compares each mask of `finished` (matrix → SHA-256 of its bits, in
+    /// hex) with its hash. Also returns the names of masks with another hash. `None` if the file is missing or has another layout.
     ///
     /// # Errors
-    ///
     /// Fails when the file cannot be read or renamed.
     pub fn reopen(
         path: &Path,
@@ -226,7 +221,6 @@ impl MaskWriter {
     /// Writes the packed `bits` of the matrix `name`.
     ///
     /// # Errors
-    ///
     /// Fails when the matrix is unknown, has another number of bits, was written before, or the disk refuses.
     pub fn write(&mut self, name: &str, bits: &[u8]) -> anyhow::Result<()> {
         let Some(slot) = self.masks.get_mut(name) else {
@@ -253,7 +247,6 @@ impl MaskWriter {
     /// Reads every mask back, then gives the file its name.
     ///
     /// # Errors
-    ///
     /// Fails when a mask is missing or damaged, or the disk refuses; then the file keeps its partial name.
     pub fn finish(self) -> anyhow::Result<()> {
         let Self {

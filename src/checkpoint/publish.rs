@@ -17,8 +17,6 @@ use crate::failure::Failure;
 use crate::run::verification::Verification;
 
 /// Copies the sidecars and renames the partial files, `config.json` last. [`SUMS_FILE`] lists the hash of every file.
-///
-/// # Errors
 /// Fails when a partial file has disappeared, and when a file cannot be read, written or renamed.
 pub(super) fn publish(
     source: &Checkpoint,

@@ -64,7 +64,6 @@ pub struct ChangedElement {
 /// Examines every element of `entry`, a tensor of `checkpoint`, and compares it with `other`, the same tensor elsewhere.
 ///
 /// # Errors
-///
 /// Fails when a file cannot be read, and when `other` has another dtype or shape.
 pub fn scan_tensor(
     checkpoint: &Checkpoint,
@@ -193,8 +192,7 @@ fn word<const BYTES: usize>(element: &[u8; BYTES]) -> u32 {
 /// The factor that moves eight bytes of 0 or 1 to the eight bits of the upper byte, the first to the lowest bit.
 const GATHER: u64 = 0x0102_0408_1020_4080;
 
-/// Counts zeros, groups, infinities and NaNs. A piece begins at a block. Where rows are whole groups, flat groups are the groups of
-/// the rows.
+/// Counts zeros, groups, infinities and NaNs. A piece begins at a block. Where rows are whole groups, flat groups are the rows' groups.
 fn scan_elements<const BYTES: usize>(scan: &mut Scan, bits: FloatBits, now: &[u8]) {
     let (elements, _) = now.as_chunks::<BYTES>();
     let mut seen = [u32::MAX; GROUP_SIZES.len()];

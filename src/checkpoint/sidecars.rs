@@ -45,7 +45,6 @@ const PREFIXES: [&str; 3] = ["LICENSE", "USE_POLICY", "NOTICE"];
 /// The sidecars present in `folder`, in the order in which they are copied: the index late, `config.json` last.
 ///
 /// # Errors
-///
 /// Fails when the folder cannot be listed, and for a broken link.
 pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
     let cannot_list = |error: io::Error| {
@@ -76,7 +75,6 @@ pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
 /// Checks that the sidecars of `folder` can be read, before the run computes anything.
 ///
 /// # Errors
-///
 /// Fails for the first unreadable one, and as [`sidecars_in`].
 pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
     for name in sidecars_in(folder)? {

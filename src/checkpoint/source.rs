@@ -27,7 +27,6 @@ pub trait WeightSource: Send + Sync {
     /// Fills `buffer` with the stored bytes of `entry`, from byte `start` of its data. May be called from many threads.
     ///
     /// # Errors
-    ///
     /// Fails when the range leaves the tensor, or the file cannot be read or became shorter.
     fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()>;
 
@@ -44,7 +43,6 @@ pub trait WeightSource: Send + Sync {
     /// Returns the tensor `name`, which must have this `shape` and be stored as f32, f16 or bf16.
     ///
     /// # Errors
-    ///
     /// Fails when the tensor is missing, has another shape or another dtype; the message names both.
     fn require(&self, name: &str, shape: &[usize]) -> anyhow::Result<&TensorEntry> {
         let Some(entry) = self.entry(name) else {
@@ -108,7 +106,6 @@ impl Checkpoint {
     /// Opens `folder`, which holds `model.safetensors`, or `model.safetensors.index.json` and its shards. Reads only headers.
     ///
     /// # Errors
-    ///
     /// Fails when the folder or a shard is missing, when the folder holds only pickles, and when a header disagrees with itself, with
     /// the length of its file, or with the index.
     pub fn open(folder: &Path) -> anyhow::Result<Self> {

@@ -17,7 +17,6 @@ use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 use crate::run::{Events, Meter};
 
-/// An allocated file of the output.
 #[derive(Debug)]
 pub(super) struct OutputShard {
     /// `<name>.partial`, its path until it is finished.
@@ -26,9 +25,7 @@ pub(super) struct OutputShard {
     pub(super) file: File,
     /// Length, JSON and padding.
     pub(super) header: Vec<u8>,
-    /// Its final length.
     pub(super) file_bytes: u64,
-    /// The file has unsynced changes.
     pub(super) is_dirty: AtomicBool,
 }
 
@@ -182,7 +179,6 @@ pub(super) fn allocate_file(
 /// Refuses an output folder inside the source's folder, and returns its path without links and dots.
 ///
 /// # Errors
-///
 /// Fails when `target` is the source's folder or lies inside it, through links too.
 pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<PathBuf> {
     let cannot = |error: io::Error| {
@@ -225,8 +221,7 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
     Ok(resolved)
 }
 
-/// Refuses a target folder with weights that this output would not replace: they would load instead of it, or with it. Returns the
-/// old partial files.
+/// Refuses a target folder with weights that would load instead of this output, or with it. Returns the old partial files.
 pub(super) fn refuse_other_weights(
     source: &Checkpoint,
     target: &Path,

@@ -39,9 +39,7 @@ pub(super) struct WrittenShard<'a> {
     pub(super) tensors: Vec<WrittenTensor<'a>>,
 }
 
-/// A tensor of a partial file.
 pub(super) struct WrittenTensor<'a> {
-    /// The source's tensor.
     pub(super) entry: &'a TensorEntry,
     /// The start of its data in the partial file, in bytes.
     pub(super) offset: u64,

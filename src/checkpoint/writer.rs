@@ -79,7 +79,6 @@ impl CheckpointWriter {
     /// Creates the folder `target` and allocates every file of the output in it. Old `*.partial` files are replaced.
     ///
     /// # Errors
-    ///
     /// Fails when `target` is the source's folder or lies in it, holds other weights, or has no room for the output. Without room, no
     /// partial file stays.
     pub fn create(
@@ -133,7 +132,6 @@ impl CheckpointWriter {
     /// belongs to another output, or a published one is damaged.
     ///
     /// # Errors
-    ///
     /// Fails when `target` is the source's folder or lies in it, and when a file cannot be read or renamed.
     pub fn reopen(
         source: &Arc<Checkpoint>,
@@ -238,7 +236,6 @@ impl CheckpointWriter {
     /// The current model: written tensors from the output, all others from the source.
     ///
     /// # Errors
-    ///
     /// Fails when the system has no more open files.
     pub fn written(&self) -> anyhow::Result<PartialModel> {
         let mut files = Vec::with_capacity(self.shards.len());
@@ -293,8 +290,7 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Waits until all written tensors are on the disk; call it before a layer is recorded as done. Returns the SHA-256 of each written
-    /// tensor, in hex, by name.
+    /// Waits until all written tensors are on the disk, before a layer is recorded as done. Returns their SHA-256 in hex, by name.
     pub fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>> {
         for shard in &self.shards {
             if shard.is_dirty.swap(false, Ordering::Relaxed) {
@@ -336,7 +332,6 @@ impl CheckpointWriter {
     /// may come from the page cache.
     ///
     /// # Errors
-    ///
     /// Fails when a file cannot be read or written, or any check fails; then nothing was renamed.
     pub fn finish(
         mut self,
@@ -351,7 +346,6 @@ impl CheckpointWriter {
         Ok(verification)
     }
 
-    /// Copies every unwritten tensor.
     pub(super) fn copy_untouched(&mut self, events: &dyn Events) -> anyhow::Result<()> {
         let source = Arc::clone(&self.source);
         let pending = source
@@ -420,7 +414,6 @@ impl CheckpointWriter {
         Ok(length)
     }
 
-    /// Reads the partial files back.
     pub(super) fn verify(
         &self,
         expected: &[ExpectedMatrix],

@@ -1,8 +1,7 @@
 //! A folder for data that is slow to compute: unpacked documents, and token ids.
 //!
-//! Several processes may share the folder: every file is written under a temporary name and then renamed, and never changed
-//! afterwards. A file that does not match its hash counts as absent, and a failed write is a warning. Deleting the folder is
-//! always safe.
+//! Several processes may share the folder: every file is written under a temporary name and then renamed, and never changed afterwards. A
+//! file that does not match its hash counts as absent, and a failed write is a warning. Deleting the folder is always safe.
 
 use std::env;
 use std::fs::{self, File};
@@ -93,14 +92,12 @@ impl TextCache {
         Ok(ids)
     }
 
-    /// Tells if the cache has a file of the ids, of the size that the file states. Its checksum is not compared, because that
-    /// would read the whole file.
+    /// Tells if the cache has a file of the ids, of the size that it states. Its checksum is not compared: that reads the whole file.
     pub(super) fn has_token_ids(&self, tokenizer_sha256: &str, text_sha256: &str) -> bool {
         self.tokens_place(tokenizer_sha256, text_sha256)
             .is_some_and(|path| open_tokens(&path).is_some())
     }
 
-    /// The file for the ids of a text.
     fn tokens_place(&self, tokenizer_sha256: &str, text_sha256: &str) -> Option<PathBuf> {
         let key = short(&digest::of_bytes(
             format!("{tokenizer_sha256}\n{text_sha256}").as_bytes(),
@@ -145,7 +142,6 @@ fn read_tokens(path: &Path) -> Option<Vec<u32>> {
     (hasher.finalize()[..] == checksum).then_some(ids)
 }
 
-/// Writes a file of token ids.
 fn write_tokens(path: &Path, ids: &[u32]) -> io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     let mut staged = Staged::in_folder(folder, "tokens-")?;

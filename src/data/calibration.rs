@@ -53,7 +53,6 @@ pub struct Calibration {
 /// Draws the calibration samples.
 ///
 /// # Errors
-///
 /// Fails when the text cannot be read (see [`Source::check`]), has too few tokens for one sample, cannot be tokenized,
 /// or when 20,000 documents drawn in a row are too short.
 pub fn calibration(
@@ -149,7 +148,6 @@ fn allocate(nsamples: usize, seqlen: usize) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// Samples drawn so far.
 struct Samples {
     tokens: Vec<u32>,
     starts: Vec<u64>,
@@ -159,7 +157,6 @@ struct Samples {
 }
 
 impl Samples {
-    /// Draws all samples from one text of ids.
     fn draw_windows(
         &mut self,
         ids: &[u32],
@@ -258,7 +255,6 @@ impl Samples {
         Ok(counts.into_values().map(|count| count as u64).sum())
     }
 
-    /// The failure for documents that are all too short, with their number, the longest, and a length that fits.
     fn none_fits(&self, counts: &HashMap<u64, usize>, available: u64, source: &Source) -> Failure {
         let mut lengths: Vec<usize> = counts.values().copied().collect();
         lengths.sort_unstable_by(|a, b| b.cmp(a));

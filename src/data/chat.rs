@@ -1,10 +1,9 @@
 //! A model's chat template: it turns a question and a system message into the text that the model was trained on.
 //!
-//! Templates are Jinja, written for Python: `chat_template.jinja` in the model's folder, else `chat_template` of
-//! `tokenizer_config.json`, which is a string or a list of named templates with a `default`. They are rendered as in
-//! `transformers`: blocks are trimmed, strings and lists have Python's methods, `raise_exception` is an error, and the special tokens
-//! of `tokenizer_config.json` are variables. The date of the day is not given, so a question makes the same text every day;
-//! templates that use the date contain a default for it.
+//! Templates are Jinja, written for Python: `chat_template.jinja` in the model's folder, else `chat_template` of `tokenizer_config.json`,
+//! which is a string or a list of named templates with a `default`. They are rendered as in `transformers`: blocks are trimmed, strings and
+//! lists have Python's methods, `raise_exception` is an error, and the special tokens of `tokenizer_config.json` are variables. The date of
+//! the day is not given, so a question makes the same text every day; templates that use the date contain a default for it.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -181,7 +180,6 @@ fn default_of(named: &[Value], path: &Path) -> Result<String> {
     })?)
 }
 
-/// The text of a file; `None` if the file does not exist.
 fn read(path: &Path) -> Result<Option<String>> {
     match read_settings(path) {
         Ok(text) => Ok(Some(text)),

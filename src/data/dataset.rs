@@ -10,8 +10,7 @@ use std::str::FromStr;
 use super::Role;
 use crate::failure::Failure;
 
-/// The value of `--dataset` or `--eval-dataset`: `wikitext2:PATH`, `c4:PATH`, `ptb:PATH`, the bare names of the first two, `demo`,
-/// or the path of a file.
+/// The value of `--dataset` or `--eval-dataset`: `wikitext2[:PATH]`, `c4[:PATH]`, `ptb:PATH`, `demo`, or the path of a file.
 ///
 /// `Display` gives back the parsed text.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -12,7 +12,6 @@ use super::role::Role;
 /// The text of a role: one story per line.
 ///
 /// # Errors
-///
 /// Never for the assets of this program.
 pub(super) fn text(role: Role) -> Result<String> {
     let packed: &[u8] = match role {

@@ -13,7 +13,6 @@ pub(super) fn of_bytes(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
 }
 
-/// SHA-256 of a file in hex.
 pub(super) fn of_file(path: &Path) -> io::Result<String> {
     let mut hasher = Sha256::new();
     io::copy(

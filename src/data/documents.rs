@@ -28,7 +28,6 @@ use crate::run::{Event, Events};
 const GUNZIP: &str =
     "if it is meant, unpack it (gzip -dc FILE.gz > text.jsonl) and name the unpacked file";
 
-/// The required form of a file of documents.
 const ONE_OBJECT: &str = "every line must be a JSON object with a string `text`, as in {\"text\": \"...\"}; give plain text as a .txt file";
 
 /// The stored form of a file of documents. Its first bytes decide, because names are often wrong about compression.
@@ -64,7 +63,6 @@ struct Document {
     text: String,
 }
 
-/// The documents of one file.
 #[derive(Debug)]
 pub(super) struct Documents {
     source: PathBuf,
@@ -76,9 +74,6 @@ pub(super) struct Documents {
 
 impl Documents {
     /// Opens a file of documents. Reads all of it once, and unpacks it if it is packed and the cache has no copy.
-    ///
-    /// # Errors
-    ///
     /// Fails when the file cannot be read or is damaged, has a line of more than 64 MiB or no document, and when neither the cache
     /// nor the folder for temporary files can hold the unpacked text.
     pub(super) fn open(
@@ -135,9 +130,6 @@ impl Documents {
     }
 
     /// The text of one document, counted from 0.
-    ///
-    /// # Errors
-    ///
     /// Fails when its line is not a JSON object with a string `text` (the message names file and line), or cannot be read.
     pub(super) fn text(&mut self, number: u64) -> Result<String> {
         let (start, line) = self
@@ -195,7 +187,6 @@ impl Documents {
         Some(Self::new(path, Some(copy), text, index))
     }
 
-    /// Unpacks a file into the cache.
     fn unpack_into(
         folder: &Path,
         prefix: &str,
@@ -210,7 +201,6 @@ impl Documents {
         Ok(Self::new(path, Some(copy), text, index))
     }
 
-    /// Unpacks a file into a temporary file.
     fn unpack_temporary(path: &Path, format: Format, events: &dyn Events) -> Result<Self> {
         const PLACE: &str =
             "set TMPDIR to a folder with free space, or PRUNE_CACHE to keep what is unpacked";
@@ -235,7 +225,6 @@ impl Documents {
     }
 }
 
-/// The name of the unpacked copy with this index.
 fn copy_name(prefix: &str, index: &LineIndex) -> String {
     format!("{prefix}{}.jsonl", short(&hex(&index.sha256)))
 }
@@ -293,9 +282,6 @@ fn index<'a>(
 }
 
 /// Checks the beginning of a file of documents.
-///
-/// # Errors
-///
 /// Fails when the first line is not a document, the parquet column is missing, or the file is damaged at its beginning.
 pub(super) fn check(path: &Path, format: Format) -> Result<()> {
     let reader: Box<dyn Read> = match format {
@@ -329,7 +315,6 @@ pub(super) fn check(path: &Path, format: Format) -> Result<()> {
         .map_err(|error| not_a_document(path, &format!("line {number}"), &line, &error))?)
 }
 
-/// The failure for a line without a document, with the fields or the text that were found.
 fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Error) -> Failure {
     let found = match serde_json::from_slice::<serde_json::Value>(line) {
         Ok(serde_json::Value::Object(fields)) => {

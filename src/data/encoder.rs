@@ -23,7 +23,6 @@ pub(super) const MOST_WORKERS: usize = 8;
 /// of words never has a piece of this length.
 pub(super) const LONGEST_PIECE: usize = 32 << 20;
 
-/// An encoder of one text.
 pub(super) struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     progress: &'a mut dyn FnMut(u64),
@@ -63,9 +62,6 @@ impl<'a> Encoder<'a> {
     }
 
     /// Takes the next portion of the text, and encodes it if there is enough text for all workers.
-    ///
-    /// # Errors
-    ///
     /// Fails when the tokenizer's model cannot express the text, and when more than [`LONGEST_PIECE`] bytes have no place to cut.
     pub(super) fn push(&mut self, mut text: &str) -> Result<()> {
         if self.tokenizer.cuts().is_none() {
@@ -89,7 +85,6 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    /// Checks that the pending text fits one call.
     fn check_pending(&self) -> Result<()> {
         if self.pending.len() <= LONGEST_PIECE {
             return Ok(());
@@ -113,11 +108,7 @@ impl<'a> Encoder<'a> {
         Err(failure.detail(why).into())
     }
 
-    /// The ids of the whole text, with special tokens.
-    ///
-    /// # Errors
-    ///
-    /// Fails when the tokenizer's model cannot express the text.
+    /// The ids of the whole text, with special tokens. Fails when the tokenizer's model cannot express the text.
     pub(super) fn finish(mut self) -> Result<Vec<u32>> {
         self.encode_pieces()?;
         let tokenizer = self.tokenizer;
@@ -180,7 +171,6 @@ impl<'a> Encoder<'a> {
     }
 }
 
-/// Number of pieces that are encoded at once.
 pub(super) fn worker_count() -> usize {
     rayon::current_num_threads().min(MOST_WORKERS)
 }
@@ -194,7 +184,6 @@ fn new_workers() -> Result<ThreadPool> {
         .context("cannot start the tokenizer threads")
 }
 
-/// The first character boundary at byte `at` or after it.
 fn ceil_char_boundary(text: &str, at: usize) -> usize {
     (at..text.len())
         .find(|&at| text.is_char_boundary(at))

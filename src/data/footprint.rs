@@ -93,7 +93,6 @@ impl TokenizerSize {
     /// Counts the entries in the `tokenizer.json` of a model folder, without loading the tokenizer. Takes the memory of the file.
     ///
     /// # Errors
-    ///
     /// Fails when the file cannot be read or is not JSON with a `model`.
     pub fn of(model_folder: &Path) -> Result<Self> {
         let path = model_folder.join("tokenizer.json");
@@ -113,7 +112,6 @@ impl TokenizerSize {
     }
 }
 
-/// Returns whether a pre-tokenizer, or one inside it, splits by a pattern.
 fn has_pattern(pre_tokenizer: &Value) -> bool {
     match pre_tokenizer {
         Value::Object(fields) => {
@@ -134,7 +132,6 @@ struct CountedFile {
     pre_tokenizer: Value,
 }
 
-/// The model in `tokenizer.json`.
 #[derive(Deserialize)]
 struct CountedModel {
     #[serde(default)]
@@ -217,7 +214,6 @@ pub fn load_tokenizer(tokenizer: TokenizerSize) -> ByteSize {
 /// The peak of loading a tokenizer and tokenizing one text. For several texts, the largest peak counts.
 ///
 /// # Arguments
-///
 /// * `tokenizer` - from [`TokenizerSize::of`]
 /// * `text` - size of the text; `None` for a file of documents
 /// * `threads` - worker threads of the run

@@ -27,12 +27,10 @@ use crate::run::{Event, Events, TextProtocol};
 const EVALUATION_DOCUMENTS: u64 = 1100;
 /// Windows of joined documents at most: the reference truncates them to 256 · seqlen tokens.
 pub(super) const DOCUMENT_WINDOWS: usize = 256;
-/// The unit of progress.
 const KIB: u64 = 1024;
 
 /// A tokenized text and its record.
 pub(super) struct TokenizedText {
-    /// All ids of the text.
     pub(super) ids: Vec<u32>,
     /// The record, with zero windows and used tokens.
     pub(super) protocol: TextProtocol,
@@ -40,12 +38,8 @@ pub(super) struct TokenizedText {
     pub(super) is_of_documents: bool,
 }
 
-/// Turns a text into ids, or finds its ids in the cache. Reads the text twice, first for its hash. If the tokenizer's texts can be
-/// cut, the text is never in memory as a whole.
-///
-/// # Errors
-///
-/// Fails when a file cannot be read, is not UTF-8 or holds nothing, and when tokenizing fails.
+/// Turns a text into ids, or finds its ids in the cache. Reads the text twice, first for its hash. If the tokenizer's texts can be cut, the
+/// text is never in memory as a whole. Fails when a file cannot be read, is not UTF-8 or holds nothing, and when tokenizing fails.
 pub(super) fn tokenize_joined(
     source: &Source,
     tokenizer: &Tokenizer,
@@ -97,9 +91,7 @@ pub(super) fn tokenize_joined(
 /// Size, hash and origin of a text, from one pass over it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TextDigest {
-    /// Size in bytes.
     pub(super) bytes: u64,
-    /// SHA-256 in hex.
     pub(super) sha256: String,
     /// The way the text was joined, in words.
     pub(super) convention: String,
@@ -122,11 +114,7 @@ impl<'a> JoinedText<'a> {
         Ok(Self { source, documents })
     }
 
-    /// Reads the text once for its size and hash.
-    ///
-    /// # Errors
-    ///
-    /// Fails when a file cannot be read or is not UTF-8.
+    /// Reads the text once for its size and hash. Fails when a file cannot be read or is not UTF-8.
     pub(super) fn digest(&mut self) -> Result<TextDigest> {
         let (mut hasher, mut bytes) = (Sha256::new(), 0);
         let convention = self.for_each(&mut |portion| {

@@ -33,7 +33,6 @@ impl fmt::Display for WriteFailed {
 
 impl std::error::Error for WriteFailed {}
 
-/// The lines of one text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LineIndex {
     /// First byte of every `stride`-th line.
@@ -41,7 +40,6 @@ pub(super) struct LineIndex {
     stride: u64,
     most_marks: usize,
     count: u64,
-    /// SHA-256 of the text.
     pub(super) sha256: [u8; 32],
 }
 
@@ -75,9 +73,6 @@ impl LineIndex {
     }
 
     /// Reads a line of `text`, counted from 0. Returns its first byte and its bytes.
-    ///
-    /// # Errors
-    ///
     /// Fails when the text cannot be read, or has become shorter.
     pub(super) fn read(&self, mut text: &File, number: u64) -> io::Result<(u64, Vec<u8>)> {
         let mark = usize::try_from(number / self.stride).unwrap_or(usize::MAX);
@@ -136,7 +131,6 @@ impl<'a> LineIndexer<'a> {
         }
     }
 
-    /// Writes a copy of the text to an empty file.
     pub(super) fn copying_to(mut self, file: &'a File) -> Self {
         self.copy = Some(BufWriter::with_capacity(CHUNK, file));
         self
@@ -148,7 +142,6 @@ impl<'a> LineIndexer<'a> {
         self
     }
 
-    /// Takes everything that a reader gives.
     pub(super) fn feed_all(&mut self, mut reader: impl Read) -> Result<()> {
         let mut chunk = vec![0; CHUNK];
         loop {
@@ -163,12 +156,8 @@ impl<'a> LineIndexer<'a> {
         }
     }
 
-    /// Takes the next bytes of the text.
-    ///
-    /// # Errors
-    ///
-    /// Fails with [`WriteFailed`] when the copy cannot be written, and with a [`Failure`] when a line is too long, or the text is
-    /// too long for its packed source.
+    /// Takes the next bytes of the text. Fails with [`WriteFailed`] when the copy cannot be written, and with a [`Failure`] when a line is
+    /// too long, or the text is too long for its packed source.
     pub(super) fn feed(&mut self, bytes: &[u8]) -> Result<()> {
         if let Some(unpacked) = &mut self.unpacked {
             unpacked.add(bytes.len() as u64)?;
@@ -210,11 +199,7 @@ impl<'a> LineIndexer<'a> {
         self.is_blank = true;
     }
 
-    /// Ends the text.
-    ///
-    /// # Errors
-    ///
-    /// Fails with [`WriteFailed`] when the copy cannot be written.
+    /// Ends the text. Fails with [`WriteFailed`] when the copy cannot be written.
     pub(super) fn finish(mut self) -> Result<LineIndex> {
         // The last line may have no newline.
         self.end_line();

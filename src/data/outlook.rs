@@ -25,13 +25,9 @@ impl Source {
     /// Reads a text once, portion by portion, for its size and its hash. Does not tokenize it.
     ///
     /// After a change of `tokenizer_config.json`, `is_cached` may be true although the cached ids are those of the old settings.
-    ///
-    /// # Arguments
-    ///
-    /// * `model_folder` - the folder with `tokenizer.json`, which is hashed but not loaded
+    /// `tokenizer.json` in `model_folder` is hashed but not loaded.
     ///
     /// # Errors
-    ///
     /// Fails when the text or `tokenizer.json` is missing or cannot be read.
     pub fn outlook(&self, model_folder: &Path, cache: &TextCache) -> Result<TextOutlook> {
         if matches!(self.files, Files::Documents(..)) {

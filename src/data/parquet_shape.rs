@@ -24,12 +24,8 @@ const DEEPEST: usize = 32;
 /// Nesting of column groups.
 const DEEPEST_GROUP: usize = 64;
 
-/// Checks the column groups in the footer of `file`.
-///
-/// # Errors
-///
-/// Fails when a group announces more members than the footer has columns, when groups are nested too deep, when the footer is
-/// malformed, and when reading fails.
+/// Checks the column groups in the footer of `file`. Fails when a group announces more members than the footer has columns, when groups are
+/// nested too deep, when the footer is malformed, and when reading fails.
 pub(super) fn check_groups(mut file: &File) -> Result<(), String> {
     let file_bytes = file.metadata().map_err(|error| error.to_string())?.len();
     let mut tail = [0; 8];
@@ -89,12 +85,8 @@ fn check_members(members: &[i64]) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks the headers of the pages of one column in one row group: `length` bytes of `file` from byte `begin` on.
-///
-/// # Errors
-///
-/// Fails when the column reaches beyond the file, when a page or a dictionary is too large, when a header is malformed, and when
-/// reading fails.
+/// Checks the headers of the pages of one column in one row group: `length` bytes of `file` from byte `begin` on. Fails when the column
+/// reaches beyond the file, when a page or a dictionary is too large, when a header is malformed, and when reading fails.
 pub(super) fn check_pages(file: &File, begin: u64, length: u64) -> Result<(), String> {
     let file_bytes = file.metadata().map_err(|error| error.to_string())?.len();
     let end = begin.saturating_add(length);
@@ -133,7 +125,6 @@ pub(super) fn check_pages(file: &File, begin: u64, length: u64) -> Result<(), St
     Ok(())
 }
 
-/// The sizes in the header of a page.
 #[derive(Debug, Clone, Copy, Default)]
 struct PageHeader {
     /// Bytes of the header itself.
@@ -215,7 +206,6 @@ impl<'a, 'w> Walk<'a, 'w> {
         }
     }
 
-    /// One value of a type.
     fn value(&mut self, kind: u8, depth: usize) -> Option<()> {
         if depth > DEEPEST {
             return None;

@@ -31,7 +31,6 @@ const MOST_NAMED: usize = 20;
 const WRITE_LINES: &str =
     "if it is meant, write its rows as JSON lines ({\"text\": ...}) and name that file";
 
-/// A parquet file with the column `text`.
 pub(super) struct TextColumn<'a> {
     path: &'a Path,
     /// The same file, for the check of its pages.
@@ -42,9 +41,6 @@ pub(super) struct TextColumn<'a> {
 
 impl<'a> TextColumn<'a> {
     /// Reads the file's footer and finds the column.
-    ///
-    /// # Errors
-    ///
     /// Fails when the file is not parquet, or has no string column `text`. The message names the columns.
     pub(super) fn open(path: &'a Path) -> Result<Self> {
         let file = File::open(path)
@@ -86,9 +82,6 @@ impl<'a> TextColumn<'a> {
     }
 
     /// Gives every row to `take`, in the file's order.
-    ///
-    /// # Errors
-    ///
     /// Fails when a row is null or not UTF-8, when the file is damaged or its compression is not supported, and when `take` fails.
     pub(super) fn for_each(&self, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
         let file = std::fs::metadata(self.path)
@@ -160,7 +153,6 @@ impl<'a> TextColumn<'a> {
     }
 }
 
-/// The failure for a file that cannot be read as parquet.
 fn damaged(path: &Path, error: &dyn Display) -> Failure {
     Failure::new(format!(
         "cannot read `{}` as parquet: {error}",
@@ -169,7 +161,6 @@ fn damaged(path: &Path, error: &dyn Display) -> Failure {
     .hint("copy the file again; uncompressed, snappy and zstd columns are read")
 }
 
-/// The failure for a file on which the `parquet` crate panics.
 fn library_panicked(path: &Path) -> Failure {
     damaged(path, &"the parquet library failed")
 }

@@ -25,7 +25,6 @@ pub struct Source {
     pub(super) label: String,
 }
 
-/// The five kinds of text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Files {
     /// WikiText-2: raw files or parquet parts, in order. Their rows are joined into one text.
@@ -44,7 +43,6 @@ impl Source {
     /// Finds the files of a dataset: the train split for calibration, the test (C4: validation) split for evaluation.
     ///
     /// # Errors
-    ///
     /// Fails when the dataset has no path, when no file or several files match, and for a kind of file that is not supported.
     pub fn find(spec: &DatasetSpec, role: Role) -> Result<Self> {
         let files = find_files(spec, role)?;
@@ -73,7 +71,6 @@ impl Source {
     /// Checks that the files can be read and are of the expected kind. Reads their names and beginnings only.
     ///
     /// # Errors
-    ///
     /// Fails when a file is empty, or when its beginning is not UTF-8 text, a JSON line with `text`, or parquet with a column
     /// `text`, whichever is expected.
     pub fn check(&self) -> Result<()> {
@@ -104,7 +101,6 @@ impl Source {
     }
 }
 
-/// The files of a dataset in a role.
 fn find_files(spec: &DatasetSpec, role: Role) -> Result<Files> {
     if spec.name == Some(Name::Demo) {
         return Ok(Files::Demo);
@@ -133,7 +129,6 @@ fn find_files(spec: &DatasetSpec, role: Role) -> Result<Files> {
     file(spec.name, path, role)
 }
 
-/// The files of a split in a folder.
 fn find_in_folder(name: Option<Name>, folder: &Path, role: Role) -> Result<Files> {
     match name {
         Some(Name::Wikitext2) => splits::wikitext2(folder, role).map(Files::Rows),
@@ -206,7 +201,6 @@ fn expand_home(path: &Path) -> PathBuf {
     }
 }
 
-/// The failure for a dataset named without a path.
 fn no_local_text(spec: &DatasetSpec, role: Role) -> Failure {
     let split = spec.name.unwrap_or(Name::Wikitext2).split(role);
     Failure::new(format!("no local text for `{} {spec}`", role.flag())).hint(format!(
@@ -216,7 +210,6 @@ fn no_local_text(spec: &DatasetSpec, role: Role) -> Failure {
     ))
 }
 
-/// The failure for a path that does not exist.
 fn not_found(spec: &DatasetSpec, path: &Path, role: Role) -> Failure {
     let failure = Failure::new(format!(
         "no such file or folder for {}: `{}`",

@@ -40,8 +40,7 @@ pub(super) fn wikitext2(folder: &Path, role: Role) -> Result<Vec<PathBuf>> {
     Err(missing(&what, folder, &names, role, "wikitext2").into())
 }
 
-/// Finds the shard of C4 in a folder (the hub's repository, or its `en/`): the shard that the reference reads, else the only
-/// shard of the split.
+/// Finds the shard of C4 in a folder (the hub's repository, or its `en/`): the reference's shard, else the only one of the split.
 pub(super) fn c4(folder: &Path, role: Role) -> Result<PathBuf> {
     let (split, reference) = match role {
         Role::Calibration => ("c4-train", "c4-train.00000-of-01024.json.gz"),
@@ -126,7 +125,6 @@ fn check_all_parts(folder: &Path, parts: &[PathBuf]) -> Result<()> {
     }
 }
 
-/// The failure for a folder without the file.
 fn missing(what: &str, folder: &Path, names: &str, role: Role, dataset: &str) -> Failure {
     Failure::new(format!("no {what} in `{}`", folder.display()))
         .detail(format!("looked for {names}"))
@@ -137,7 +135,6 @@ fn missing(what: &str, folder: &Path, names: &str, role: Role, dataset: &str) ->
         ))
 }
 
-/// The failure for several files where one was expected.
 fn ambiguous(folder: &Path, found: &[PathBuf], split: &str, role: Role, dataset: &str) -> Failure {
     let names = found
         .iter()

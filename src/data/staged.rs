@@ -35,7 +35,6 @@ impl Staged {
         })
     }
 
-    /// The open file.
     pub(super) fn file(&self) -> &File {
         &self.file
     }

@@ -8,23 +8,21 @@
 //! may contain white space or "▁", or begin or end with a letter. Then none can overlap or touch a cut "letter, space, letter" or
 //! "newline, letter", nor reach it by the white space that it strips, so the same added tokens are found in the pieces.
 //!
-//! *Spaces become "▁"* (Llama 2: `Prepend` and `Replace`; or `Replace` alone; or `Metaspace` with any `prepend_scheme`).
-//! The cut is before a space between two letters. `Prepend` puts "▁" before each stretch of text between added tokens, so
-//! the piece after the cut begins after the space, and `Prepend` restores the space. In the other two kinds the piece keeps its
-//! space; it then begins with "▁", and no scheme adds another one. `Metaspace` with `split` never lets a token reach over such a
-//! place. If the whole text is one word of byte-pair merges, a merge over the cut would make a token with "▁" directly after another
-//! character. All results of merges are in the vocabulary, so there is no such merge if the vocabulary has no such token. Merges
-//! within a side are ordered by rank, then position, and do not depend on the other side. Four more conditions: "▁" is in the
-//! vocabulary (a run of unknown characters ends there), no drop-out, no affixes for the first and last parts of words, and no
-//! `ignore_merges`.
+//! *Spaces become "▁"* (Llama 2: `Prepend` and `Replace`; or `Replace` alone; or `Metaspace` with any `prepend_scheme`). The cut is before
+//! a space between two letters. `Prepend` puts "▁" before each stretch of text between added tokens, so the piece after the cut begins
+//! after the space, and `Prepend` restores the space. In the other two kinds the piece keeps its space; it then begins with "▁", and no
+//! scheme adds another one. `Metaspace` with `split` never lets a token reach over such a place. If the whole text is one word of byte-pair
+//! merges, a merge over the cut would make a token with "▁" directly after another character. All results of merges are in the vocabulary,
+//! so there is no such merge if the vocabulary has no such token. Merges within a side are ordered by rank, then position, and do not
+//! depend on the other side. Four more conditions: "▁" is in the vocabulary (a run of unknown characters ends there), no drop-out, no
+//! affixes for the first and last parts of words, and no `ignore_merges`.
 //!
-//! *Byte level with a known pattern* (GPT-2's, also as `use_regex`; Llama 3's). Each pre-token is encoded alone, so a cut is safe
-//! if the pattern begins a match there in any context, and looks at nothing beyond. It does before a space that follows a letter:
-//! the alternatives that match letters end with the last letter. It does after a newline that precedes a letter: in Llama 3's pattern
-//! each match of the last newline of white space ends with it; in GPT-2's pattern this holds for a newline that is the only white
-//! space there. Both patterns look ahead only by `\s+(?!\S)`, within white space. That white space does not touch a cut before a space,
-//! and gives the same match at a cut after a newline. `add_prefix_space` changes a piece that begins with a letter, so it
-//! excludes newlines.
+//! *Byte level with a known pattern* (GPT-2's, also as `use_regex`; Llama 3's). Each pre-token is encoded alone, so a cut is safe if the
+//! pattern begins a match there in any context, and looks at nothing beyond. It does before a space that follows a letter: the alternatives
+//! that match letters end with the last letter. It does after a newline that precedes a letter: in Llama 3's pattern each match of the last
+//! newline of white space ends with it; in GPT-2's pattern this holds for a newline that is the only white space there. Both patterns look
+//! ahead only by `\s+(?!\S)`, within white space. That white space does not touch a cut before a space, and gives the same match at a cut
+//! after a newline. `add_prefix_space` changes a piece that begins with a letter, so it excludes newlines.
 
 use std::collections::HashMap;
 
@@ -34,7 +32,6 @@ use tokenizers::models::bpe::BPE;
 
 /// The pre-tokenizing pattern of GPT-2. `ByteLevel` with `use_regex` applies it, too.
 const GPT_2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-/// The pre-tokenizing pattern of Llama 3.
 const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// The sign for a space in SentencePiece's vocabularies.
 const SPACE: char = '▁';

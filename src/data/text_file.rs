@@ -14,17 +14,12 @@ pub(super) const LONGEST_LINE: u64 = 64 << 20;
 /// Bytes of a portion.
 pub(super) const PORTION: usize = 64 << 10;
 
-/// Opens a file for reading.
 pub(super) fn open(path: &Path) -> Result<File> {
     Ok(File::open(path)
         .map_err(|error| Failure::new(format!("cannot open `{}`: {error}", path.display())))?)
 }
 
-/// Checks that a file is not empty and that its first bytes are UTF-8.
-///
-/// # Errors
-///
-/// Fails when they are not, and when the file cannot be read.
+/// Checks that a file is not empty and that its first bytes are UTF-8. Fails when they are not, and when the file cannot be read.
 pub(super) fn check_beginning(path: &Path) -> Result<()> {
     let mut start = Vec::new();
     open(path)?
@@ -46,9 +41,6 @@ pub(super) fn check_beginning(path: &Path) -> Result<()> {
 }
 
 /// Gives a file to `take` in portions of [`PORTION`] bytes, or up to three bytes less: the file may have no line ends.
-///
-/// # Errors
-///
 /// Fails when the file cannot be read or is not UTF-8, and when `take` fails.
 pub(super) fn for_each_portion(
     path: &Path,
@@ -78,9 +70,6 @@ pub(super) fn for_each_portion(
 }
 
 /// Gives every line of a file to `take`, with its newline. The last line may have no newline.
-///
-/// # Errors
-///
 /// Fails when the file cannot be read, is not UTF-8 or has a line of more than [`LONGEST_LINE`] bytes, and when `take` fails.
 pub(super) fn for_each_line(path: &Path, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
     let cannot_read = || format!("cannot read `{}`", path.display());
@@ -108,7 +97,6 @@ pub(super) fn for_each_line(path: &Path, take: &mut dyn FnMut(&str) -> Result<()
     Ok(())
 }
 
-/// The failure for a line of more than [`LONGEST_LINE`] bytes.
 pub(super) fn line_too_long(path: &Path) -> Failure {
     Failure::new(format!(
         "a line of `{}` is longer than {}",
@@ -117,7 +105,6 @@ pub(super) fn line_too_long(path: &Path) -> Failure {
     ))
 }
 
-/// The failure for a file in another encoding.
 fn not_utf8(path: &Path, offset: u64) -> Failure {
     Failure::new(format!("`{}` is not UTF-8 text", path.display()))
         .detail(format!("the first invalid byte is at offset {offset}"))

@@ -47,7 +47,6 @@ pub struct Tokenizer {
 
 /// The largest `tokenizer.json` that is read. Published files have up to 35 MB.
 pub(super) const LARGEST: ByteSize = ByteSize(256 << 20);
-/// The reason in the failure for a panic of the library.
 const FAILED: &str = "the tokenizer library failed";
 
 /// The rule for encoding a long text in pieces.
@@ -72,7 +71,6 @@ impl Tokenizer {
     /// Reads `tokenizer.json` of a model folder, and `tokenizer_config.json` if it exists.
     ///
     /// # Errors
-    ///
     /// Fails when the folder has no `tokenizer.json` (the hint tells how to convert a `tokenizer.model`), when one of the two files
     /// is damaged, or when the configuration asks for a special token that the vocabulary lacks.
     pub fn load(model_folder: &Path) -> Result<Self> {
@@ -135,7 +133,6 @@ impl Tokenizer {
     /// tokenizer, several threads encode a long text in pieces, and memory does not grow with the text.
     ///
     /// # Errors
-    ///
     /// Fails when the tokenizer's model cannot express the text (no unknown token and no byte fallback).
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let mut no_progress = |_| ();
@@ -171,7 +168,6 @@ impl Tokenizer {
     /// The ids of a text that contains its special tokens, as a rendered chat template does. No special token is added.
     ///
     /// # Errors
-    ///
     /// Fails when the tokenizer's model cannot express the text.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_bare(text)
@@ -239,7 +235,6 @@ impl Tokenizer {
     /// The text of ids, without special tokens.
     ///
     /// # Errors
-    ///
     /// Fails when the tokenizer's decoder refuses the ids.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         let text = blaming(self.damaged.clone(), || self.inner.decode(ids, true))?;
@@ -257,9 +252,6 @@ impl Tokenizer {
     }
 
     /// Takes a token into a stream. The inner result is the text that the token completes, or the library's refusal.
-    ///
-    /// # Errors
-    ///
     /// Fails when the library panics.
     pub(super) fn step(
         &self,
@@ -275,8 +267,7 @@ impl Tokenizer {
         token.is_some_and(|token| !self.inner.get_added_vocabulary().is_special_token(&token))
     }
 
-    /// The special tokens of `tokenizer_config.json`; `None` if the file is absent, names another class or has no
-    /// `add_bos_token`.
+    /// The special tokens of `tokenizer_config.json`; `None` if the file is absent, names another class or has no `add_bos_token`.
     fn configured_special_tokens(&self, model_folder: &Path) -> Result<Option<SpecialTokens>> {
         let path = model_folder.join("tokenizer_config.json");
         let text = match read_settings(&path) {
@@ -345,11 +336,7 @@ impl Tokenizer {
     }
 
     /// The possible values of [`Tokenizer::sha256`] for a model folder: the hash of `tokenizer.json`, alone and with each mark that
-    /// `tokenizer_config.json` may add. Does not load the tokenizer.
-    ///
-    /// # Errors
-    ///
-    /// Fails when there is no `tokenizer.json` or it cannot be read.
+    /// `tokenizer_config.json` may add. Does not load the tokenizer. Fails when there is no `tokenizer.json` or it cannot be read.
     pub(super) fn possible_hashes(model_folder: &Path) -> Result<Vec<String>> {
         let mut hasher = Sha256::new();
         let path = model_folder.join("tokenizer.json");
@@ -399,7 +386,6 @@ fn parse(bytes: &[u8]) -> tokenizers::Result<tokenizers::Tokenizer> {
     }
 }
 
-/// The failure for a folder without `tokenizer.json`.
 pub(super) fn no_tokenizer(folder: &Path) -> Failure {
     let shown = folder.display();
     if folder.join("tokenizer.model").is_file() {

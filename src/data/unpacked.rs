@@ -34,11 +34,7 @@ impl<'a> Unpacked<'a> {
         }
     }
 
-    /// Counts the next bytes.
-    ///
-    /// # Errors
-    ///
-    /// Fails when the text exceeds the limit.
+    /// Counts the next bytes. Fails when the text exceeds the limit.
     pub(super) fn add(&mut self, bytes: u64) -> Result<(), Failure> {
         self.bytes = self.bytes.saturating_add(bytes);
         let most = self.file.saturating_mul(MOST_TIMES).max(LEAST);

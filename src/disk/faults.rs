@@ -24,7 +24,6 @@ use std::time::Duration;
 
 use super::positioned;
 
-/// The environment variable.
 const VARIABLE: &str = "PRUNE_FAULT";
 
 /// The time of `wait`.

@@ -1,8 +1,7 @@
 //! The sparsity check: the content of a checkpoint on the disk, and its comparison with a dense one.
 //!
-//! Every tensor is read once, in the order of the files, in small pieces: no tokenizer, no forward pass, no layer in
-//! memory. `checkpoint::scan_tensor` reads one tensor. This file knows the names of decoder linears and combines the
-//! results.
+//! Every tensor is read once, in the order of the files, in small pieces: no tokenizer, no forward pass, no layer in memory.
+//! `checkpoint::scan_tensor` reads one tensor. This file knows the names of decoder linears and combines the results.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -115,7 +114,6 @@ pub fn inspect(
     })
 }
 
-/// The tensors of the decoder linears, by name.
 fn linears(config: &ModelConfig) -> HashMap<String, (usize, Projection)> {
     (0..config.num_hidden_layers)
         .flat_map(|layer| {

@@ -31,9 +31,7 @@ pub struct Perplexity<'a> {
 }
 
 impl<'a> Perplexity<'a> {
-    /// # Arguments
-    /// * `hidden`: the embedded windows
-    /// * `tokens`: `[windows, seqlen]`
+    /// `hidden` are the embedded windows of `tokens` `[windows, seqlen]`.
     pub fn new(
         side: Side,
         hidden: HiddenStates,
@@ -150,8 +148,7 @@ impl Passenger for Perplexity<'_> {
     }
 }
 
-/// The losses of this many logits' tokens are added up before they join the sum of the window, whether or not that many logits
-/// exist at once.
+/// The losses of this many logits' tokens are added up before they join the window's sum, even if fewer logits exist at once.
 const SUMMED_AT_ONCE: usize = 1 << 25;
 
 /// A token's prediction after some of the vocabulary's rows.

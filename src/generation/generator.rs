@@ -115,8 +115,7 @@ impl Generator {
         })
     }
 
-    /// Reads tokens at the end of `sequence`, at most [`PROMPT_BLOCK`] at a time, and returns the logits `[vocab_size]` of the
-    /// token after the last of them.
+    /// Reads tokens, at most [`PROMPT_BLOCK`] at a time, at the end of `sequence`. Returns the logits `[vocab_size]` after the last one.
     ///
     /// # Errors
     /// Fails for no tokens, for more tokens than the sequence has room for, for an id beyond the embedding, and when a streamed layer

@@ -38,7 +38,6 @@ impl Sampling {
     /// Below this temperature, divided logits could overflow f32, and only the most likely token would be drawn anyway.
     const LOWEST_TEMPERATURE: f64 = 1e-7;
 
-    /// True if only the most likely token is drawn.
     fn is_greedy(&self) -> bool {
         self.temperature < Self::LOWEST_TEMPERATURE
     }
@@ -113,7 +112,6 @@ fn first_of_the_largest(logits: &[f32]) -> usize {
     best
 }
 
-/// The softmax of logits at a temperature.
 fn probabilities(logits: &[f32], temperature: f64) -> Vec<f32> {
     let colder = (1.0 / temperature) as f32;
     let scaled = logits.iter().map(|logit| logit * colder);

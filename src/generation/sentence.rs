@@ -7,8 +7,7 @@ use super::generator::Generator;
 use super::sampler::{Sampler, Sampling};
 use crate::data::Tokenizer;
 
-/// Continues `prompt` with the most likely tokens to the end of the sentence or of the line: `.`, `!`, `?` or a newline.
-/// Returns the new text.
+/// Returns the text of the most likely tokens after `prompt`, to the end of the sentence or of the line: `.`, `!`, `?` or a newline.
 pub fn sentence(
     generator: &mut Generator,
     tokenizer: &Tokenizer,

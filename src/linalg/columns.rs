@@ -6,8 +6,7 @@ use rayon::prelude::*;
 /// Columns of a task: 4 KiB of f64 sums stay in the first-level cache while rows stream through.
 const COLUMNS_AT_ONCE: usize = 512;
 
-/// sums_j ← sums_j + Σ_t x_tj², rows in order. So the bits do not depend on the calls that rows are split into, or on the number of
-/// threads.
+/// sums_j ← sums_j + Σ_t x_tj², rows in order. So the bits do not depend on the number of calls for the rows, or of threads.
 ///
 /// # Arguments
 /// * `x`: `[tokens, columns]`, row-major

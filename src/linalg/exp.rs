@@ -120,7 +120,6 @@ fn in_lanes<S: Simd, W: InLanes>(simd: S, work: W) -> W::Output {
     }
 }
 
-/// The registers of some lanes.
 #[inline(always)]
 fn registers<S: Simd, const N: usize>(simd: S, lanes: &[f32; LANES]) -> [S::f32s; N] {
     let mut registers = [simd.splat_f32s(0.0); N];
@@ -130,7 +129,6 @@ fn registers<S: Simd, const N: usize>(simd: S, lanes: &[f32; LANES]) -> [S::f32s
     registers
 }
 
-/// The lanes of some registers.
 #[inline(always)]
 fn lanes<S: Simd, const N: usize>(registers: [S::f32s; N]) -> [f32; LANES] {
     let mut lanes = [0.0; LANES];

@@ -51,10 +51,7 @@ pub enum SingleToken {
 }
 
 impl Linear {
-    /// Creates a linear layer.
-    ///
-    /// # Arguments
-    /// * `bias`: widened to f32
+    /// Creates a linear layer with a bias that is widened to f32.
     pub fn new(weight: impl Into<Weight>, bias: Option<Vec<f32>>) -> Self {
         Self {
             weight: weight.into(),
@@ -64,8 +61,7 @@ impl Linear {
         }
     }
 
-    /// The same linear for many products: a product may keep the packed weight for the next one
-    /// ([`ProductContext::keeps_packed`]).
+    /// The same linear for many products: a product may keep the packed weight for the next one ([`ProductContext::keeps_packed`]).
     #[must_use]
     pub fn reused(mut self) -> Self {
         self.is_reused = true;

@@ -1,8 +1,7 @@
 //! Dense f32 products with strides, by the `gemm` crate.
 //!
-//! C = alpha · A·B, A `[rows, inner]`, B `[inner, columns]`, accumulated in f32 along `inner` in an order that depends
-//! on `inner` alone, so that neither the thread count nor, beyond small products (`parts`), the number of rows or columns
-//! changes a result.
+//! C = alpha · A·B, A `[rows, inner]`, B `[inner, columns]`, accumulated in f32 along `inner` in an order that depends on `inner` alone, so
+//! that neither the thread count nor, beyond small products (`parts`), the number of rows or columns changes a result.
 
 use gemm::Parallelism;
 
@@ -99,9 +98,8 @@ pub fn matmul(
         Threads::All => Parallelism::Rayon(rayon::current_num_threads()),
     };
     #[expect(unsafe_code, reason = "the gemm crate takes raw pointers")]
-    // SAFETY: the assertions above keep every element of the three matrices inside its slice; `out` is borrowed
-    // mutably and so overlaps neither factor, and its rows do not overlap each other; `read_dst` is false, so the old
-    // content of `out` is not read.
+    // SAFETY: the assertions above keep every element of the three matrices inside its slice; `out` is borrowed mutably and so overlaps
+    // neither factor, and its rows do not overlap each other; `read_dst` is false, so the old content of `out` is not read.
     unsafe {
         gemm::gemm(
             rows,

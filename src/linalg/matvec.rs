@@ -1,8 +1,7 @@
 //! The product of one token: y = W·x on the stored weight, widened piece by piece on the stack.
 //!
-//! y_i = Σ_j W_ij x_j, W `[rows, columns]` as stored, x and y in f32, accumulated in f32. Each weight is used once, so
-//! reading W limits the speed. Products of many tokens widen a panel of rows first, which here would write and read four more bytes
-//! per weight.
+//! y_i = Σ_j W_ij x_j, W `[rows, columns]` as stored, x and y in f32, accumulated in f32. Each weight is used once, so reading W limits the
+//! speed. Products of many tokens widen a panel of rows first, which here would write and read four more bytes per weight.
 //!
 //! A row's sum does not depend on the number of threads or on other rows. Its order of summation differs from that of the panel path
 //! and depends on the width of the CPU's vectors.

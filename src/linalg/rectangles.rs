@@ -27,8 +27,7 @@ unsafe impl Send for Rectangle<'_> {}
 // SAFETY: nothing can be read or written through a shared reference to it.
 unsafe impl Sync for Rectangle<'_> {}
 
-/// Elements from the first to the last element of a matrix with these strides between rows and columns; 0 for an empty matrix, and
-/// `None` if the number overflows.
+/// Elements from the first to the last of a matrix with these strides; 0 for an empty matrix, `None` if the number overflows.
 pub(super) fn extent(
     rows: usize,
     columns: usize,
@@ -54,10 +53,7 @@ pub(super) fn assert_holds(length: usize, rows: usize, columns: usize, stride: u
     );
 }
 
-/// Cuts a matrix whose rows begin `stride` elements apart.
-///
-/// # Arguments
-/// * `rows`, `columns`: in order, without overlaps
+/// Cuts a matrix whose rows begin `stride` elements apart, by `rows` and `columns` in order.
 ///
 /// # Panics
 /// Panics when ranges overlap or exceed the matrix.
@@ -96,12 +92,10 @@ pub(super) fn cut<'a>(
 }
 
 impl Rectangle<'_> {
-    /// The rows of the rectangle in the matrix.
     pub(super) fn rows(&self) -> Range<usize> {
         self.rows.clone()
     }
 
-    /// The columns of the rectangle in the matrix.
     pub(super) fn columns(&self) -> Range<usize> {
         self.columns.clone()
     }

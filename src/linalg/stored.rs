@@ -194,7 +194,6 @@ impl StoredMatrix {
         typed!(&mut self.values, values => bytemuck::cast_slice_mut(values))
     }
 
-    /// The elements of some rows.
     pub(super) fn values_of(&self, rows: std::ops::Range<usize>) -> super::product::Values<'_> {
         let range = rows.start * self.columns..rows.end * self.columns;
         match &self.values {

@@ -246,7 +246,6 @@ fn heads(keys: &Keys<'_>, family: &Family) -> Result<(usize, Heads)> {
     Ok((hidden_size, heads))
 }
 
-/// Reads the attention window, if the family has one.
 fn sliding_window(keys: &Keys<'_>, family: &Family) -> Result<Option<usize>> {
     match (family.sliding_window, keys.0.get("sliding_window")) {
         (SlidingWindow::Never, _) | (_, Some(Value::Null)) => Ok(None),

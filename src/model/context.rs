@@ -28,8 +28,7 @@ impl LayerContext {
         }
     }
 
-    /// The same context with another arithmetic of products. Weights stay packed where the memory settings say so; without this
-    /// call they never do.
+    /// The same context with another arithmetic of products. Only after this call, weights stay packed where the memory settings say so.
     #[must_use]
     pub fn with_products(mut self, products: Products) -> Self {
         let context = self.workspace.product_context();
@@ -43,7 +42,6 @@ impl LayerContext {
         &self.settings
     }
 
-    /// The rotary tables.
     pub(super) fn rotary(&self) -> &Rotary {
         &self.rotary
     }

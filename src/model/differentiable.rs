@@ -182,7 +182,6 @@ impl DifferentiableModel {
     }
 }
 
-/// A weight by its name.
 fn get<'a>(weights: &'a Weights, name: &str) -> Result<&'a Tensor> {
     weights
         .get(name)

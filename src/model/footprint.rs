@@ -53,8 +53,7 @@ impl Dtypes {
 /// Bytes of an f32.
 const F32: usize = 4;
 
-/// Bytes per thread that a product of one token with the cached keys packs. It is bounded by the second-level cache of a core: 2 MiB on
-/// recent servers, less elsewhere.
+/// Bytes per thread that a product of one token with cached keys packs: at most the second-level cache of a core, 2 MiB on recent servers.
 const PACKED_PER_THREAD: usize = 2 << 20;
 
 /// Memory of one decoder layer: weights e · (2·H·Q + 2·H·K + 3·H·I), or masks of 1 bit per weight if matrices stay on disk; norms
@@ -115,9 +114,7 @@ pub fn keeps_packed(kernel: Kernel, settings: &MemorySettings) -> bool {
 }
 
 /// Memory of the packed factors of products: X, and per thread a slab of W unless W stays packed.
-///
-/// # Arguments
-/// * `head`: the kernel of the head, if logits are computed
+/// `head` is the kernel of the head, if logits are computed.
 pub fn products(
     config: &ModelConfig,
     kernel: Kernel,
@@ -191,8 +188,7 @@ pub fn activations(config: &ModelConfig, seqlen: usize, settings: &MemorySetting
     ByteSize::of(attention.max(mlp), F32)
 }
 
-/// Memory of the rows of a weight that are read at once if matrices stay on disk: e·in·r for the largest matrix, r rows with r·in about
-/// 2²². Zero for weights in memory.
+/// Memory of a weight's rows that are read at once if matrices stay on disk: e·in·r for the largest matrix, r·in about 2²². Else zero.
 pub fn rows_read(config: &ModelConfig, dtype: StoredDtype, settings: &MemorySettings) -> ByteSize {
     if settings.weights == WeightsHeld::Layer {
         return ByteSize::ZERO;
@@ -206,9 +202,7 @@ pub fn rows_read(config: &ModelConfig, dtype: StoredDtype, settings: &MemorySett
 
 /// Memory of a sample that passes a layer (propagate, evaluate): the [`workspace`], and the larger of attention's scratch
 /// ([`attention::scratch_bytes`]) and the output 4·L·H. The owner of the input counts the input.
-///
-/// # Arguments
-/// * `kernel`: the kernel of products of activations
+/// `kernel` is that of products of activations.
 pub fn forward(
     config: &ModelConfig,
     dtype: StoredDtype,
@@ -249,8 +243,7 @@ pub fn head_weight(config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
     ByteSize::of(config.vocab_size * config.hidden_size, dtype.bytes())
 }
 
-/// Memory of a sample that is observed inside a layer (calibrate). It is that of [`forward`], because the output of attention is also the
-/// input of the MLP.
+/// Memory of a sample that is observed inside a layer (calibrate): that of [`forward`], because attention's output is also the MLP's input.
 pub fn capture(
     config: &ModelConfig,
     dtype: StoredDtype,

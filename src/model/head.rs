@@ -229,7 +229,6 @@ impl Head {
         })?
     }
 
-    /// Computes the logits of some `rows` of `linear`.
     fn some_logits(
         &self,
         linear: &Linear,

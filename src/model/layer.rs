@@ -148,17 +148,14 @@ impl DecoderLayer {
         self.norms.each_ref().map(Vec::as_slice)
     }
 
-    /// ε of the norms.
     pub(super) fn rms_norm_eps(&self) -> f32 {
         self.rms_norm_eps
     }
 
-    /// Activation of the MLP's gate.
     pub(super) fn activation(&self) -> Activation {
         self.family.activation
     }
 
-    /// Head counts and width.
     pub(super) fn heads(&self) -> Heads {
         self.heads
     }
@@ -200,8 +197,7 @@ impl DecoderLayer {
         tensor::from_vec(out, hidden.dims())
     }
 
-    /// Allocates the output on the caller's thread, because it outlives the pass. A thread of the pool allocates from a heap of its own
-    /// and does not return the memory.
+    /// Allocates the output on the caller's thread, because it outlives the pass: a thread of the pool keeps the memory of its own heap.
     fn allocate_output(hidden: &Tensor) -> Vec<f32> {
         vec![0.0; hidden.elem_count()]
     }

@@ -58,8 +58,7 @@ pub fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype> {
     }
 }
 
-/// The dtypes of a checkpoint's decoder layers and head, for plans. Tensors that [`DecoderLayer::check`] and [`Head::check`] refuse are
-/// left out.
+/// Dtypes of a checkpoint's decoder layers and head, for plans, without tensors that [`DecoderLayer::check`] and [`Head::check`] refuse.
 pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes {
     let of = |name: &str| stored_dtype(source.entry(name)?).ok();
     let layers = (0..config.num_hidden_layers)
@@ -86,7 +85,6 @@ pub(crate) fn read_matrix(
     Ok(matrix)
 }
 
-/// The rows of a tensor in a checkpoint.
 struct TensorRows {
     source: Arc<dyn WeightSource>,
     entry: TensorEntry,

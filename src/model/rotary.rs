@@ -18,7 +18,6 @@ pub struct Rotary {
     sin: Vec<f32>,
 }
 
-/// Tokens one task rotates.
 const TOKENS_PER_TASK: usize = 16;
 
 impl Rotary {

@@ -150,8 +150,7 @@ pub struct Calibrator<'a> {
 }
 
 impl<'a> Calibrator<'a> {
-    /// # Arguments
-    /// * `samples`: the embedded samples; `None` where all layers with samples are finished, or the method needs no statistics
+    /// `samples` are the embedded samples; `None` where all layers with samples are finished, or the method needs no statistics.
     pub fn new(
         method: &dyn PruningMethod,
         samples: Option<HiddenStates>,
@@ -167,7 +166,6 @@ impl<'a> Calibrator<'a> {
         }
     }
 
-    /// Returns whether there are samples.
     pub(super) fn has_samples(&self) -> bool {
         self.stream.is_some()
     }
@@ -177,10 +175,7 @@ impl<'a> Calibrator<'a> {
         self.has_samples() && layer.index() + 1 < self.config.num_hidden_layers
     }
 
-    /// Passes every sample through the dense layer, up to down's input, and returns the observations. The samples stay
-    /// where they are.
-    ///
-    /// # Errors
+    /// Passes every sample through the dense layer, up to down's input, and returns the observations. The samples stay where they are.
     /// Fails when a hidden state cannot be read, and when a device fails for another reason than lack of memory.
     pub(super) fn observe(
         &mut self,

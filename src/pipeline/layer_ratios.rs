@@ -82,7 +82,6 @@ impl LayerRatios {
     }
 }
 
-/// The file's content.
 #[derive(serde::Deserialize)]
 #[serde(untagged)]
 enum Json {

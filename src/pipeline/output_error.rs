@@ -7,11 +7,10 @@
 //! * W, W′ `[out_features, in_features]`: the matrix before and after pruning; its bias, the same in both, is left out
 //! * products in f32 as in the forward pass, both sums of squares in f64; 0/0 is 0
 //!
-//! It is what the layer-wise pruning methods try to keep small (Frantar and Alistarh 2023, arXiv:2301.00774, equation 1,
-//! there squared and without the denominator), and it tells which matrix suffers most. It is not the error of the layer,
-//! which also depends on residual stream, softmax and the other matrices, and not the error of the model, which perplexity measures.
-//! At most [`TOKENS`] tokens are looked at, so it is an estimate. As the difference of two f32 products it cannot tell errors
-//! below about 1e-6 from none.
+//! It is what the layer-wise pruning methods try to keep small (Frantar and Alistarh 2023, arXiv:2301.00774, equation 1, there squared and
+//! without the denominator), and it tells which matrix suffers most. It is not the error of the layer, which also depends on residual
+//! stream, softmax and the other matrices, and not the error of the model, which perplexity measures. At most [`TOKENS`] tokens are looked
+//! at, so it is an estimate. As the difference of two f32 products it cannot tell errors below about 1e-6 from none.
 //!
 //! The tokens: the same number of each sample, spread evenly over its positions, from another first position in every sample.
 //! The choice depends on the number of samples and their length alone, not on threads nor on how rows are split into calls.
@@ -36,8 +35,7 @@ pub(super) fn widths(config: &ModelConfig) -> [usize; 4] {
     ]
 }
 
-/// Bytes held while a layer that saw this many calibration samples is pruned: the rows of the four points, and the output of one
-/// matrix twice.
+/// Bytes held while a layer that saw this many samples is pruned: the rows of the four points, and twice the output of a matrix.
 pub(super) fn bytes(config: &ModelConfig, samples: usize, seqlen: usize) -> ByteSize {
     let tokens = samples * seqlen;
     let widest = config
@@ -153,10 +151,7 @@ pub(super) struct DenseOutput<'a> {
 }
 
 impl<'a> DenseOutput<'a> {
-    /// The output of a matrix that is not pruned yet.
-    ///
-    /// # Errors
-    /// Fails when a weight at rest cannot be read.
+    /// The output of a matrix that is not pruned yet. Fails when a weight at rest cannot be read.
     pub(super) fn of(
         linear: &Linear,
         rows: &'a [f32],
@@ -166,11 +161,8 @@ impl<'a> DenseOutput<'a> {
         Ok(Self { rows, output })
     }
 
-    /// The relative error of the same matrix, pruned now. `None` where it is not finite: an output overflows, or it was zero and
-    /// is not any more.
-    ///
-    /// # Errors
-    /// Fails when a weight at rest cannot be read.
+    /// The relative error of the same matrix, pruned now. `None` where it is not finite: an output overflows, or it was zero and is not any
+    /// more. Fails when a weight at rest cannot be read.
     pub(super) fn error_of(
         &self,
         linear: &Linear,

@@ -51,8 +51,7 @@ pub struct Pruner<'a> {
 }
 
 impl<'a> Pruner<'a> {
-    /// # Arguments
-    /// * `finished`: the reports of layers that an earlier process finished
+    /// `finished` are the reports of layers that an earlier process finished.
     pub fn new(
         method: &'static dyn PruningMethod,
         targets: &'a TargetPlan,
@@ -263,7 +262,6 @@ fn sparsity(matrices: &[MatrixReport]) -> f64 {
     zeros as f64 / weights.sum::<usize>() as f64
 }
 
-/// The report of a matrix as it is before it is pruned.
 fn report_untouched(layer: &DecoderLayer, projection: Projection) -> Result<MatrixReport> {
     let name = projection.full_name(layer.index());
     let weight = layer.linear(projection).weight().held();

@@ -48,9 +48,8 @@ impl TargetPlan {
     /// Resolves a selection against a model.
     ///
     /// # Errors
-    /// Fails with exit code 2 for a ratio outside [0, 1), a pattern that contradicts it, a glob that is malformed or
-    /// matches nothing, and layer ratios for layers that do not exist; with exit code 1 for in_features that the
-    /// pattern does not divide.
+    /// Fails with exit code 2 for a ratio outside [0, 1), a pattern that contradicts it, a glob that is malformed or matches nothing, and
+    /// layer ratios for layers that do not exist; with exit code 1 for in_features that the pattern does not divide.
     pub fn resolve(
         selection: &Selection,
         method: &dyn PruningMethod,

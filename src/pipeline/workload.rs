@@ -206,13 +206,11 @@ impl RunShape<'_> {
         self.samples + self.evaluated_windows() > 0
     }
 
-    /// The kind of statistics that calibration collects.
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
         let kind = self.method.and_then(PruningMethod::statistics);
         kind.filter(|_| self.samples > 0)
     }
 
-    /// The kernel of products with a layer's weights.
     fn kernel(&self) -> Kernel {
         self.products.kernel(self.dtypes.layers)
     }

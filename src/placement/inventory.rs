@@ -173,8 +173,7 @@ fn size_or_nothing<'de, D: Deserializer<'de>>(
     }
 }
 
-/// Returns the available memory: the smaller of the system's and that of the control group (v1 or v2). `None` on systems that do
-/// not report it.
+/// Returns the available memory: the smaller of the system's and the control group's (v1 or v2). `None` where it is not reported.
 pub fn available_memory() -> Option<ByteSize> {
     let system = std::fs::read_to_string("/proc/meminfo")
         .ok()

@@ -70,7 +70,6 @@ fn gpu_budget(inventory: &Inventory, policy: &Policy, index: usize) -> ByteSize 
 }
 
 impl<'a> Machine<'a> {
-    /// # Errors
     /// Fails for an absent device, and for a map that leaves a layer without a device.
     pub(super) fn new(
         workload: &dyn Workload,

@@ -1,5 +1,4 @@
-//! Planning on numbers alone: the memory of a machine, the part that may be used, the memory of a run, and the fastest option
-//! that fits.
+//! Planning on numbers alone: the memory of a machine, the part that may be used, the memory of a run, and the fastest option that fits.
 //!
 //! | file | story |
 //! | --- | --- |

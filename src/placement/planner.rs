@@ -192,7 +192,6 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    /// The places for hidden states that the policy allows.
     fn storages(&self) -> Vec<HiddenStatesStorage> {
         let allowed = self.machine.policy.storage;
         let mut storages = self.workload.storages();

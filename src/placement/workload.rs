@@ -8,8 +8,7 @@ use crate::run::{HiddenStatesStorage, MemorySettings, Phase};
 
 /// A run in numbers.
 ///
-/// The head's phase has settings of its own and follows the layers. So a plan chooses the settings of the layers first and those
-/// of the head afterwards.
+/// The head's phase follows the layers. So a plan chooses the settings of the layers first and those of the head afterwards.
 pub trait Workload {
     /// Decoder layers.
     fn num_hidden_layers(&self) -> usize;

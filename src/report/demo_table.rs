@@ -68,8 +68,7 @@ impl DemoTable {
     }
 }
 
-/// Breaks a sentence at spaces. A word longer than a line keeps its length. Control characters become U+FFFD: a badly pruned
-/// model may write any text.
+/// Breaks a sentence at spaces; longer words stay whole. Control characters become U+FFFD: a badly pruned model may write any text.
 fn wrapped(sentence: &str, columns: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in sentence.split(' ') {

@@ -288,7 +288,6 @@ fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Ve
     lines
 }
 
-/// The first of `lines`, and how many more there are.
 fn shortened(mut lines: Vec<String>, shown: usize) -> Vec<String> {
     if lines.len() > shown {
         let more = lines.len() - shown;

@@ -39,7 +39,6 @@ struct Page<'a> {
     versions: String,
 }
 
-/// The part of the page that compares runs.
 #[derive(Serialize)]
 struct ComparedRuns<'a> {
     charts: usize,
@@ -51,7 +50,6 @@ struct ComparedRuns<'a> {
     table: Table,
 }
 
-/// The part of the page about one run.
 #[derive(Serialize)]
 struct RunSection<'a> {
     name: &'a str,
@@ -126,7 +124,6 @@ fn render(page: &Page<'_>) -> Result<String> {
     Ok(environment.render_str(include_str!("page.html"), page)?)
 }
 
-/// Compares several runs.
 fn compare(runs: &[NamedRun]) -> Result<ComparedRuns<'_>> {
     let comparison = RunComparison::of(runs);
     let mut figures = Vec::new();
@@ -151,7 +148,6 @@ fn compare(runs: &[NamedRun]) -> Result<ComparedRuns<'_>> {
     })
 }
 
-/// Describes one run.
 fn section<'a>(run: &'a NamedRun, prefix: &str) -> Result<RunSection<'a>> {
     let manifest = &run.manifest;
     let drawn = [

@@ -96,7 +96,6 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// A text and its windows.
 fn protocol(text: &TextProtocol) -> String {
     let seed = text.seed.map(|seed| format!("; seed {seed}"));
     format!(
@@ -181,7 +180,6 @@ fn matrices(manifest: &Manifest) -> impl Iterator<Item = &MatrixReport> {
     manifest.layers.iter().flat_map(|layer| &layer.matrices)
 }
 
-/// Every matrix of a run in numbers.
 pub(super) fn every_matrix(manifest: &Manifest) -> Table {
     let rows = matrices(manifest)
         .map(|matrix| {
@@ -214,7 +212,6 @@ pub(super) fn every_matrix(manifest: &Manifest) -> Table {
     }
 }
 
-/// Memory samples in numbers.
 pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
     let size = |bytes: ByteSize| bytes.to_string();
     let rows = manifest

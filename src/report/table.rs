@@ -55,7 +55,6 @@ impl TableRows {
         self.0.push((name.to_string(), value));
     }
 
-    /// The model, its pruning, and its zeros.
     fn model(&mut self, manifest: &Manifest) {
         let model = &manifest.model;
         let millions = model.parameters as f64 / 1e6;

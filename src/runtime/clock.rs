@@ -29,7 +29,6 @@ struct Records {
 }
 
 impl Records {
-    /// Returns the highest of `now` and of the peaks recorded since the last call.
     fn peak_since_the_last_sample(&mut self, now: ByteSize) -> ByteSize {
         std::mem::take(&mut self.peak).max(now)
     }

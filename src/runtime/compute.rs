@@ -38,8 +38,7 @@ impl<'a> Compute<'a> {
         Self::new(context, Vec::new(), Vec::new(), events)
     }
 
-    /// # Arguments
-    /// * `devices`: by layer, the names of its devices; the CPU for a layer without an entry
+    /// Computes on `devices`: by layer, the names of its devices; the CPU for a layer without an entry.
     pub fn new(
         context: LayerContext,
         workers: Vec<DeviceWorker<'a>>,
@@ -74,8 +73,7 @@ impl<'a> Compute<'a> {
         })
     }
 
-    /// Moves every sample through a layer and replaces its hidden states. Calls `done` after each sample with the number of samples
-    /// finished before.
+    /// Replaces every hidden state by the output of a layer. Calls `done` after each sample with the number of samples finished before.
     ///
     /// # Errors
     /// Fails when a hidden state cannot be read or written, and when a device fails for another reason than lack of memory.
@@ -111,9 +109,7 @@ impl<'a> Compute<'a> {
     }
 
     /// Observes every sample in a layer, each with a new observer. Calls `done` with the observers in the order of the samples.
-    ///
-    /// # Arguments
-    /// * `order`: [`ResultOrder::OfSamples`], or [`ResultOrder::Blocking`] for large observations
+    /// `order` is [`ResultOrder::OfSamples`], or [`ResultOrder::Blocking`] for large observations.
     pub fn capture<O: Observer + Send>(
         &mut self,
         layer: &DecoderLayer,
@@ -150,10 +146,7 @@ impl<'a> Compute<'a> {
     }
 
     /// Computes every window's log-sum-exp over some rows of the head, on the devices of the last layer. Calls `done` with the parts
-    /// in the order of the windows.
-    ///
-    /// # Arguments
-    /// * `tokens`: `[windows, seqlen]`
+    /// in the order of the windows. `tokens` is `[windows, seqlen]`.
     pub fn head_windows(
         &mut self,
         chunk: &HeadChunk<'_>,

@@ -104,8 +104,6 @@ impl<'a> DeviceWorker<'a> {
     }
 
     /// Loads a layer unless it is loaded, and returns whether it is. One matrix that does not fit leaves the whole layer to the CPU.
-    ///
-    /// # Errors
     /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn load_layer(&mut self, layer: &DecoderLayer) -> Result<bool> {
         let wanted = Loaded::Layer(layer.index(), layer.revision());
@@ -151,8 +149,6 @@ impl<'a> DeviceWorker<'a> {
     }
 
     /// Loads some rows of the head, as [`DeviceWorker::load_layer`] loads a layer.
-    ///
-    /// # Errors
     /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn load_head(&mut self, chunk: &HeadChunk<'_>) -> Result<bool> {
         let wanted = Loaded::Head(chunk.rows.start);
@@ -202,9 +198,7 @@ impl<'a> DeviceWorker<'a> {
     }
 
     /// Copies weights that stay on the device. Where they do not fit, all weights of the layer are dropped.
-    ///
-    /// # Arguments
-    /// * `cast`: bytes that exist only while the weights are cast
+    /// `cast` counts the bytes that exist only while the weights are cast.
     fn upload(
         &mut self,
         unit: &str,
@@ -228,8 +222,6 @@ impl<'a> DeviceWorker<'a> {
     }
 
     /// Passes one sample through the loaded layer; `None` leaves the sample to the CPU.
-    ///
-    /// # Errors
     /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn forward(
         &mut self,
@@ -246,8 +238,6 @@ impl<'a> DeviceWorker<'a> {
     }
 
     /// Observes one sample in the loaded layer, with a new observer; `None` leaves the sample to the CPU.
-    ///
-    /// # Errors
     /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn capture<O: Observer>(
         &mut self,
@@ -267,8 +257,6 @@ impl<'a> DeviceWorker<'a> {
     }
 
     /// Computes one window's part of the log-sum-exp over the loaded rows of the head; `None` leaves the window to the CPU.
-    ///
-    /// # Errors
     /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn head_window(
         &mut self,
@@ -414,7 +402,6 @@ impl<'a> DeviceWorker<'a> {
         self.fallbacks.push(report);
     }
 
-    /// The name of the device: `cuda:0`.
     pub(super) fn name(&self) -> &String {
         &self.device
     }
@@ -424,7 +411,6 @@ impl<'a> DeviceWorker<'a> {
         std::mem::take(&mut self.fallbacks)
     }
 
-    /// The engine of the device.
     pub(super) fn engine(&self) -> &dyn Engine {
         &*self.engine
     }

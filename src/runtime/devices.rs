@@ -29,7 +29,6 @@ pub struct Simulation {
     pub refuse: String,
 }
 
-/// An opened device.
 #[derive(Debug, Clone)]
 struct Opened {
     name: String,
@@ -51,10 +50,7 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Opens the devices of a plan.
-    ///
-    /// # Arguments
-    /// * `dtype`: the dtype of the arithmetic on GPUs
+    /// Opens the devices of a plan. GPUs compute in `dtype`.
     pub fn open(plan: &Plan, dtype: StoredDtype, simulation: Option<&Simulation>) -> Result<Self> {
         let mut opened = Vec::new();
         for device in plan.devices.iter().filter(|device| device.device != "cpu") {
@@ -118,10 +114,7 @@ impl Devices {
         self.by_layer.clone()
     }
 
-    /// Creates a worker for each device.
-    ///
-    /// # Errors
-    /// Fails when a device has no memory for the rotary tables.
+    /// Creates a worker for each device. Fails when a device has no memory for the rotary tables.
     pub(super) fn workers<'a>(
         &self,
         config: &Arc<ModelConfig>,

@@ -164,7 +164,6 @@ impl HiddenStates {
         self.shape[0] * self.shape[1] * self.dtype.size_in_bytes()
     }
 
-    /// Returns the offset of a state in the spill file.
     fn offset(&self, sample: usize) -> u64 {
         sample as u64 * self.state_bytes() as u64
     }

@@ -17,7 +17,6 @@ use crate::model::{DecoderLayer, ModelConfig};
 use crate::placement::Residency;
 use crate::run::{Event, Events};
 
-/// The name of the phase in which layers are read.
 const PHASE: &str = "read layers";
 
 /// Hands out layers in ascending order, again and again.

@@ -193,7 +193,6 @@ impl Sweep<'_> {
         Ok(compute.finish())
     }
 
-    /// Reads some layers in their order and calls `body` with each. `moment` names the memory sample after a layer.
     fn each_layer(
         &self,
         moment: fn(usize) -> Moment,

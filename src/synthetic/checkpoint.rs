@@ -35,7 +35,6 @@ const TRANSFORMERS_VERSION: &str = "4.46.3";
 /// One thread's share of a chunk, in bytes: a multiple of every element's size.
 const SHARE_BYTES: usize = 128 << 10;
 
-/// The dtype of safetensors.
 fn stored(dtype: StoredDtype) -> Dtype {
     match dtype {
         StoredDtype::F32 => Dtype::F32,
@@ -44,7 +43,6 @@ fn stored(dtype: StoredDtype) -> Dtype {
     }
 }
 
-/// The dtype's name in config.json.
 fn torch_name(dtype: StoredDtype) -> &'static str {
     match dtype {
         StoredDtype::F32 => "float32",
@@ -90,8 +88,7 @@ pub struct RandomCheckpoint {
     pub max_shard: ByteSize,
     /// The seed. The same seed and shape give the same bytes on any number of threads.
     pub seed: u64,
-    /// A folder or a `tokenizer.json` from which the tokenizer is copied, with the `tokenizer_config.json` next to it. `None` stands for
-    /// one token per byte.
+    /// The origin of the tokenizer: a folder, or a `tokenizer.json` with its `tokenizer_config.json`. `None`: one token per byte.
     pub tokenizer: Option<PathBuf>,
 }
 
@@ -134,8 +131,7 @@ impl RandomCheckpoint {
         })
     }
 
-    /// Writes the checkpoint into `target`, which must be empty or not exist. `config.json` is written last, so a folder without it is
-    /// unfinished.
+    /// Writes the checkpoint into `target`, which must be empty or not exist. `config.json`, written last, marks it as finished.
     ///
     /// # Errors
     /// Fails when the shape is impossible, `target` is not empty, the tokenizer cannot be read or does not fit the vocabulary, or a file
@@ -249,7 +245,6 @@ impl RandomCheckpoint {
         fs::rename(&partial, path)
     }
 
-    /// The stored bytes of `tensor` from byte `start`.
     fn fill(&self, tensor: &RandomTensor, start: u64, bytes: &mut [u8]) {
         let noise = Noise::new(self.seed, tensor.number);
         bytes

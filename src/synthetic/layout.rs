@@ -8,20 +8,16 @@ use crate::model::{ModelConfig, Projection, TensorRole};
 /// Deviation of fresh weights: transformers' `initializer_range`.
 const DEVIATION: f32 = 0.02;
 
-/// A tensor to write.
 #[derive(Debug)]
 pub(super) struct RandomTensor {
-    /// Its name in transformers.
     pub(super) name: String,
     /// Its dimensions, outermost first.
     pub(super) shape: Vec<usize>,
-    /// Its stored bytes.
     pub(super) bytes: u64,
     /// Its place in the list, which is the number of its random stream.
     pub(super) number: u64,
     /// The mean of its elements: 1 for norms, 0 for the rest.
     pub(super) mean: f32,
-    /// The deviation of its elements.
     pub(super) deviation: f32,
 }
 

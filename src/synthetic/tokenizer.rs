@@ -24,7 +24,6 @@ const SPECIALS: [(&str, u64); 4] = [("<s>", BOS), ("</s>", EOS), ("<unk>", 258),
 
 /// The files of a tokenizer, and the ids that config.json repeats.
 pub(super) struct TokenizerFiles {
-    /// `tokenizer.json`.
     pub(super) json: Vec<u8>,
     /// `tokenizer_config.json`, if it exists.
     pub(super) config: Option<Vec<u8>>,
@@ -37,7 +36,6 @@ pub(super) struct TokenizerFiles {
 }
 
 impl TokenizerFiles {
-    /// The byte tokenizer.
     pub(super) fn of_bytes(
         vocab_size: usize,
         max_position_embeddings: usize,
@@ -59,8 +57,6 @@ impl TokenizerFiles {
     }
 
     /// The tokenizer of a folder or of a `tokenizer.json`, with the `tokenizer_config.json` next to it.
-    ///
-    /// # Errors
     /// Fails when a file cannot be read, and when the vocabulary is too small for the tokenizer.
     pub(super) fn read(given: &Path, vocab_size: usize) -> anyhow::Result<Self> {
         let path = if given.is_dir() {
@@ -172,7 +168,6 @@ fn tokenizer_json() -> Value {
     })
 }
 
-/// The `tokenizer_config.json` of the byte tokenizer.
 fn tokenizer_config(max_position_embeddings: usize) -> Value {
     json!({
         "add_bos_token": true,

@@ -10,12 +10,10 @@ use super::super::product::{Factors, Kernel, Line, Strided, Values};
 use super::super::rectangles::Rectangle;
 use super::{Heads, Inputs, Scheme};
 
-/// Queries per block.
 const QUERIES_AT_ONCE: usize = 128;
 /// Keys per block. Their scores take 256 KiB, which is at most half of a second-level cache.
 const KEYS_AT_ONCE: usize = 512;
 
-/// Bytes of [`BlockScratch`].
 pub(super) fn scratch_bytes(kernel: Kernel, head_dim: usize, queries: usize, keys: usize) -> usize {
     let queries = QUERIES_AT_ONCE.min(queries);
     BlockLengths::of(kernel, head_dim, queries, keys).bytes(queries, head_dim)
@@ -69,13 +67,11 @@ fn slabs(kernel: Kernel, inner: usize) -> impl Iterator<Item = Range<usize>> {
 /// The softmax of a query over the keys so far.
 #[derive(Debug, Clone, Copy)]
 struct QuerySums {
-    /// The largest score.
     largest: f32,
     /// Σ e^(score − largest).
     sum: f64,
 }
 
-/// The scratch of a thread.
 pub(super) struct BlockScratch {
     q: Vec<Line>,
     k: Vec<Line>,

@@ -63,8 +63,7 @@ pub fn scratch_bytes(
         }
 }
 
-/// Computes causal self-attention of a sequence, or of the tokens that follow `past` cached ones. Writes the context of every head side
-/// by side.
+/// Computes causal self-attention of a sequence, or of the tokens after `past` cached ones. The contexts of all heads are side by side.
 ///
 /// # Arguments
 /// * `past`: tokens before the first query, 0 for a whole sequence
@@ -102,11 +101,7 @@ pub struct Columns {
     pub first: usize,
 }
 
-/// Computes [`causal`] for some heads of a layer, and writes their columns in the context of all heads.
-///
-/// # Arguments
-/// * `heads`: the computed heads
-/// * `out`: `[seqlen, columns.width]`
+/// Computes [`causal`] for some heads, and writes their columns in the context of all heads, `out` `[seqlen, columns.width]`.
 ///
 /// # Panics
 /// Panics when a slice does not have the size of its shape.
@@ -186,7 +181,6 @@ struct Inputs<'a> {
 
 /// An algorithm for a head's context of a block of queries, with the scratch of a thread.
 trait Scheme: Send {
-    /// Queries per block.
     const QUERIES_AT_ONCE: usize;
 
     /// Scratch for any head.
@@ -196,10 +190,7 @@ trait Scheme: Send {
     fn pack(&mut self, source: &Inputs<'_>, key_head: usize, rectangles: &[Rectangle<'_>]);
 
     /// Computes a head's context of a block of queries.
-    ///
-    /// # Arguments
-    /// * `query_head`: its number among the query heads of the key head
-    /// * `out`: the context of all query heads of the key head
+    /// `query_head` counts among the query heads of the key head, and `out` is the context of all of them.
     fn block(
         &mut self,
         source: &Inputs<'_>,

@@ -1,10 +1,9 @@
 //! Attention by f32 multiply-adds. The scores of a panel of queries, as wide as a block of C, are stored key by key. So softmax runs
 //! along the lanes of registers, one query per lane, and its result is the packed factor of the product with the values.
 //!
-//! S ᵀ = K·Qᵀ,  P ᵀ = e^(scale·Sᵀ − largest),  context ᵀ = Vᵀ·Pᵀ, for a block of keys at a time; the rows of K
-//! and Vᵀ are broadcast. Future keys are computed only where they share a block of C with past ones: the last few keys of each panel.
-//! Blocks of keys have the same length on every CPU, and a query's sums do not depend on other queries. So all CPUs give the same
-//! bits.
+//! S ᵀ = K·Qᵀ, P ᵀ = e^(scale·Sᵀ − largest), context ᵀ = Vᵀ·Pᵀ, for a block of keys at a time; the rows of K and Vᵀ are broadcast. Future
+//! keys are computed only where they share a block of C with past ones: the last few keys of each panel. Blocks of keys have the same
+//! length on every CPU, and a query's sums do not depend on other queries. So all CPUs give the same bits.
 
 use std::ops::Range;
 
@@ -32,7 +31,6 @@ const CHAINS: usize = 4;
 /// f32 in a line.
 const LINE: usize = size_of::<Line>() / size_of::<f32>();
 
-/// Bytes of [`PanelScratch`].
 pub(super) fn scratch_bytes(head_dim: usize, queries: usize, keys: usize) -> usize {
     let lengths = PanelLengths::of(block_of_c(), head_dim, queries, keys);
     (lengths.k + lengths.v + lengths.q + lengths.scores + lengths.context) * size_of::<Line>()
@@ -84,7 +82,6 @@ impl PanelSums {
     };
 }
 
-/// The scratch of a thread.
 pub(super) struct PanelScratch {
     /// Rows and columns of a block of C.
     block: (usize, usize),
@@ -281,10 +278,7 @@ impl InBlocks for Block<'_, '_> {
 
 /// scores ← e^(scale·score − largest), 0 for future keys and in the rows after the last key. Returns the factor for earlier sums, since
 /// the largest score may have changed.
-///
-/// # Arguments
-/// * `scores`: a row for each key, a lane for each query
-/// * `first_seen`: keys visible to the first query; each later query sees one more
+/// `scores` has a row for each key and a lane for each query; `first_seen` keys are visible to the first query, one more to each later one.
 #[inline(always)]
 fn soften<S: Simd, const WIDE: usize>(
     simd: S,

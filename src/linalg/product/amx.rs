@@ -26,7 +26,6 @@ use super::{Factors, Line, assert_holds};
 /// Rows and columns of a block: two tiles.
 const BLOCK: usize = 2 * TILE;
 
-/// Bytes of a tile.
 const TILE_BYTES: usize = TILE_LINES * size_of::<Line>();
 
 /// `ldtilecfg`'s operand: palette 1, eight tiles of 16 rows of 64 bytes.

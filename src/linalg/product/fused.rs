@@ -98,7 +98,6 @@ pub(super) fn pack_columns(columns: Strided<'_>, count: usize, inner: usize, pac
 
 /// The source and target of a block's sums.
 pub(super) trait OutputRows {
-    /// Lends a row of the product.
     fn row(&mut self, row: usize) -> &mut [f32];
 }
 
@@ -226,9 +225,7 @@ impl<R: OutputRows> InBlocks for Blocks<'_, R> {
 }
 
 /// sums + x·w, with sums `[ROWS, WIDE registers]`, x `[steps, ROWS]` and w `[steps, WIDE registers]`.
-///
-/// # Arguments
-/// * `x`, `w`: a multiple of [`UNROLLED`] steps; surplus steps of the longer one are ignored
+/// `x` and `w` have a multiple of [`UNROLLED`] steps; surplus steps of the longer one are ignored.
 #[inline(always)]
 pub fn plus_block<S: Simd, const ROWS: usize, const WIDE: usize>(
     simd: S,

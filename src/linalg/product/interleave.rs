@@ -17,9 +17,6 @@ const EIGHT: usize = 8;
 const LONG: usize = 128;
 
 /// Packs rows of a factor, `width` rows at a time, with zeros up to whole blocks.
-///
-/// # Arguments
-/// * `width`: rows of a block
 pub(in super::super) fn interleave(
     factor: Strided<'_>,
     count: usize,
@@ -130,10 +127,7 @@ impl Element for bf16 {
     }
 }
 
-/// The first `present` rows of a matrix as columns of `packed`.
-///
-/// # Arguments
-/// * `values`: `[present, inner]`, rows `stride` elements apart
+/// The first `present` rows of a matrix as columns of `packed`; `values` are `[present, inner]`, rows `stride` elements apart.
 #[inline(always)]
 fn side_by_side<E: Element, const WIDTH: usize>(
     values: &[E],

@@ -186,10 +186,7 @@ impl Kernel {
     }
 
     /// Packs rows of a factor, at most a slab of `inner`, with zeros up to whole blocks.
-    ///
-    /// # Arguments
-    /// * `rows`: f32, `[rows, inner]`
-    /// * `packed`: [`Kernel::row_lines`] lines
+    /// `rows` is f32, `[rows, inner]`, and `packed` has [`Kernel::row_lines`] lines.
     pub fn pack_rows(self, rows: Strided<'_>, count: usize, inner: usize, packed: &mut [Line]) {
         match self {
             Self::Fused => fused::pack_rows(rows, count, inner, packed),
@@ -199,9 +196,7 @@ impl Kernel {
     }
 
     /// Packs columns of a product, which are rows of W, at most a slab of `inner`, with zeros up to whole units.
-    ///
-    /// # Arguments
-    /// * `packed`: [`Kernel::column_lines`] lines
+    /// `packed` has [`Kernel::column_lines`] lines.
     pub fn pack_columns(
         self,
         columns: Strided<'_>,

@@ -25,9 +25,7 @@ pub(super) const TASK_ELEMENTS: usize = 288 << 10;
 /// The sizes in which a kernel cuts its factors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BlockSizes {
-    /// Rows of a block of C.
     pub(super) rows: usize,
-    /// Columns of a block of C.
     pub(super) columns: usize,
     /// Columns that are packed together; divides `columns`.
     pub(super) unit: usize,

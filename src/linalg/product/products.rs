@@ -130,7 +130,6 @@ fn check(kernel: Kernel, job: &ProductJob<'_>, x: Activations<'_>) {
     assert_holds(job.out.len(), x.tokens, job.columns, job.stride);
 }
 
-/// Cuts the results of all jobs into rectangles.
 fn cut_into_tasks<'t>(
     shape: BlockSizes,
     tokens: usize,
@@ -257,7 +256,6 @@ fn pack_slab(
     began.elapsed()
 }
 
-/// Packs a task's columns of a slab of a stored weight.
 fn pack_part<'l>(
     kernel: Kernel,
     task: &Task<'_>,

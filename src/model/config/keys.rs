@@ -8,7 +8,6 @@ use crate::failure::Failure;
 /// Upper bound of sizes. Products of two of them, and of a byte count, fit a u64 with room for the layers.
 pub(super) const LARGEST_SIZE: u64 = 1 << 24;
 
-/// A JSON object whose keys are read.
 pub(super) struct Keys<'a>(pub(super) &'a Value);
 
 impl Keys<'_> {
@@ -22,7 +21,6 @@ impl Keys<'_> {
         self.size_up_to(LARGEST_SIZE, key, default)
     }
 
-    /// A whole number from 1 to `largest`.
     pub(super) fn size_up_to(
         &self,
         largest: u64,

@@ -71,7 +71,6 @@ pub(super) fn read(config: &Keys<'_>) -> Result<(f64, RopeScaling)> {
     Ok((theta, scaling))
 }
 
-/// Reads the scaling out of the object named `place`.
 fn scaling(keys: &Keys<'_>, place: &str) -> Result<RopeScaling> {
     let number = |key: &str, least: f64| {
         keys.number(key, None, |value| (least..=LARGEST_ROPE).contains(&value))

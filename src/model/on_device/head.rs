@@ -37,10 +37,8 @@ pub struct LogSumExpPart {
 }
 
 impl LogSumExpPart {
-    /// Computes the parts of several tokens from logits `[tokens, rows.len()]` on the host.
-    ///
-    /// # Arguments
-    /// * `next`: the next tokens, at most one per token. The last token of a window has none.
+    /// Computes the parts of several tokens from logits `[tokens, rows.len()]` on the host. `next` are the next tokens, at
+    /// most one per token. The last token of a window has none.
     pub fn of_logits(logits: &[f32], rows: &Range<usize>, next: &[u32]) -> Vec<Self> {
         logits
             .par_chunks_exact(rows.len().max(1))

@@ -227,11 +227,8 @@ impl DeviceLayer {
         Ok((out + hidden)?)
     }
 
-    /// Calls `body(first query, context [queries, heads · head_dim])` block by block.
-    ///
-    /// # Arguments
-    /// * `q`: `[keys, queries per key, seqlen, head_dim]`
-    /// * `k`, `v`: `[keys, seqlen, head_dim]`
+    /// Calls `body(first query, context [queries, heads · head_dim])` block by block, with `q`
+    /// `[keys, queries per key, seqlen, head_dim]` and `k`, `v` `[keys, seqlen, head_dim]`.
     fn attend_blocks(
         &self,
         q: &Tensor,
@@ -336,8 +333,7 @@ impl DeviceLayer {
     }
 }
 
-/// Shows an observer the next rows of a sample, of which `first` is the position of the first one: all of them, or their column sums
-/// of squares and a few rows.
+/// Shows an observer a sample's next rows, the first at position `first`: all of them, or their column sums of squares and a few rows.
 fn show(
     observer: &mut Option<&mut dyn Observer>,
     point: Observation,

@@ -47,7 +47,6 @@ pub fn copy(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
     )?)
 }
 
-/// Copies a vector onto a device.
 fn upload_vector(values: &[f32], dtype: DType, device: &Device) -> Result<Tensor> {
     Ok(Tensor::from_slice(values, values.len(), device)?.to_dtype(dtype)?)
 }

@@ -10,7 +10,6 @@ const NAMES: i32 = 132;
 /// Room for numbers behind the longest bar: `59 min 59 s · 100 %`.
 const NUMBERS: i32 = 152;
 
-/// One bar.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Bar {
     /// The name in front of it.

@@ -53,7 +53,6 @@ const DARK: [(RGBColor, &str); 9] = [
     (SERIES[4], "#d1bd4f"),
 ];
 
-/// The drawing area of a picture.
 pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// Draws a picture of [`WIDTH`] × `height`; `title` and `description` are for screen readers.
@@ -150,7 +149,6 @@ pub(super) fn header(area: &Area<'_>, title: &str, unit: &str) -> Result<()> {
 /// Height of [`header`].
 pub(super) const HEADER: u32 = 52;
 
-/// Fills the rectangle between two corners.
 pub(super) fn fill(
     area: &Area<'_>,
     color: RGBColor,
@@ -161,7 +159,6 @@ pub(super) fn fill(
         .map_err(broken)
 }
 
-/// Draws the outline of a rectangle.
 pub(super) fn frame(
     area: &Area<'_>,
     color: RGBColor,

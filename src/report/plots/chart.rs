@@ -19,14 +19,12 @@ const X_NAME: u32 = 26;
 /// Legend entries of at most this many characters stand in two columns.
 const SHORT: usize = 24;
 
-/// A series.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ChartLine {
     /// Its name in the legend.
     pub(super) label: String,
     /// Its points, in the order of the line.
     pub(super) points: Vec<(f64, f64)>,
-    /// Points get markers.
     pub(super) is_marked: bool,
 }
 
@@ -39,7 +37,6 @@ pub(super) struct ChartLevel {
     pub(super) value: f64,
 }
 
-/// A whole chart.
 pub(super) struct Chart<'a> {
     /// The first line above the chart.
     pub(super) title: &'a str,
@@ -49,17 +46,11 @@ pub(super) struct Chart<'a> {
     pub(super) x_name: &'a str,
     /// The description for screen readers.
     pub(super) description: &'a str,
-    /// The horizontal axis.
     pub(super) x: Axis,
-    /// The vertical axis.
     pub(super) y: Axis,
-    /// Writes a number on the horizontal axis.
     pub(super) x_label: &'a dyn Fn(f64) -> String,
-    /// Writes a number on the vertical axis.
     pub(super) y_label: &'a dyn Fn(f64) -> String,
-    /// The lines.
     pub(super) lines: Vec<ChartLine>,
-    /// The levels.
     pub(super) levels: Vec<ChartLevel>,
 }
 
@@ -84,7 +75,6 @@ impl Ranged for Axis {
 }
 
 impl Chart<'_> {
-    /// Draws the chart.
     pub(super) fn draw(&self) -> Result<String> {
         let entries = self.lines.len() + self.levels.len();
         let columns = if self.labels().all(|label| label.chars().count() <= SHORT) {

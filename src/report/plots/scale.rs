@@ -3,9 +3,7 @@
 /// The parts of an axis.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Axis {
-    /// Its lowest value.
     pub(super) from: f64,
-    /// Its highest value.
     pub(super) to: f64,
     /// Ticks inside it, ascending.
     pub(super) ticks: Vec<f64>,

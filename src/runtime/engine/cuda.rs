@@ -37,10 +37,9 @@ pub struct FoundGpu {
     pub has_bf16: bool,
 }
 
-/// Copies a matrix onto a GPU on a separate stream, so that the transfer overlaps computing.
-/// Returns when the copy is complete. Only products may read the copy: freeing it waits
-/// for the events that a product records on the GPU's main stream. candle's other operators record no events, so a tensor that is
-/// cast must not come from here.
+/// Copies a matrix onto a GPU on a separate stream, so that the transfer overlaps computing. Returns when the copy is complete. Only
+/// products may read the copy: freeing it waits for the events that a product records on the GPU's main stream. candle's other operators
+/// record no events, so a tensor that is cast must not come from here.
 pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
     let Ok(cuda) = device.as_cuda_device() else {
         return copy(matrix, device);
@@ -75,8 +74,7 @@ fn wrap<T: CudaDType>(cuda: &CudaDevice, slice: CudaSlice<T>) -> CudaStorage {
     CudaStorage::wrap_cuda_slice(slice, cuda.clone())
 }
 
-/// Returns all GPUs by index, as they were at the first call. Each has a context of this process. Empty without a driver or
-/// without GPUs.
+/// Returns all GPUs by index, as they were at the first call. Each has a context of this process. Empty without a driver or without GPUs.
 pub fn gpus() -> Vec<FoundGpu> {
     static FOUND: OnceLock<Vec<FoundGpu>> = OnceLock::new();
     FOUND.get_or_init(look_for_gpus).clone()
@@ -108,8 +106,7 @@ fn look_for_gpus() -> Vec<FoundGpu> {
     gpus
 }
 
-/// Opens a GPU with a stream that does not depend on the thread: a worker's thread computes, and the reader's
-/// copies small vectors in between.
+/// Opens a GPU with a stream for all threads: a worker's thread computes, and the reader's copies small vectors in between.
 pub fn open(index: usize) -> Result<Device> {
     let device =
         Device::new_cuda_with_stream(index).with_context(|| format!("opening cuda:{index}"))?;

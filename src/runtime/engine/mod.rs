@@ -67,8 +67,7 @@ pub trait Engine: Send {
     /// Drops layer and head.
     fn drop_weights(&mut self);
 
-    /// Waits for all work and gives unused memory back to the device, including a layer that was copied ahead. From now on no layer is
-    /// copied ahead.
+    /// Waits for all work and gives unused memory back, with a layer that was copied ahead. From now on no layer is copied ahead.
     ///
     /// # Errors
     /// Fails when the device has failed in the meantime.

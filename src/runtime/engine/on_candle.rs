@@ -36,8 +36,7 @@ struct Ahead {
     is_stopped: AtomicBool,
 }
 
-/// Copies a matrix in parallel with the device's work, unless it must be cast: a cast is part of that work, and its source must be
-/// freed in the order of that work.
+/// Copies a matrix in parallel with the device's work, unless it must be cast: that work contains casts, and the frees of their sources.
 fn copy_in_parallel(matrix: &StoredMatrix, dtype: DType, device: &Device) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if candle_dtype(matrix.dtype()) == dtype {
