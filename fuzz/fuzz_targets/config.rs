@@ -2,7 +2,7 @@
 #![no_main]
 
 use prune::linalg::StoredDtype;
-use prune::model::{ModelConfig, Rotary, footprint};
+use prune::model::{Dtypes, ModelConfig, Rotary, footprint};
 use prune::run::MemorySettings;
 
 prune_fuzz::target!(input, {
@@ -14,7 +14,7 @@ prune_fuzz::target!(input, {
         for seqlen in [2, config.longest_sequence()] {
             let _ = footprint::activations(&config, seqlen, &settings);
             let _ = footprint::hidden_states(&config, seqlen);
-            let _ = footprint::head(&config, StoredDtype::F32, seqlen, 1 << 20, &settings);
+            let _ = footprint::head(&config, Dtypes::all(StoredDtype::F32), seqlen, 1 << 20, &settings);
         }
         let _ = footprint::parameters(&config);
         let _ = footprint::layer_weights(&config, StoredDtype::F32, &settings);

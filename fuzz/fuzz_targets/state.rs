@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, LazyLock};
 
 use prune::checkpoint::{Checkpoint, CheckpointWriter};
-use prune::pipeline::{StateFile, resume};
+use prune::job::folder::state_file::StateFile;
+use prune::pipeline::expected;
 use prune::pruning::Pattern;
 use prune::run::Silent;
 
@@ -27,15 +28,17 @@ prune_fuzz::target!(input, {
     };
     let _ = state.differences(&state.settings.clone());
     let reopened = CheckpointWriter::reopen(source, run, &state.tensors, &Silent);
-    let reopened = reopened.expect("the files can be read").expect("they are there");
+    let reopened = reopened
+        .expect("the files can be read")
+        .expect("they are there");
     let damaged: BTreeSet<String> = reopened
         .damaged
         .iter()
-        .map(|tensor| resume::matrix_of(tensor).to_string())
+        .map(|tensor| expected::matrix_of(tensor).to_string())
         .collect();
     let names = state.keep_whole_layers(&damaged);
     let mut writer = reopened.writer;
     writer.forget(names.iter().map(String::as_str));
-    let _ = resume::masks_of(&state.layers);
-    let _ = resume::expected_of(&state.layers, Pattern::Unstructured);
+    let _ = expected::masks_of(&state.layers);
+    let _ = expected::expected_of(&state.layers, Pattern::Unstructured);
 });

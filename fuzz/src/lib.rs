@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use prune::checkpoint::{Checkpoint, WeightSource};
-use prune::data::{self, Role, TextCache, Tokenizer};
-use prune::synthetic::RandomCheckpoint;
+use prune::data::{self, DatasetSpec, Draw, Role, Source, TextCache, Tokenizer};
 use prune::model::{DecoderLayer, Head, ModelConfig};
 use prune::run::Silent;
+use prune::synthetic::RandomCheckpoint;
 use tempfile::TempDir;
 
 #[allow(dead_code)]
@@ -83,13 +83,21 @@ pub fn open(model: &str) {
 pub fn read_text(name: Option<&str>, path: &Path) {
     let path = path.display();
     let spec = name.map_or(path.to_string(), |name| format!("{name}:{path}"));
-    let spec = spec.parse().expect("a path");
+    let spec: DatasetSpec = spec.parse().expect("a path");
     let (tokenizer, cache) = (&BENCH.tokenizer, TextCache::disabled());
-    for role in [Role::Calibration, Role::Evaluation] {
-        let _ = data::check(&spec, role);
+    let draw = Draw {
+        nsamples: 2,
+        seqlen: 16,
+        seed: 0,
+    };
+    if let Ok(source) = Source::find(&spec, Role::Calibration) {
+        let _ = source.check();
+        let _ = data::calibration(&source, tokenizer, draw, &cache, &Silent);
     }
-    let _ = data::calibration(&spec, tokenizer, 2, 16, 0, &cache, &Silent);
-    let _ = data::evaluation(&spec, tokenizer, 16, None, &cache, &Silent);
+    if let Ok(source) = Source::find(&spec, Role::Evaluation) {
+        let _ = source.check();
+        let _ = data::evaluation(&source, tokenizer, 16, None, &cache, &Silent);
+    }
 }
 
 /// Lets panics pass that the program turns into the refusal of a file; all others end the fuzzer, as it wants it.

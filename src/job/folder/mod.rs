@@ -3,7 +3,7 @@
 pub(crate) mod lock;
 pub(super) mod memory_log;
 mod owner;
-pub(super) mod state_file;
+pub mod state_file;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -25,7 +25,7 @@ use crate::runtime::Clock;
 const LARGEST: ByteSize = ByteSize(256 << 20);
 
 /// `unfinished.json` while this process works on it.
-pub(in crate::job) struct StateFile<'a> {
+pub struct StateFile<'a> {
     path: PathBuf,
     /// The state that earlier sessions left, with the layers this one finished.
     state: RunState,
@@ -43,7 +43,7 @@ impl<'a> StateFile<'a> {
     ///
     /// # Errors
     /// Fails for a file that is none, or another version's.
-    pub(in crate::job) fn read(folder: &Path) -> Result<Option<RunState>> {
+    pub fn read(folder: &Path) -> Result<Option<RunState>> {
         let path = Self::path(folder);
         let cannot = |why: String| {
             Failure::new(format!("cannot continue from `{}`", path.display()))
@@ -184,7 +184,7 @@ fn merged_warnings(before: &[String], now: Vec<String>) -> Vec<String> {
 impl RunState {
     /// Keeps the layers before the first with a tensor that is not recorded or among `damaged` (names of matrices). Returns the
     /// matrices of the layers that go.
-    pub(in crate::job) fn keep_whole_layers(&mut self, damaged: &BTreeSet<String>) -> Vec<String> {
+    pub fn keep_whole_layers(&mut self, damaged: &BTreeSet<String>) -> Vec<String> {
         let is_whole = |layer: &LayerReport| {
             pruned(std::slice::from_ref(layer)).all(|matrix| {
                 !damaged.contains(&matrix.name)
