@@ -12,12 +12,15 @@ use prune::demo::embedded;
 use prune::generation::{
     FinishReason, GenerationRequest, Generator, Sampler, Sampling, generate, sentence,
 };
+use prune::job;
 use prune::model::ModelConfig;
 use prune::model::differentiable::{DifferentiableModel, Weights, loss};
+use prune::pruning::Pattern;
 use prune::run::Silent;
+use prune::settings::{CalibrationSettings, Settings};
 use prune::synthetic::RandomCheckpoint;
 
-use crate::support::prune_in_process;
+use crate::support::sparsity;
 
 /// Ids `[rows, seqlen]` as a tensor.
 fn ids(tokens: &[u32], seqlen: usize) -> Result<Tensor> {
@@ -299,15 +302,18 @@ fn the_demo_text_serves_any_tokenizer_and_says_what_it_is() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let model = folder.path().join("random");
     RandomCheckpoint::default().write(&model, &Silent)?;
-    let model = model.display().to_string();
-    let cache = folder.path().join("cache").display().to_string();
-    let manifest = prune_in_process(
-        &format!(
-            "--model {model} --sparsity-ratio 0.5 --dataset demo --eval-dataset demo \
-             --nsamples 2 --seqlen 64 --eval-windows 2 --text-cache {cache}"
-        ),
-        None,
-    )?;
+    let mut settings = Settings::pruning(model);
+    settings.sparsity = Some(sparsity("wanda", 0.5, Pattern::Unstructured));
+    settings.calibration = Some(CalibrationSettings {
+        dataset: "demo".parse()?,
+        nsamples: 2,
+        ..CalibrationSettings::default()
+    });
+    settings.seqlen = Some(64);
+    settings.evaluation.eval_dataset = "demo".parse()?;
+    settings.evaluation.eval_windows = Some(2);
+    settings.evaluation.text_cache = Some(folder.path().join("cache"));
+    let manifest = job::prune(settings, &Silent, None)?;
     let calibration = manifest.calibration.expect("wanda calibrates");
     assert_eq!(calibration.dataset, "demo");
     assert_eq!(calibration.path, "built in");

@@ -10,14 +10,17 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use prune::job;
 use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, StoredMatrix};
 use prune::model::Projection;
 use prune::pipeline::{MaskObserver, PrunedMatrix};
 use prune::pruning::mask::{Mask, RowBits};
 use prune::pruning::{ColumnSquares, Pattern, Statistics, Target};
+use prune::run::Silent;
+use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
 
-use crate::support;
+use crate::support::{self, sparsity};
 use compare::{Comparison, DENSE_PERPLEXITY, Rule, differences, relative, within};
 use reference::{Golden, dataset, goldens};
 
@@ -53,47 +56,33 @@ pub(crate) fn show(text: &str) {
 #[derive(Clone, Copy)]
 struct Ask {
     seed: u64,
-    eval: &'static str,
-    dtype: &'static str,
+    eval: EvalSides,
+    dtype: ComputeDtype,
 }
 
-fn arguments(golden: &Golden, shared: &Path, cache: &Path, ask: Ask) -> Result<String> {
-    let settings = &golden.settings;
-    let (method, ratio) = match settings.method.as_str() {
+/// The settings of a golden's run.
+fn settings(golden: &Golden, shared: &Path, cache: &Path, ask: Ask) -> Result<Settings> {
+    let of = &golden.settings;
+    let (method, ratio) = match of.method.as_str() {
         "dense" => ("wanda", 0.0),
-        _ => (Rule::of(settings).method(), settings.sparsity_ratio),
+        _ if of.variant => ("wanda-variant", of.sparsity_ratio),
+        _ => (Rule::of(of).method(), of.sparsity_ratio),
     };
-    let mut arguments = vec![
-        (
-            "--model",
-            shared
-                .join("models")
-                .join(&settings.model)
-                .display()
-                .to_string(),
-        ),
-        ("--prune-method", method.to_owned()),
-        ("--sparsity-ratio", ratio.to_string()),
-        ("--sparsity-type", settings.sparsity_type.clone()),
-        ("--dataset", dataset(shared, &settings.train)?),
-        ("--nsamples", settings.nsamples.to_string()),
-        ("--seqlen", settings.seqlen.to_string()),
-        ("--seed", ask.seed.to_string()),
-        ("--dtype", ask.dtype.to_owned()),
-        ("--eval", ask.eval.to_owned()),
-        ("--text-cache", cache.display().to_string()),
-    ];
-    if ask.eval != "none" {
-        arguments.push(("--eval-dataset", dataset(shared, &settings.test)?));
+    let mut settings = Settings::pruning(shared.join("models").join(&of.model));
+    settings.model.dtype = ask.dtype;
+    settings.sparsity = Some(sparsity(method, ratio, of.sparsity_type.parse()?));
+    settings.calibration = Some(CalibrationSettings {
+        dataset: dataset(shared, &of.train)?.parse()?,
+        nsamples: u32::try_from(of.nsamples)?,
+        seed: ask.seed,
+    });
+    settings.seqlen = Some(of.seqlen);
+    settings.evaluation.eval = ask.eval;
+    settings.evaluation.text_cache = Some(cache.to_path_buf());
+    if ask.eval != EvalSides::None {
+        settings.evaluation.eval_dataset = dataset(shared, &of.test)?.parse()?;
     }
-    let mut line: String = arguments
-        .into_iter()
-        .map(|(flag, value)| format!("{flag} {value} "))
-        .collect();
-    if settings.variant {
-        line += "--use-variant";
-    }
-    Ok(line)
+    Ok(settings)
 }
 
 /// One golden, repeated: its comparison, its row, and the dense perplexity where that was asked for.
@@ -104,8 +93,8 @@ fn repeat<'a>(
     ask: Ask,
 ) -> Result<(Comparison<'a>, String, Option<f64>)> {
     let mut comparison = Comparison::new(golden);
-    let arguments = arguments(golden, shared, cache, ask)?;
-    let manifest = support::prune_in_process(&arguments, Some(&mut comparison))
+    let settings = settings(golden, shared, cache, ask)?;
+    let manifest = job::prune(settings, &Silent, Some(&mut comparison))
         .with_context(|| golden.name.clone())?;
     let row = comparison.finish(&manifest);
     let dense = manifest.perplexity.dense.map(|report| report.perplexity);
@@ -127,7 +116,7 @@ fn targets(shared: &Path, folder: &str) -> Result<Vec<Golden>> {
 /// wrong.
 fn repeat_folder(
     folder: &str,
-    dtype: &'static str,
+    dtype: ComputeDtype,
     is_chosen: impl Fn(&str) -> bool,
 ) -> Result<()> {
     let Some(shared) = support::shared() else {
@@ -136,7 +125,7 @@ fn repeat_folder(
     let cache = tempfile::tempdir()?;
     let targets = targets(&shared, folder)?;
     let (mut table, mut failures, mut notes) = (
-        format!("\n{folder}, --dtype {dtype}\n\n{HEADER}\n"),
+        format!("\n{folder}, {dtype:?}\n\n{HEADER}\n"),
         Vec::new(),
         Vec::new(),
     );
@@ -145,7 +134,11 @@ fn repeat_folder(
         let is_dense_too = DENSE_TOO.contains(&golden.name.as_str());
         let ask = Ask {
             seed: golden.settings.seed,
-            eval: if is_dense_too { "both" } else { "pruned" },
+            eval: if is_dense_too {
+                EvalSides::Both
+            } else {
+                EvalSides::Pruned
+            },
             dtype,
         };
         let start = Instant::now();
@@ -188,42 +181,51 @@ fn repeat_folder(
 
 #[test]
 fn stories260k_prunes_and_predicts_as_the_reference() {
-    repeat_folder("stories260k", "f32", |_| true).unwrap();
+    repeat_folder("stories260k", ComputeDtype::F32, |_| true).unwrap();
 }
 
 #[test]
 fn stories260k_on_stories_prunes_and_predicts_as_the_reference() {
-    for dtype in ["f32", "auto"] {
+    for dtype in [ComputeDtype::F32, ComputeDtype::Auto] {
         repeat_folder("stories260k-on-stories", dtype, |_| true).unwrap();
     }
 }
 
 #[test]
 fn wikitext_llama_8m_prunes_and_predicts_as_the_reference() {
-    repeat_folder("wikitext-llama-8m", "auto", |name| {
+    repeat_folder("wikitext-llama-8m", ComputeDtype::Auto, |name| {
         !name.starts_with("fulltest-")
     })
     .unwrap();
     if Kernel::has_split() {
-        repeat_folder("wikitext-llama-8m", "f32", |name| DENSE_TOO.contains(&name)).unwrap();
+        repeat_folder("wikitext-llama-8m", ComputeDtype::F32, |name| {
+            DENSE_TOO.contains(&name)
+        })
+        .unwrap();
     }
 }
 
 /// The goldens of RIA that are built: without permutation and weight update.
 #[test]
 fn ria_prunes_and_predicts_as_its_reference() {
-    repeat_folder("methods/ria", "f32", |name| !name.starts_with("wikitext")).unwrap();
+    repeat_folder("methods/ria", ComputeDtype::F32, |name| {
+        !name.starts_with("wikitext")
+    })
+    .unwrap();
 }
 
 #[test]
 fn ria_prunes_the_wikitext_model_as_its_reference() {
-    repeat_folder("methods/ria", "auto", |name| name.starts_with("wikitext")).unwrap();
+    repeat_folder("methods/ria", ComputeDtype::Auto, |name| {
+        name.starts_with("wikitext")
+    })
+    .unwrap();
 }
 
 #[test]
 #[ignore = "two evaluations of 115 s of processor time each; masks and arithmetic are those of the test above"]
 fn wikitext_llama_8m_predicts_the_full_test_text_as_the_reference() {
-    repeat_folder("wikitext-llama-8m", "auto", |name| {
+    repeat_folder("wikitext-llama-8m", ComputeDtype::Auto, |name| {
         name.starts_with("fulltest-")
     })
     .unwrap();
@@ -282,8 +284,8 @@ fn the_comparison_notices_another_seed() {
     golden.statistics = Golden::load(&shared.join(path)).unwrap().statistics;
     let ask = Ask {
         seed: 1,
-        eval: "none",
-        dtype: "f32",
+        eval: EvalSides::None,
+        dtype: ComputeDtype::F32,
     };
     let (comparison, ..) = repeat(&golden, &shared, cache.path(), ask).unwrap();
     let said = comparison.failures.join("\n");

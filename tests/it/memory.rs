@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use prune::bytes::ByteSize;
 use prune::data::footprint::{self, Encoding, TokenizerSize};
 use prune::data::{self, Role, Source, TextCache, Tokenizer};
+use prune::job;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
 use prune::model::{Dtypes, ModelConfig};
@@ -29,7 +30,7 @@ use prune::runtime::Side;
 use prune::synthetic::RandomCheckpoint;
 use serde_json::{Value, json};
 
-use crate::support::{Place, prune_in_process};
+use crate::support::{Place, settings_of};
 
 /// Counts bytes alive and their peak; hands everything on to the system.
 struct Counting;
@@ -93,7 +94,7 @@ fn child() {
     };
     let before = ALIVE.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
-    let manifest = prune_in_process(&arguments, None).unwrap();
+    let manifest = job::prune(settings_of(&arguments).unwrap(), &Silent, None).unwrap();
     let peak = PEAK.load(Ordering::Relaxed) - before;
     let resident = manifest.peak_anonymous.map_or(0, |bytes| bytes.0);
     fs::write(TAKEN, format!("{peak} {resident}")).unwrap();

@@ -10,9 +10,10 @@ use clap::Parser;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource, encode_header};
 use prune::cli::prune::PruneArgs;
-use prune::job;
-use prune::pipeline::MaskObserver;
+use prune::pipeline::Selection;
+use prune::pruning::Pattern;
 use prune::run::{Manifest, Silent};
+use prune::settings::{Settings, SparsitySettings};
 use prune::synthetic::RandomCheckpoint;
 use safetensors::tensor::TensorInfo;
 use serde_json::Value;
@@ -41,13 +42,22 @@ struct Flags {
     args: PruneArgs,
 }
 
-/// A pruning run in this process, so that a watcher can see every mask.
-pub(crate) fn prune_in_process(
-    line: &str,
-    watcher: Option<&mut dyn MaskObserver>,
-) -> anyhow::Result<Manifest> {
+/// The settings of a command line, for a process that gets them as text.
+pub(crate) fn settings_of(line: &str) -> anyhow::Result<Settings> {
     let flags = Flags::try_parse_from(std::iter::once("prune".to_owned()).chain(split(line)))?;
-    job::prune(flags.args.settings(Vec::new())?, &Silent, watcher)
+    flags.args.settings(Vec::new())
+}
+
+/// A method with its ratio and pattern, for all matrices.
+pub(crate) fn sparsity(method: &str, ratio: f64, sparsity_type: Pattern) -> SparsitySettings {
+    SparsitySettings {
+        prune_method: method.to_owned(),
+        selection: Selection {
+            sparsity_ratio: Some(ratio),
+            sparsity_type,
+            ..Selection::default()
+        },
+    }
 }
 
 /// A temporary folder with a model `m`, the texts `train.txt` and `test.txt`, and the program at home in it.

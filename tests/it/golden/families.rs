@@ -8,12 +8,15 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, safetensors};
 use prune::checkpoint::Checkpoint;
+use prune::job;
 use prune::model::{DecoderLayer, Embedding, Head, LayerContext, ModelConfig};
+use prune::run::Silent;
+use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
 use serde_json::Value;
 
 use super::compare::{Comparison, DENSE_PERPLEXITY, relative, within};
 use super::reference::{Golden, dataset};
-use crate::support;
+use crate::support::{self, sparsity};
 
 /// Checkpoints of families that have a record.
 const CHECKPOINTS: [&str; 1] = ["mistral-full"];
@@ -55,29 +58,27 @@ fn golden(path: &Path) -> Result<Golden> {
     Golden::load(&copy)
 }
 
-/// A run of the program on a golden's checkpoint and texts, with more flags.
-fn run(
+/// The settings of a run on a golden's checkpoint and texts.
+fn settings(
     model: &Path,
     golden: &Golden,
-    flags: &str,
-    comparison: Option<&mut Comparison<'_>>,
-) -> Result<prune::run::Manifest> {
+    cache: &Path,
+    method: &str,
+    ratio: f64,
+) -> Result<Settings> {
     let shared = support::shared().context("checked by the caller")?;
-    let settings = &golden.settings;
-    let cache = tempfile::tempdir()?;
-    let line = format!(
-        "--model {} --dataset {} --eval-dataset {} --nsamples {} --seed {} --dtype f32 --text-cache {} {flags}",
-        model.display(),
-        dataset(&shared, &settings.train)?,
-        dataset(&shared, &settings.test)?,
-        settings.nsamples,
-        settings.seed,
-        cache.path().display(),
-    );
-    support::prune_in_process(
-        &line,
-        comparison.map(|one| one as &mut dyn prune::pipeline::MaskObserver),
-    )
+    let of = &golden.settings;
+    let mut settings = Settings::pruning(model);
+    settings.model.dtype = ComputeDtype::F32;
+    settings.sparsity = Some(sparsity(method, ratio, of.sparsity_type.parse()?));
+    settings.calibration = Some(CalibrationSettings {
+        dataset: dataset(&shared, &of.train)?.parse()?,
+        nsamples: u32::try_from(of.nsamples)?,
+        seed: of.seed,
+    });
+    settings.evaluation.eval_dataset = dataset(&shared, &of.test)?.parse()?;
+    settings.evaluation.text_cache = Some(cache.to_path_buf());
+    Ok(settings)
 }
 
 #[test]
@@ -88,12 +89,11 @@ fn other_families_prune_and_predict_as_transformers() {
         };
         for pattern in ["unstructured", "2of4"] {
             let golden = golden(&goldens.join(format!("wanda-0.5-{pattern}.json"))).unwrap();
-            let flags = format!(
-                "--sparsity-ratio 0.5 --sparsity-type {} --seqlen 256 --eval pruned",
-                golden.settings.sparsity_type
-            );
+            let cache = tempfile::tempdir().unwrap();
+            let mut settings = settings(&model, &golden, cache.path(), "wanda", 0.5).unwrap();
+            settings.seqlen = Some(256);
             let mut comparison = Comparison::new(&golden);
-            let manifest = run(&model, &golden, &flags, Some(&mut comparison)).unwrap();
+            let manifest = job::prune(settings, &Silent, Some(&mut comparison)).unwrap();
             super::show(&comparison.finish(&manifest));
             assert!(
                 comparison.failures.is_empty(),
@@ -118,10 +118,11 @@ fn other_families_have_the_dense_perplexity_of_transformers() {
         let dense = fs::read_to_string(goldens.join("dense.json")).unwrap();
         let dense: Value = serde_json::from_str(&dense).unwrap();
         for seqlen in SEQLENS {
-            let flags = format!(
-                "--prune-method magnitude --sparsity-ratio 0 --seqlen {seqlen} --eval both"
-            );
-            let manifest = run(&model, &golden, &flags, None).unwrap();
+            let cache = tempfile::tempdir().unwrap();
+            let mut settings = settings(&model, &golden, cache.path(), "magnitude", 0.0).unwrap();
+            settings.seqlen = Some(seqlen.parse().unwrap());
+            settings.evaluation.eval = EvalSides::Both;
+            let manifest = job::prune(settings, &Silent, None).unwrap();
             let ours = manifest.perplexity.dense.unwrap().perplexity;
             let reference = dense["ppl"][seqlen].as_f64().unwrap();
             let error = relative(ours, reference);

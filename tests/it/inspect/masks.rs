@@ -5,13 +5,17 @@ use std::fs;
 use std::path::Path;
 
 use prune::checkpoint::{Checkpoint, WeightSource};
+use prune::job;
 use prune::pipeline::{MaskObserver, PrunedMatrix};
+use prune::pruning::Pattern;
+use prune::run::Silent;
+use prune::settings::{EvalSides, OutputSettings, Settings};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::{prune_to, pruned};
-use crate::support::{self, Place};
+use crate::support::{self, Place, sparsity};
 
 /// Tensors and metadata of a masks file.
 fn masks(path: &Path) -> (BTreeMap<String, Vec<u8>>, BTreeMap<String, String>) {
@@ -114,13 +118,16 @@ fn a_watcher_of_the_caller_and_the_saved_masks_see_the_same() {
     let place = Place::new();
     let (model, save) = (place.path("m"), place.path("out"));
     let mut seen = Seen::default();
-    let arguments = format!(
-        "--model {} --prune-method magnitude --sparsity-ratio 0.5 --eval none --save {} \
-         --no-save-model --save-masks",
-        model.display(),
-        save.display()
-    );
-    support::prune_in_process(&arguments, Some(&mut seen)).unwrap();
+    let mut settings = Settings::pruning(model);
+    settings.sparsity = Some(sparsity("magnitude", 0.5, Pattern::Unstructured));
+    settings.evaluation.eval = EvalSides::None;
+    settings.output = OutputSettings {
+        save: Some(save.clone()),
+        no_save_model: true,
+        save_masks: true,
+        ..OutputSettings::default()
+    };
+    job::prune(settings, &Silent, Some(&mut seen)).unwrap();
     assert_eq!(seen.0.len(), 14);
     assert!(seen.0 == masks(&save.join("masks.safetensors")).0);
 }

@@ -4,12 +4,16 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use prune::job;
 use prune::linalg::StoredDtype;
+use prune::pruning::Pattern;
+use prune::run::Silent;
+use prune::settings::{CalibrationSettings, EvalSides, Settings};
 use prune::synthetic::RandomCheckpoint;
 use safetensors::SafeTensors;
 
 use super::{LOGITS, compare, distance, ours, prompt, sharp};
-use crate::support;
+use crate::support::sparsity;
 
 /// Name, dtype, shape and stored bytes of every tensor in a folder of one shard.
 fn stored(folder: &Path) -> Result<HashMap<String, (String, Vec<u8>)>> {
@@ -33,9 +37,9 @@ fn a_pruned_folder_loads_in_candle_and_differs_from_its_source_only_by_zeros() {
         .map(|i| char::from(b'a' + (i * i % 25) as u8))
         .collect();
     let runs = [
-        ("wanda", "unstructured", StoredDtype::Bf16, 2),
-        ("wanda", "2:4", StoredDtype::F16, 2),
-        ("magnitude", "unstructured", StoredDtype::F32, 4),
+        ("wanda", Pattern::Unstructured, StoredDtype::Bf16, 2),
+        ("wanda", Pattern::NOfM { n: 2, m: 4 }, StoredDtype::F16, 2),
+        ("magnitude", Pattern::Unstructured, StoredDtype::F32, 4),
     ];
     for (method, pattern, dtype, element_bytes) in runs {
         let source = sharp(&RandomCheckpoint {
@@ -45,14 +49,24 @@ fn a_pruned_folder_loads_in_candle_and_differs_from_its_source_only_by_zeros() {
         .unwrap();
         let place = tempfile::tempdir().unwrap();
         std::fs::write(place.path().join("text.txt"), &text).unwrap();
-        let folder = place.path().display();
-        let model = source.path().display();
-        let arguments = format!(
-            "--model {model} --prune-method {method} --sparsity-type {pattern} --sparsity-ratio 0.5 \
-             --dataset {folder}/text.txt --nsamples 4 --seqlen 64 --eval none --save {folder}/run \
-             --text-cache {folder}/cache"
-        );
-        support::prune_in_process(&arguments, None).unwrap();
+        let mut settings = Settings::pruning(source.path());
+        settings.sparsity = Some(sparsity(method, 0.5, pattern));
+        settings.calibration = Some(CalibrationSettings {
+            dataset: place
+                .path()
+                .join("text.txt")
+                .display()
+                .to_string()
+                .parse()
+                .unwrap(),
+            nsamples: 4,
+            ..CalibrationSettings::default()
+        });
+        settings.seqlen = Some(64);
+        settings.evaluation.eval = EvalSides::None;
+        settings.evaluation.text_cache = Some(place.path().join("cache"));
+        settings.output.save = Some(place.path().join("run"));
+        job::prune(settings, &Silent, None).unwrap();
         let output = place.path().join("run").join("model");
         compare(&output, &[1, 5, 200]).context(method).unwrap();
         let tokens = prompt(200, 320);
