@@ -105,7 +105,7 @@ impl Linear {
     /// Fails when a weight at rest cannot be read.
     ///
     /// # Panics
-    /// When a slice does not have the size its shape says.
+    /// Panics when a slice does not have the size its shape says.
     pub fn forward(
         &self,
         x: &[f32],
@@ -182,7 +182,7 @@ impl Linear {
 /// Fails when a weight at rest cannot be read.
 ///
 /// # Panics
-/// When a slice does not have the size its shape says, or output features do not exist.
+/// Panics when a slice does not have the size its shape says, or output features do not exist.
 pub fn forward_all(
     outputs: &mut [LinearOutput<'_>],
     x: &[f32],

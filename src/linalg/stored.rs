@@ -137,7 +137,7 @@ impl StoredMatrix {
     /// Stores f32 values as `dtype`, rounding to nearest even; `values` is row-major `[rows, columns]`.
     ///
     /// # Panics
-    /// When `values` does not hold `rows * columns` elements.
+    /// Panics when `values` does not hold `rows * columns` elements.
     pub fn from_f32(dtype: StoredDtype, rows: usize, columns: usize, values: &[f32]) -> Self {
         assert_eq!(
             values.len(),
@@ -206,7 +206,7 @@ impl StoredMatrix {
     /// Widens whole rows, beginning with `first_row`, into `wide`. The conversion is exact for all three dtypes.
     ///
     /// # Panics
-    /// When `wide` is not a whole number of rows or reaches beyond the matrix.
+    /// Panics when `wide` is not a whole number of rows or reaches beyond the matrix.
     pub fn widen_rows(&self, first_row: usize, wide: &mut [f32]) {
         assert_eq!(
             wide.len() % self.columns.max(1),
@@ -242,7 +242,7 @@ impl StoredMatrix {
     /// * `pruned`: one bit per element, row-major without padding between rows, least significant bit first
     ///
     /// # Panics
-    /// When `pruned` does not have one bit per element, rounded up to bytes.
+    /// Panics when `pruned` does not have one bit per element, rounded up to bytes.
     pub fn zero_bits(&mut self, pruned: &[u8]) {
         /// Elements of a task: whole bytes of bits.
         const CHUNK: usize = 1 << 15;

@@ -148,7 +148,7 @@ impl MatrixAtRest {
     /// * `pruned`: one bit per element, row-major without padding between rows, least significant bit first
     ///
     /// # Panics
-    /// When `pruned` does not have one bit per element, rounded up to bytes.
+    /// Panics when `pruned` does not have one bit per element, rounded up to bytes.
     #[must_use]
     pub fn without(self, pruned: Vec<u8>) -> Self {
         assert_eq!(

@@ -104,7 +104,7 @@ impl KvCache {
     /// The cache of one layer.
     ///
     /// # Panics
-    /// When the model has no such layer.
+    /// Panics when the model has no such layer.
     pub fn layer(&mut self, index: usize) -> &mut LayerCache {
         &mut self.layers[index]
     }

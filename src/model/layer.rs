@@ -133,7 +133,7 @@ impl DecoderLayer {
     /// A linear of the layer.
     ///
     /// # Panics
-    /// When the family has no such linear.
+    /// Panics when the family has no such linear.
     pub fn linear(&self, projection: Projection) -> &Linear {
         &self.linears[&projection]
     }
@@ -163,7 +163,7 @@ impl DecoderLayer {
     /// A linear of the layer, for a change.
     ///
     /// # Panics
-    /// When the family has no such linear.
+    /// Panics when the family has no such linear.
     pub fn linear_mut(&mut self, projection: Projection) -> &mut Linear {
         self.revision += 1;
         self.linears

@@ -1,7 +1,7 @@
 //! The editor: calibration, pruning, writing and propagation of one decoder layer.
 //!
 //! calibrate on the dense layer → score and mask its matrices → pass the calibration samples through the pruned layer, and write it
-//! meanwhile. Statistics of all seven matrices come from the one dense pass, whose inputs come from pruned layers: the
+//! meanwhile. Statistics of all its matrices come from the one dense pass, whose inputs come from pruned layers: the
 //! order of the reference. A matrix that rests on disk is in memory while it is scored and written, and returns to rest with its
 //! mask, which from then on says which of its weights are zero.
 

@@ -85,9 +85,9 @@ pub enum Event {
 pub struct Unfinished {
     /// Their folder and the command that continues the run, for the person who reads.
     pub text: String,
-    /// Whether another process can continue the run.
+    /// True if another process can continue the run.
     pub is_resumable: bool,
-    /// Whether anything was written yet.
+    /// True if anything was written yet.
     pub has_begun: bool,
 }
 

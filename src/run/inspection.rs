@@ -182,7 +182,7 @@ pub struct DenseComparison {
 }
 
 impl DenseComparison {
-    /// Whether the model was made from the dense one: a pruned copy, or its kept weights alone differ and its method changes them.
+    /// True if the model was made from the dense one: a pruned copy, or its kept weights alone differ and its method changes them.
     pub fn is_made_from_dense(&self) -> bool {
         self.is_pruned_copy
             || self.changed_by.is_some()

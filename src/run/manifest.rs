@@ -163,7 +163,7 @@ pub struct PruningReport {
     pub sparsity_ratio: f64,
     /// `unstructured` or N:M.
     pub sparsity_type: String,
-    /// Whether the method changes the weights it keeps.
+    /// True if the method changes the weights it keeps.
     #[serde(default)]
     pub changes_weights: bool,
     /// `--include`, as given.

@@ -22,7 +22,7 @@ const SEQLEN: usize = 75;
 #[derive(Debug, Clone, Default)]
 struct Observed {
     keeps: Vec<usize>,
-    /// Whether a device must send all rows instead of sums.
+    /// True if a device must send all rows instead of sums.
     needs_rows: bool,
     squares: [Vec<f64>; 4],
     kept: [Vec<f32>; 4],

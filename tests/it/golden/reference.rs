@@ -83,7 +83,7 @@ impl Golden {
         Ok(golden)
     }
 
-    /// Why this run is no target of ours, where it is none.
+    /// The reason to skip this run; `None` if we repeat it.
     ///
     /// Fails for an unknown method or dtype, so that no new golden is left out unnoticed.
     pub(super) fn skipped_because(&self) -> Result<Option<&'static str>> {

@@ -148,7 +148,7 @@ impl PruningMethod for GramBlocks {
     }
 }
 
-/// What a run leaves: bits of the statistics, masks, changed weights.
+/// The results of a run: bits of the statistics, masks, changed weights.
 #[derive(Default, PartialEq)]
 struct Seen {
     grams: Vec<(Vec<u32>, usize)>,
