@@ -4,8 +4,8 @@
     benches/going_on.py PRUNE FOLDER TEXT [7b]
 
 PRUNE is a release build of the program, FOLDER is where checkpoints and runs of this script go (a few GiB), TEXT a folder of WikiText-2.
-Part 1: a random checkpoint of 16 layers is pruned undisturbed, and killed after 12 layers and gone on with; the time of the second session is held
-against one pass of each stream through 12 layers, all times from the run's own record. The same with magnitude, which has no samples.
+Part 1: a random checkpoint of 32 layers is pruned undisturbed, and killed after 20 layers and gone on with; the time of the second session is held
+against one pass of each stream through 20 layers, all times from the run's own record. The same with magnitude, which has no samples.
 Part 2, with `7b`: a random checkpoint of Llama-2-7B's shape, 2 layers, is sent SIGTERM at several moments; seconds until it has ended, and whether
 the model in the end is the undisturbed one's. Prints two Markdown tables.
 """
@@ -18,7 +18,8 @@ import subprocess
 import sys
 import time
 
-SHAPE_16 = ["--num-hidden-layers", "16", "--hidden-size", "1024", "--intermediate-size", "2816", "--num-attention-heads", "16", "--vocab-size", "4096"]
+LAYERS, KILLED_AFTER = 32, 20
+SHAPE = ["--num-hidden-layers", str(LAYERS), "--hidden-size", "512", "--intermediate-size", "1408", "--num-attention-heads", "8", "--vocab-size", "4096"]
 SHAPE_7B = ["--num-hidden-layers", "2", "--hidden-size", "4096", "--intermediate-size", "11008", "--num-attention-heads", "32", "--vocab-size", "32000"]
 
 
@@ -61,25 +62,25 @@ def seconds_of(manifest, names):
 
 
 def cost(prune, folder, text):
-    model, run, killed_after = os.path.join(folder, "16-layers"), os.path.join(folder, "run"), 12
-    make(prune, model, SHAPE_16)
+    model, run = os.path.join(folder, f"{LAYERS}-layers"), os.path.join(folder, "run")
+    make(prune, model, SHAPE)
     evaluated = ["--eval", "both", "--eval-windows", "16", "--eval-dataset", f"wikitext2:{text}"]
     runs = {
         "wanda": ["--nsamples", "32", "--seqlen", "1024", "--dataset", f"wikitext2:{text}", *evaluated],
         "magnitude": ["--prune-method", "magnitude", "--eval", "none"],
     }
-    print("| method | undisturbed | second session | of it through the 12 layers again | checking them | one pass of each stream through 12 layers | same files |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(f"| method | undisturbed | second session | of it through the {KILLED_AFTER} layers again | checking them | one pass of each stream through {KILLED_AFTER} layers | both sessions / undisturbed | same files |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for method, flags in runs.items():
         command = [prune, "--model", model, "--sparsity-ratio", "0.5", "--use-cpu", "--save", run, "-q", *flags]
         shutil.rmtree(run, ignore_errors=True)
         finish(command)
         whole, expected = record(run), sums(run)
         passes = ["propagate", "evaluate dense", "evaluate pruned"]
-        once = seconds_of(whole, passes[:1]) * killed_after / 15 + seconds_of(whole, passes[1:]) * killed_after / 16
+        once = seconds_of(whole, passes[:1]) * KILLED_AFTER / (LAYERS - 1) + seconds_of(whole, passes[1:]) * KILLED_AFTER / LAYERS
         shutil.rmtree(run)
         process = start(command)
-        while finished_layers(run) < killed_after:
+        while finished_layers(run) < KILLED_AFTER:
             assert process.poll() is None, "it ended too soon"
             time.sleep(0.002)
         process.kill()
@@ -92,10 +93,10 @@ def cost(prune, folder, text):
         second = again["sessions"][1]
         in_second = lambda names: seconds_of(again, names) - seconds_of(before, names)
         # What the second session would have spent on its own layers alone.
-        own = seconds_of(whole, passes[:1]) * (15 - layers) / 15 + seconds_of(whole, passes[1:]) * (16 - layers) / 16
+        own = seconds_of(whole, passes[:1]) * (LAYERS - 1 - layers) / (LAYERS - 1) + seconds_of(whole, passes[1:]) * (LAYERS - layers) / LAYERS
         print(
             f"| {method} | {whole['seconds']:.1f} s | {second['seconds']:.1f} s, from layer {second['first_layer']} "
-            f"| {in_second(passes) - own:.1f} s | {in_second(['check']):.2f} s | {once:.1f} s | {'yes' if sums(run) == expected else 'NO'} |",
+            f"| {in_second(passes) - own:.1f} s | {in_second(['check']):.2f} s | {once:.1f} s | {again['seconds'] / whole['seconds']:.2f} | {'yes' if sums(run) == expected else 'NO'} |",
             flush=True,
         )
     shutil.rmtree(run)
