@@ -59,7 +59,7 @@ pub struct Settings {
 
 /// Settings that do not decide the masks and the model: either they change nothing in the result, or what they lead to is
 /// compared in their place (the fingerprint of the checkpoint, the hashes of the tokens, the arithmetic).
-const NOT_DECIDING: [&str; 25] = [
+const NOT_DECIDING: [&str; 26] = [
     "model",
     "revision",
     "cache_dir",
@@ -80,6 +80,7 @@ const NOT_DECIDING: [&str; 25] = [
     "simulate",
     "save",
     "save_model",
+    "no_model_card",
     "force",
     "resume",
     "log_memory",
@@ -268,6 +269,8 @@ pub struct OutputSettings {
     pub save_model: Option<PathBuf>,
     /// `--no-save-model`.
     pub no_save_model: bool,
+    /// `--no-model-card`.
+    pub no_model_card: bool,
     /// `--save-masks`.
     pub save_masks: bool,
     /// `--force`: replace a finished run.

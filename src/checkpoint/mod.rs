@@ -14,7 +14,7 @@
 //! | `elements` | stored elements as bits: zeros, changes, positions |
 //! | `scan` | one pass over a tensor: zeros, N:M groups, differences from another checkpoint |
 //! | `masks` | [`MaskWriter`], packed masks in one file |
-//! | `sidecars` | config, tokenizer and licence files, copied with the weights |
+//! | `sidecars` | config, tokenizer and licence files, copied with the weights; cards, which may get other names |
 //! | `atomic` | small files that appear whole or not at all |
 //! | `names` | names of files |
 //!
@@ -57,7 +57,10 @@ pub use masks::{MASKS_FILE, MaskWriter};
 pub(crate) use names::CHUNK_BYTES;
 pub use names::{INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
-pub use sidecars::{CONFIG_FILE, SUMS_FILE, check_sidecars, is_model_file, sidecars_in};
+pub use sidecars::{
+    CARD_FILE, CONFIG_FILE, OwnFiles, SUMS_FILE, card_of_source, cards_in, check_sidecars,
+    is_model_file, sidecars_in,
+};
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};
 pub use verify_tensor::ExpectedMatrix;

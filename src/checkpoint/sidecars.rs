@@ -14,6 +14,7 @@ use super::names::INDEX_FILE;
 use crate::bytes::hex;
 use crate::disk;
 use crate::failure::Failure;
+use crate::run::pruning_record::PRUNING_FILE;
 
 /// The configuration of a model. It is written last, so that an unfinished folder does not load.
 pub const CONFIG_FILE: &str = "config.json";
@@ -72,12 +73,61 @@ pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
     Ok(found)
 }
 
+/// The card of a model: the page that the hub shows of its folder.
+pub const CARD_FILE: &str = "README.md";
+
+/// The most models whose cards lie in one folder.
+const MOST_CARDS: usize = 8;
+
+/// Returns whether a name is that of a model's card, or of the card of a model it was made from: `README.source.md`, then
+/// `README.source.source.md`.
+pub(super) fn is_card(name: &str) -> bool {
+    let inner = name
+        .strip_prefix("README")
+        .and_then(|name| name.strip_suffix(".md"));
+    inner.is_some_and(|inner| (0..MOST_CARDS).any(|older| inner == ".source".repeat(older)))
+}
+
+/// The name under which a model that is made from this one keeps a card; `None` for the oldest.
+pub fn card_of_source(name: &str) -> Option<String> {
+    let kept = format!("{}.source.md", name.strip_suffix(".md")?);
+    is_card(&kept).then_some(kept)
+}
+
+/// The cards in `folder`, its own first.
+///
+/// # Errors
+/// Fails when the folder cannot be listed.
+pub fn cards_in(folder: &Path) -> io::Result<Vec<String>> {
+    let mut cards = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let name = entry.file_name().into_string().unwrap_or_default();
+        // A card is nice to have, so a broken link is no failure.
+        if is_card(&name) && entry.path().is_file() {
+            cards.push(name);
+        }
+    }
+    cards.sort_by_key(String::len);
+    Ok(cards)
+}
+
+/// Files beside the weights that are no plain copies of the source's.
+#[derive(Debug, Default)]
+pub struct OwnFiles {
+    /// Names and contents.
+    pub written: Vec<(&'static str, Vec<u8>)>,
+    /// Files of the source's folder that get another name: their names there, and here.
+    pub copied: Vec<(String, String)>,
+}
+
 /// Checks that the sidecars of `folder` can be read, before the run computes anything.
 ///
 /// # Errors
 /// Fails for the first unreadable one, and as [`sidecars_in`].
 pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
-    for name in sidecars_in(folder)? {
+    let cards = cards_in(folder).unwrap_or_default();
+    for name in sidecars_in(folder)?.into_iter().chain(cards) {
         let path = folder.join(name);
         File::open(&path).map_err(|error| {
             Failure::new(format!("cannot open `{}`", path.display()))
@@ -93,14 +143,20 @@ pub fn is_model_file(name: &str) -> bool {
     let finished = name.strip_suffix(super::PARTIAL_SUFFIX).unwrap_or(name);
     finished.ends_with(".safetensors")
         || finished == SUMS_FILE
+        || finished == PRUNING_FILE
+        || is_card(finished)
         || NAMES.contains(&finished)
         || PREFIXES.iter().any(|prefix| finished.starts_with(prefix))
 }
 
 /// Copies one file so that it appears whole, waits until it is on the disk, and returns the SHA-256 of its bytes, in hex.
-pub(super) fn copy_sidecar(source: &Path, target: &Path, name: &str) -> anyhow::Result<String> {
-    let (from, to) = (source.join(name), target.join(name));
-    let temporary = target.join(format!("{name}{}", super::PARTIAL_SUFFIX));
+pub(super) fn copy_sidecar(
+    source: &Path,
+    target: &Path,
+    (name, new_name): (&str, &str),
+) -> anyhow::Result<String> {
+    let (from, to) = (source.join(name), target.join(new_name));
+    let temporary = target.join(format!("{new_name}{}", super::PARTIAL_SUFFIX));
     let cannot = |error: io::Error| cannot_write(&to, &error);
     let mut reader = File::open(&from).map_err(|error| {
         Failure::new(format!("cannot open `{}`", from.display())).detail(error.to_string())
@@ -157,6 +213,30 @@ mod tests {
             "config.json",
         ];
         assert_eq!(sidecars_in(folder.path())?, expected);
+        Ok(())
+    }
+
+    #[test]
+    fn cards_are_kept_with_the_models_made_from_theirs() -> anyhow::Result<()> {
+        let folder = tempfile::tempdir()?;
+        let others = [
+            "README.txt",
+            "README.md.bak",
+            "README.sources.md",
+            "xREADME.md",
+        ];
+        for name in others.iter().chain(&["README.source.md", "README.md"]) {
+            fs::write(folder.path().join(name), name)?;
+            assert_eq!(is_card(name), !others.contains(name), "{name}");
+        }
+        assert_eq!(cards_in(folder.path())?, ["README.md", "README.source.md"]);
+        let mut names = vec![CARD_FILE.to_string()];
+        while let Some(kept) = names.last().and_then(|name| card_of_source(name)) {
+            assert!(is_model_file(&kept), "{kept}");
+            names.push(kept);
+        }
+        assert_eq!(names.len(), MOST_CARDS);
+        assert_eq!(names[2], "README.source.source.md");
         Ok(())
     }
 }

@@ -20,6 +20,7 @@ use super::atomic::cannot_write;
 use super::header::TensorEntry;
 use super::names::CHUNK_BYTES;
 use super::publish::publish;
+use super::sidecars::OwnFiles;
 use super::source::{Checkpoint, WeightSource};
 use super::target::{
     OutputShard, allocate, left_behind, refuse_other_weights, refuse_source_folder, unpublish,
@@ -52,6 +53,7 @@ pub struct CheckpointWriter {
     /// Indices of tensors to be copied unchanged, in reverse file order (the last is copied first).
     untouched: Vec<usize>,
     copying: Option<Copying>,
+    own: OwnFiles,
 }
 
 /// A tensor that is being copied.
@@ -113,6 +115,7 @@ impl CheckpointWriter {
             recorded,
             untouched: Vec::new(),
             copying: None,
+            own: OwnFiles::default(),
         })
     }
 
@@ -150,6 +153,7 @@ impl CheckpointWriter {
             recorded: vec![None; source.tensors().count()],
             untouched: Vec::new(),
             copying: None,
+            own: OwnFiles::default(),
         };
         let damaged = writer.compare_with_hashes(finished, events)?;
         if !published.is_empty() {
@@ -221,6 +225,11 @@ impl CheckpointWriter {
             start += length;
         }
         Ok(hasher.finalize().into())
+    }
+
+    /// Declares the files that are published with the weights and are no plain copies of the source's.
+    pub fn will_publish(&mut self, own: OwnFiles) {
+        self.own = own;
     }
 
     /// Forgets written tensors, so that they can be written again.
@@ -342,7 +351,13 @@ impl CheckpointWriter {
         self.copy_untouched(events)?;
         self.sync()?;
         let verification = self.verify(expected, level, events)?;
-        publish(&self.source, &self.target, self.shards, &verification)?;
+        publish(
+            &self.source,
+            &self.target,
+            self.shards,
+            &self.own,
+            &verification,
+        )?;
         Ok(verification)
     }
 

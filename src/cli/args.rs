@@ -381,6 +381,13 @@ pub(super) struct OutputArgs {
     #[arg(long)]
     no_save_model: bool,
 
+    /// Write no README.md for the hub into the model's folder
+    ///
+    /// Without this flag the card names the source, its licence, the method, the calibration and the perplexities, and the
+    /// source's own README.md is kept as README.source.md; docs/publishing.md shows it. pruning.json is written in any case.
+    #[arg(long)]
+    no_model_card: bool,
+
     /// Also write which weights were pruned: SAVE/masks.safetensors
     ///
     /// One uint8 tensor of packed bits per pruned matrix, 1 = pruned; docs/inspect.md shows how to unpack them. A 16th of the
@@ -427,6 +434,7 @@ impl OutputArgs {
             save: self.save.clone(),
             save_model: self.save_model.clone(),
             no_save_model: self.no_save_model,
+            no_model_card: self.no_model_card,
             save_masks: self.save_masks,
             force: self.force,
             resume: self.resume,

@@ -1,5 +1,7 @@
 //! `prune`: flags of the main job, and its table.
 
+use std::path::Path;
+
 use anyhow::Result;
 use clap::Args;
 
@@ -10,7 +12,8 @@ use super::console::Console;
 use super::outcome::Outcome;
 use crate::job;
 use crate::report;
-use crate::run::Events;
+use crate::run::command_line::quoted;
+use crate::run::{Events, Manifest};
 use crate::settings::{EvalSides, Settings};
 
 /// Flags of `prune` itself.
@@ -71,5 +74,23 @@ pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> R
     console.note(
         "zeros alone change neither the size of the files nor the speed of inference".to_string(),
     );
+    if let Some(command) = upload(&manifest).filter(|_| !args.messages.json) {
+        console.note(format!("publish it with: {command}"));
+    }
     Ok(Outcome::of(&manifest, console))
+}
+
+/// The command that uploads the model to the hub; `None` where none was written.
+fn upload(manifest: &Manifest) -> Option<String> {
+    let (output, pruning) = (manifest.output.as_ref()?, manifest.pruning.as_ref()?);
+    let name = report::card::model_name(&manifest.model.name(), pruning);
+    let repository = format!("YOUR_NAME/{name}");
+    let mut words = vec!["hf", "upload", &repository, &output.model];
+    // Where run folder and model folder are one: the record of the run has paths of this machine.
+    if Path::new(&output.model).join("run.json").exists() {
+        words.extend(["--exclude", "run.json"]);
+    }
+    Some(quoted(
+        &words.into_iter().map(String::from).collect::<Vec<_>>(),
+    ))
 }

@@ -133,6 +133,25 @@ impl DatasetSpec {
         name.on_hub(role)
     }
 
+    /// The repository on the hub of a dataset with a name, also where a copy of it is read.
+    pub fn hub_repository(&self) -> Option<&'static str> {
+        let file = self.name?.on_hub(Role::Calibration)?;
+        Some(file.repo)
+    }
+
+    /// The value without the folders of its path, for records that leave this machine.
+    pub fn without_folders(&self) -> String {
+        let path = self.path.as_deref().map(|path| match path.file_name() {
+            Some(name) => PathBuf::from(name),
+            None => PathBuf::from("text"),
+        });
+        Self {
+            path,
+            ..self.clone()
+        }
+        .to_string()
+    }
+
     /// The same dataset with the repository's files in `folder`. `Display` does not change.
     #[must_use]
     pub fn downloaded_to(self, folder: PathBuf) -> Self {
@@ -150,6 +169,40 @@ impl fmt::Display for DatasetSpec {
             (Some(name), None) => f.write_str(name.as_str()),
             (None, Some(path)) => write!(f, "{}", path.display()),
             (None, None) => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dataset_without_folders_keeps_its_name_and_its_file() {
+        for (given, expected) in [
+            ("wikitext2:/home/me/data/", "wikitext2:data"),
+            ("c4:a/b.json.gz", "c4:b.json.gz"),
+            ("../x/train.txt", "train.txt"),
+            ("ptb:..", "ptb:text"),
+            ("wikitext2", "wikitext2"),
+            ("demo", "demo"),
+        ] {
+            let spec: DatasetSpec = given.parse().expect("a dataset");
+            assert_eq!(spec.without_folders(), expected);
+        }
+    }
+
+    #[test]
+    fn only_published_datasets_have_a_repository() {
+        for (given, expected) in [
+            ("c4", Some("allenai/c4")),
+            ("wikitext2:x", Some("Salesforce/wikitext")),
+            ("train.txt", None),
+            ("demo", None),
+            ("ptb:x", None),
+        ] {
+            let spec: DatasetSpec = given.parse().expect("a dataset");
+            assert_eq!(spec.hub_repository(), expected);
         }
     }
 }

@@ -4,12 +4,14 @@ use std::path::Path;
 
 use anyhow::Result;
 
+use super::published;
 use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::Checkpoint;
 use crate::eval;
 use crate::failure::Failure;
 use crate::model::ModelConfig;
-use crate::run::{Events, Inspection, Manifest};
+use crate::run::pruning_record::PRUNING_FILE;
+use crate::run::{Events, Inspection, Manifest, PruningRecord};
 
 /// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense one `against`.
 pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Result<Inspection> {
@@ -20,7 +22,31 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
     if let Some(comparison) = &mut inspection.against {
         comparison.changed_by = method_that_changes_weights(folder);
     }
+    inspection.pruning = pruning_record(folder, &inspection, events);
     Ok(inspection)
+}
+
+/// The record beside the weights, if it is one and counts the zeros that are there.
+fn pruning_record(
+    folder: &Path,
+    inspection: &Inspection,
+    events: &dyn Events,
+) -> Option<PruningRecord> {
+    let zeros = inspection.sparsity.zeros;
+    match published::read_record(folder)? {
+        Ok(record) if record.sparsity.zeros == zeros => Some(record),
+        Ok(record) => {
+            events.warn(format!(
+                "{PRUNING_FILE} is of another model: it counts {} zeros, and here are {zeros}",
+                record.sparsity.zeros
+            ));
+            None
+        }
+        Err(why) => {
+            events.warn(format!("{PRUNING_FILE} is passed over: {why}"));
+            None
+        }
+    }
 }
 
 /// The method of the run that wrote a model folder, if the record of the run says that it changes the weights it keeps.

@@ -12,6 +12,7 @@
 //! | `outputs`, `same_run` | files created, or those of an unfinished run; the comparison of two runs |
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |
+//! | `published` | the files beside the weights that strangers read: `pruning.json` and the model card |
 //! | `record`, `profile`, `recorder` | `run.json`, the profile in it, the warnings of a run |
 //! | `interruption` | messages for a run that ends early |
 
@@ -29,6 +30,7 @@ pub mod plan;
 mod planned;
 mod profile;
 pub mod prune;
+mod published;
 mod record;
 mod recorder;
 mod same_run;

@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::folder::state_file::{self, StateFile};
 use super::recorder::Recorder;
 use super::settle::Job;
-use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, Reopened};
+use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, OwnFiles, Reopened};
 use crate::job::folder::memory_log;
 use crate::pipeline::{SaveMasks, expected};
 use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
@@ -81,13 +81,15 @@ impl<'a> Outputs<'a> {
     pub(super) fn finish(
         &mut self,
         job: &Job,
+        own: OwnFiles,
         expected: &[ExpectedMatrix],
         events: &dyn Events,
     ) -> Result<Option<OutputReport>> {
         let clock = &job.model.clock;
         let level = job.settings.output.verify;
-        let verification = self.writer.take().map(|writer| {
+        let verification = self.writer.take().map(|mut writer| {
             clock.mark(Moment::BeforeSaving, events);
+            writer.will_publish(own);
             clock.measure(Phase::SaveAndVerify, || {
                 writer.finish(expected, level, events)
             })

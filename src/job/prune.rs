@@ -41,7 +41,8 @@ pub fn prune(
     let mut outputs = Outputs::open(&job, &recorder)?;
     let mut streams = Streams::embed(&job, &outputs, &recorder)?;
     let pruned = sweep(&job, &mut outputs, &mut streams, observer, &recorder)?;
-    let output = outputs.finish(&job, &pruned.expected, &recorder)?;
+    let own = job.published(&pruned.results)?;
+    let output = outputs.finish(&job, own, &pruned.expected, &recorder)?;
     let results = RunResults {
         output,
         peak,

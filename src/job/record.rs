@@ -115,7 +115,7 @@ impl Job {
     }
 
     /// The targets as resolved.
-    fn pruning_report(&self) -> Option<PruningReport> {
+    pub(super) fn pruning_report(&self) -> Option<PruningReport> {
         let pruning = self.pruning.as_ref()?;
         let selection = &self.settings.sparsity.as_ref()?.selection;
         let targets = &pruning.targets;
@@ -135,7 +135,7 @@ impl Job {
 
 impl OpenedModel {
     /// The checkpoint, as the record names it.
-    fn report(&self) -> Result<ModelReport> {
+    pub(super) fn report(&self) -> Result<ModelReport> {
         let hub = self.hub_model.as_ref();
         let elements = |shape: &[usize]| shape.iter().map(|&size| size as u64).product::<u64>();
         Ok(ModelReport {
@@ -187,7 +187,7 @@ pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Pl
 }
 
 /// Zeros over all decoder linears.
-fn sparsity(layers: &[LayerReport]) -> SparsityReport {
+pub(super) fn sparsity(layers: &[LayerReport]) -> SparsityReport {
     let matrices = || layers.iter().flat_map(|layer| &layer.matrices);
     let zeros = matrices().map(|matrix| matrix.zeros).sum();
     let weights = matrices()

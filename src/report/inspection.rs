@@ -3,10 +3,11 @@
 
 use std::fmt::Write as _;
 
-use super::format::short_name;
+use super::format::{finite, short_name};
 use crate::bytes::ByteSize;
 use crate::failure::printable;
 use crate::run::inspection::{DenseComparison, InspectedLayer, Inspection, PatternCount, Zeros};
+use crate::run::{PruningRecord, TextProtocol};
 
 /// Names in a list before it is cut short.
 const NAMES_SHOWN: usize = 3;
@@ -154,9 +155,66 @@ fn summary(inspection: &Inspection) -> String {
             ),
         ));
     }
+    if let Some(record) = &inspection.pruning {
+        rows.extend(pruning_rows(record));
+    }
     rows.into_iter()
         .map(|(name, value)| format!("{name:<12}{value}\n"))
         .collect()
+}
+
+/// The facts of `pruning.json`.
+fn pruning_rows(record: &PruningRecord) -> Vec<(&'static str, String)> {
+    /// Characters of a name that are shown: names come from the file.
+    const LONGEST: usize = 60;
+    let shown = |text: &str| -> String { printable(text).chars().take(LONGEST).collect() };
+    let name = |text: &TextProtocol| format!("{} ({})", shown(&text.dataset), shown(&text.path));
+    let (pruning, source) = (&record.pruning, &record.source);
+    let mut made_from = shown(source.id.as_ref().unwrap_or(&source.name));
+    if let Some(commit) = &source.commit {
+        let commit: String = shown(commit).chars().take(12).collect();
+        made_from += &format!(", commit {commit}");
+    }
+    let mut rows = vec![
+        (
+            "pruned by",
+            format!(
+                "prune {}: {} {:.4} {}",
+                shown(&record.prune_version),
+                shown(&pruning.method),
+                pruning.sparsity_ratio,
+                shown(&pruning.sparsity_type)
+            ),
+        ),
+        ("made from", made_from),
+    ];
+    if let Some(text) = &record.calibration {
+        let seed = text
+            .seed
+            .map_or(String::new(), |seed| format!(", seed {seed}"));
+        let (samples, seqlen) = (text.windows, text.seqlen);
+        rows.push((
+            "calibration",
+            format!("{}, {samples} of {seqlen} tokens{seed}", name(text)),
+        ));
+    }
+    let measured = &record.perplexity;
+    let reports = [("dense", measured.dense), ("pruned", measured.pruned)];
+    let perplexities: Vec<String> = reports
+        .into_iter()
+        .filter_map(|(side, report)| Some(format!("{side} {}", finite(report?.perplexity))))
+        .collect();
+    if !perplexities.is_empty() {
+        rows.push(("perplexity", perplexities.join(", ")));
+    }
+    if let Some(text) = &record.evaluation {
+        let (windows, seqlen) = (text.windows, text.seqlen);
+        rows.push((
+            "measured on",
+            format!("{}, {windows} windows of {seqlen} tokens", name(text)),
+        ));
+    }
+    rows
 }
 
 fn patterns(counts: &[PatternCount]) -> String {

@@ -5,14 +5,17 @@
 //! | `table`, `log`, `memory_log` | the table at the end of a run, and the files of the Python original |
 //! | `profile` | the table of `--profile` |
 //! | `inspection` | the table of `prune inspect` |
+//! | `card`, `front_matter` | the model card beside the weights, and the facts it takes over from another |
 //! | `page` | the page of `prune report`, from one or several runs |
 //! | `comparison` | groups of runs that may share a chart |
 //! | `plots/` | pictures as SVG |
 //! | `settings`, `format` | tables; escaped text, durations, moments |
 
+pub mod card;
 pub mod comparison;
 pub mod demo_table;
 mod format;
+pub mod front_matter;
 pub mod inspection;
 pub mod log;
 #[cfg(test)]

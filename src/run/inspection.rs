@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::PruningRecord;
 use crate::bytes::ByteSize;
 
 /// The version of the schema. It rises when a field changes its meaning or is removed.
@@ -40,6 +41,9 @@ pub struct Inspection {
     pub problems: Vec<Problem>,
     /// The comparison with the dense checkpoint; absent without one.
     pub against: Option<DenseComparison>,
+    /// `pruning.json` of the folder; absent where there is none, or none of this model.
+    #[serde(default)]
+    pub pruning: Option<PruningRecord>,
 }
 
 /// The tensors of one dtype.

@@ -139,6 +139,29 @@ pub struct ModelReport {
     pub bytes: ByteSize,
 }
 
+impl ModelReport {
+    /// The name of the model without its owner or its folder.
+    pub fn name(&self) -> String {
+        name_of(self.id.as_deref().unwrap_or(&self.path))
+    }
+}
+
+/// Returns the last component of a path, which says nothing about the machine. Of `.` it is the name of that folder.
+pub fn name_of(path: &str) -> String {
+    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
+    let name = match absolute.file_name() {
+        Some(name) => Some(name.to_os_string()),
+        // The path ends in `..`.
+        None => absolute
+            .canonicalize()
+            .ok()
+            .and_then(|folder| Some(folder.file_name()?.to_os_string())),
+    };
+    name.map_or("model".to_string(), |name| {
+        name.to_string_lossy().into_owned()
+    })
+}
+
 /// The arithmetic of a run. Mask hashes are comparable only between equal arithmetic.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arithmetic {
@@ -375,6 +398,24 @@ mod tests {
         assert!(!GateReport::new(10.0, 10.1).is_met);
         assert!(!GateReport::new(10.0, f64::NAN).is_met);
         assert!(!GateReport::new(f64::INFINITY, f64::INFINITY).is_met);
+    }
+
+    #[test]
+    fn a_name_is_the_last_component_of_a_path() {
+        for (path, name) in [
+            ("/home/me/a.b", "a.b"),
+            ("x/m/", "m"),
+            ("m", "m"),
+            ("owner/name", "name"),
+            ("built in", "built in"),
+            ("/", "model"),
+        ] {
+            assert_eq!(name_of(path), name);
+        }
+        let here = std::env::current_dir().unwrap();
+        let last = here.file_name().unwrap().to_string_lossy().into_owned();
+        assert_eq!(name_of("."), last);
+        assert_eq!(name_of("src/.."), last);
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod meter;
 pub mod phase;
 pub mod plan;
 pub mod profile;
+pub mod pruning_record;
 pub mod state;
 pub mod verification;
 
@@ -25,4 +26,5 @@ pub use memory_settings::{MemorySettings, WeightsHeld};
 pub use meter::Meter;
 pub use phase::{Moment, Phase};
 pub use plan::{HiddenStatesStorage, Plan};
+pub use pruning_record::PruningRecord;
 pub use state::RunState;

@@ -47,13 +47,14 @@ fn with_model() -> (Server, Place) {
     }
     for name in [
         "LICENSE.txt",
-        "README.md",
         "pytorch_model.bin",
+        "original/README.md",
         "original/params.json",
         "other.safetensors",
     ] {
         server.add(REPO, name, name);
     }
+    server.add(REPO, "README.md", "---\nlicense: llama2\n---\n# Tiny\n");
     (server, place)
 }
 
@@ -134,7 +135,7 @@ fn a_sharded_model_is_pruned_from_the_hub_and_again_offline() {
     assert!(shards.len() > 2, "{published:?}");
     for request in &seen {
         assert_eq!(request.has_token(), request.is_home, "{request:?}");
-        for unwanted in ["README", "pytorch_model", "original", "other.safe"] {
+        for unwanted in ["pytorch_model", "original", "other.safe"] {
             assert!(!request.path.contains(unwanted), "{request:?}");
         }
     }
@@ -179,6 +180,13 @@ fn a_sharded_model_is_pruned_from_the_hub_and_again_offline() {
         manifest.model.commit.as_deref(),
     );
     assert_eq!(named, (Some(MODEL), Some("main"), Some(COMMIT)));
+
+    let card = fs::read(place.path("first/model/README.md")).expect("a card");
+    let card = prune::report::front_matter::FrontMatter::of(&card);
+    assert_eq!(card.get("license"), ["llama2"]);
+    assert_eq!(card.get("base_model"), [MODEL]);
+    let kept = fs::read_to_string(place.path("first/model/README.source.md"));
+    assert!(kept.expect("the source's card").ends_with("# Tiny\n"));
 
     // Only the list is requested again; offline, nothing is.
     run("second", &[]);

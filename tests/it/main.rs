@@ -29,6 +29,7 @@ mod on_device;
 mod oracle;
 mod origin;
 mod plan;
+mod publishing;
 mod report;
 mod resume;
 mod run_folder;

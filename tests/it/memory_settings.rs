@@ -54,7 +54,11 @@ fn results(place: &Place, name: &str, flags: &str, settings: Option<&str>) -> Re
     let model = if folder.is_dir() {
         let names = place.names(&format!("{name}/model"));
         let read = |file: &String| fs::read(folder.join(file)).expect("just listed");
-        names.iter().map(read).collect()
+        // They have the perplexities, or the hash of a file with them.
+        let has_perplexities = ["README.md", "SHA256SUMS", "pruning.json"];
+        let names = names.iter();
+        let others = names.filter(|name| !has_perplexities.contains(&name.as_str()));
+        others.map(read).collect()
     } else {
         Vec::new()
     };

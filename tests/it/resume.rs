@@ -131,6 +131,14 @@ fn assert_same(
 /// A model folder that loads although its run is not finished would be the worst of all.
 fn does_not_load(place: &Place, when: &str) {
     let run = place.path("out");
+    // A model that loads has its record and its card.
+    for name in ["pruning.json", "README.md"] {
+        let is_there = run.join("model").join(name).exists();
+        assert!(
+            is_there || !run.join("model/config.json").exists(),
+            "{name}, {when}"
+        );
+    }
     assert!(
         run.join("run.json").exists() || !run.join("model/config.json").exists() || {
             // All was published, and only the record is missing.
@@ -402,6 +410,23 @@ fn the_lock_of_a_killed_run_is_said_to_be_stale() {
         "{}",
         ran.stderr
     );
+}
+
+/// The flag decides nothing else, so a continued run may give it.
+#[test]
+fn a_run_that_goes_on_without_a_card_leaves_none_of_the_first_attempt() {
+    let place = of_layers(2);
+    let is_there = |name: &str| place.path(&format!("out/model/{name}")).exists();
+    let cut_off = (40..400).find(|at| {
+        let _ = fs::remove_dir_all(place.path("out"));
+        assert!(with_fault(&place, MAGNITUDE, &format!("kill:{at}")).is_none());
+        is_there("README.md") && !is_there("config.json")
+    });
+    assert!(cut_off.is_some());
+    place.prune(&format!("{MAGNITUDE} --no-model-card"));
+    assert!(!is_there("README.md") && is_there("pruning.json") && is_there("config.json"));
+    let sums = fs::read_to_string(place.path("out/model/SHA256SUMS")).expect("sums");
+    assert!(!sums.contains("README"), "{sums}");
 }
 
 #[test]

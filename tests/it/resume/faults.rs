@@ -137,7 +137,7 @@ fn a_run_that_is_killed_again_and_again_gets_on_every_time() {
     let expected = undisturbed(&place, WANDA);
     let mut kills = 0;
     // Enough operations for a layer and the way back to it.
-    while with_fault(&place, WANDA, "kill:75").is_none() {
+    while with_fault(&place, WANDA, "kill:85").is_none() {
         kills += 1;
         assert!(kills < 20, "it does not get on");
     }

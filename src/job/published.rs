@@ -1,0 +1,220 @@
+//! The files that a pruning run publishes beside the weights: `pruning.json`, the model card, and the cards of the source.
+//!
+//! They must tell a stranger nothing about this machine. So both are made from named fields, never from the command line, and a path
+//! is reduced to its last component.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::record::{self, RunResults};
+use super::settle::Job;
+use crate::bytes::{LARGEST_RECORD, read_whole};
+use crate::checkpoint::{CARD_FILE, OwnFiles, card_of_source, cards_in};
+use crate::hub::HubRepo;
+use crate::pruning::Pattern;
+use crate::report::card::{self, CardSource};
+use crate::report::front_matter::{self, FrontMatter};
+use crate::run::PruningRecord;
+use crate::run::pruning_record::{ForwardArithmetic, PRUNING_FILE, PrunedSource, SCHEMA};
+
+/// Settings that decide the result and hold no path, in the order of the command that repeats a run.
+const REPEATED: [&str; 11] = [
+    "prune_method",
+    "sparsity_ratio",
+    "sparsity_type",
+    "include",
+    "exclude",
+    "nsamples",
+    "seed",
+    "seqlen",
+    "eval",
+    "eval_windows",
+    "dtype",
+];
+
+impl Job {
+    /// Returns the files that are published with the model of a run with these results.
+    pub(super) fn published(&self, results: &RunResults) -> Result<OwnFiles> {
+        if self.folder.model.is_none() {
+            return Ok(OwnFiles::default());
+        }
+        let folder = &self.model.folder;
+        let before = read_record(folder).and_then(Result::ok);
+        let card = beginning(&folder.join(CARD_FILE));
+        let record = self.pruning_record(results, before.as_ref())?;
+        let mut json = serde_json::to_vec_pretty(&record).context("writing pruning.json")?;
+        json.push(b'\n');
+        let mut written = vec![(PRUNING_FILE, json)];
+        let declined = self.settings.output.no_model_card;
+        // A card that this program wrote for the source would be wrong about this model.
+        let keeps_names = declined && !card::is_written_by_us(&card);
+        let cards = cards_in(folder).unwrap_or_default().into_iter();
+        let copied: Vec<(String, String)> = cards
+            .filter_map(|name| {
+                let new_name = match keeps_names {
+                    true => name.clone(),
+                    false => card_of_source(&name)?,
+                };
+                Some((name, new_name))
+            })
+            .collect();
+        if !declined {
+            let own = copied.iter().find(|(name, _)| name == CARD_FILE);
+            let calibration = self.settings.calibration.as_ref();
+            let source = CardSource {
+                front_matter: FrontMatter::of(&card),
+                kept_as: own.map(|(_, new_name)| new_name.clone()),
+                pruned_before: before.map(|before| before.pruning),
+                dataset: calibration
+                    .and_then(|calibration| calibration.dataset.hub_repository())
+                    .map(String::from),
+            };
+            written.push((CARD_FILE, card::text(&record, &source).into_bytes()));
+        }
+        Ok(OwnFiles { written, copied })
+    }
+
+    fn pruning_record(
+        &self,
+        results: &RunResults,
+        before: Option<&PruningRecord>,
+    ) -> Result<PruningRecord> {
+        let Self {
+            settings,
+            model,
+            texts,
+            plan,
+            ..
+        } = self;
+        let source = model.report()?;
+        let arithmetic = record::arithmetic(model, &settings.device, plan);
+        let mut pruning = self.pruning_report().context("this run prunes")?;
+        for glob in pruning.include.iter_mut().chain(&mut pruning.exclude) {
+            *glob = name_of_glob(glob).to_string();
+        }
+        let layers = results.layers.as_deref().unwrap_or_default();
+        let made_from = before.and_then(PruningRecord::base_model);
+        let calibration = texts.calibration.as_ref().map(|text| &text.protocol);
+        let evaluation = texts.windows.as_ref().map(|text| &text.protocol);
+        Ok(PruningRecord {
+            schema: SCHEMA,
+            prune_version: env!("CARGO_PKG_VERSION").to_string(),
+            command: self.command()?,
+            source: PrunedSource {
+                name: source.name(),
+                // Another program may have written the record, and cards link to this name.
+                made_from: made_from
+                    .filter(|id| HubRepo::model(id).is_some())
+                    .map(String::from),
+                id: source.id,
+                commit: source.commit,
+                identity: source.identity,
+                parameters: source.parameters,
+                bytes: source.bytes,
+            },
+            dtype: model.dtype().name().to_string(),
+            arithmetic: ForwardArithmetic {
+                dtype: arithmetic.dtype,
+                kernel: arithmetic.kernel,
+            },
+            pruning,
+            calibration: calibration.map(|protocol| protocol.published()),
+            sparsity: record::sparsity(layers),
+            perplexity: results.perplexity.clone(),
+            evaluation: evaluation.map(|protocol| protocol.published()),
+            matrices: layers
+                .iter()
+                .flat_map(|layer| layer.matrices.iter().cloned())
+                .collect(),
+        })
+    }
+
+    /// The command that repeats this run.
+    fn command(&self) -> Result<Vec<String>> {
+        let settings = &self.settings;
+        let model = self.model.report()?;
+        let id = model.id.clone();
+        let mut command = vec!["prune".to_string()];
+        let mut flag = |name: &str, value: String| {
+            command.extend([format!("--{}", name.replace('_', "-")), value]);
+        };
+        flag("model", id.unwrap_or_else(|| model.name()));
+        if let Some(commit) = model.commit {
+            flag("revision", commit);
+        }
+        if let Some(calibration) = &settings.calibration {
+            flag("dataset", calibration.dataset.without_folders());
+        }
+        if self.texts.windows.is_some() {
+            flag(
+                "eval_dataset",
+                settings.evaluation.eval_dataset.without_folders(),
+            );
+        }
+        let targets = self.pruning.as_ref().map(|pruning| &pruning.targets);
+        let has_ratio = targets.is_some_and(|targets| targets.pattern == Pattern::Unstructured);
+        if targets.is_some_and(|targets| targets.uneven_ratios().is_some()) {
+            flag("layer_ratios", "layer_ratios.json".to_string());
+        }
+        let by_name = settings.by_name()?;
+        for name in REPEATED {
+            let is_implied = match name {
+                "sparsity_ratio" => !has_ratio,
+                "sparsity_type" => has_ratio,
+                "dtype" => by_name.get(name).is_some_and(|value| value == "auto"),
+                _ => false,
+            };
+            let values = match by_name.get(name) {
+                None | Some(Value::Null) => Vec::new(),
+                _ if is_implied => Vec::new(),
+                Some(Value::Array(values)) => values.clone(),
+                Some(value) => vec![value.clone()],
+            };
+            for value in values {
+                flag(
+                    name,
+                    match value {
+                        Value::String(text) => name_of_glob(&text).to_string(),
+                        other => other.to_string(),
+                    },
+                );
+            }
+        }
+        flag("save", "out".to_string());
+        Ok(command)
+    }
+}
+
+/// The part of a glob after its last slash. Names of matrices have no slashes, so a glob with one is a path by mistake.
+fn name_of_glob(glob: &str) -> &str {
+    glob.rsplit('/').next().unwrap_or(glob)
+}
+
+/// The record of an earlier pruning in a model's folder; `None` where there is no such file.
+pub(super) fn read_record(folder: &Path) -> Option<Result<PruningRecord, String>> {
+    let path = folder.join(PRUNING_FILE);
+    if path.symlink_metadata().is_err() {
+        return None;
+    }
+    let bytes = read_whole(&path, LARGEST_RECORD).map_err(|error| error.to_string());
+    Some(bytes.and_then(|bytes| PruningRecord::parse(&bytes)))
+}
+
+/// The first bytes of a card; none of a card that cannot be read.
+fn beginning(card: &Path) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    // A folder or a pipe of this name is no card.
+    if card.is_file()
+        && let Ok(file) = File::open(card)
+    {
+        // What was read before an error is as good as a shorter card.
+        let _ = file
+            .take(front_matter::LONGEST as u64)
+            .read_to_end(&mut bytes);
+    }
+    bytes
+}
