@@ -1,7 +1,6 @@
 //! A checkpoint is opened, pruned, written, verified and opened again, and every check fails on its kind of damage.
 
 use std::fs;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -11,6 +10,7 @@ use super::test_files::{
     counting, element, file_bytes, folder, mixed_tensors, write, write_sharded, write_single,
 };
 use super::{Checkpoint, CheckpointWriter, ExpectedMatrix, WeightSource};
+use crate::disk::positioned::write_all_at;
 use crate::run::verification::VerifyLevel;
 use crate::run::{Event, Events, Silent};
 
@@ -198,7 +198,7 @@ fn flipped_bit_between_write_and_finish_is_caught() -> anyhow::Result<()> {
     let offset = Checkpoint::open(source.path())?
         .require("a.weight", &[4, 8])?
         .offset;
-    partial.write_all_at(&[0x55], offset + 77)?;
+    write_all_at(&partial, &[0x55], offset + 77)?;
     let text = says(writer.finish(&[], VerifyLevel::Quick, &Silent));
     assert!(
         text.contains("tensor `a.weight` is not what was written"),
@@ -228,7 +228,7 @@ fn damage_to_copied_tensors_and_headers_is_caught() -> anyhow::Result<()> {
         let partial = fs::OpenOptions::new()
             .write(true)
             .open(out.path().join("model.safetensors.partial"))?;
-        partial.write_all_at(&[0xff], at)?;
+        write_all_at(&partial, &[0xff], at)?;
         let text = says(writer.verify(&[], VerifyLevel::Quick, &Silent));
         assert!(text.contains(expected), "{text}");
     }
@@ -324,6 +324,7 @@ fn misuse_of_write_is_an_error() -> anyhow::Result<()> {
 }
 
 #[test]
+#[cfg(unix)]
 fn output_may_not_touch_the_source_folder() -> anyhow::Result<()> {
     let source = folder();
     write_single(source.path(), Some("pt"));

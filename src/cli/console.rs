@@ -194,6 +194,7 @@ impl Console {
     }
 
     /// The files that a run leaves when it ends now.
+    #[cfg(unix)]
     pub(super) fn unfinished(&self) -> Option<Unfinished> {
         self.ending().unfinished.clone()
     }
@@ -205,6 +206,7 @@ impl Console {
     }
 
     /// Asks the run to stop where nothing is half-done, because of this signal.
+    #[cfg(unix)]
     pub(super) fn stop(&self, signal: &'static str) {
         self.ending().signal = Some(signal);
         self.is_stopping.store(true, Ordering::Relaxed);

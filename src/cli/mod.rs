@@ -69,7 +69,8 @@ Environment:
   HF_TOKEN, HF_TOKEN_PATH        the token for the hub
   HF_HOME, HF_HUB_CACHE          the folder of the hub's files
   HF_ENDPOINT, HF_HUB_OFFLINE    another hub, or none
-  HF_HUB_DOWNLOAD_TIMEOUT        seconds of silence before a retry";
+  HF_HUB_DOWNLOAD_TIMEOUT        seconds of silence before a retry
+  SSL_CERT_FILE, SSL_CERT_DIR    certificates to trust instead of the system's";
 
 #[derive(Debug, Subcommand)]
 enum Command {

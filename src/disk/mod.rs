@@ -85,7 +85,7 @@ pub fn reserve(file: &File, length: u64) -> io::Result<bool> {
     }
     #[cfg(not(target_os = "linux"))]
     {
-        let _ = length;
+        let _ = (file, length);
         Ok(false)
     }
 }

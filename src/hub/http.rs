@@ -10,6 +10,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use ureq::http::{HeaderMap, Response, Uri};
+use ureq::tls::TlsConfig;
 use ureq::{Agent, Body};
 
 use super::Hub;
@@ -99,7 +100,9 @@ impl Hub {
     /// A hub with these settings. Nothing is connected yet.
     pub fn new(settings: HubSettings) -> Self {
         let silence = Some(settings.silence);
+        let tls = TlsConfig::builder().root_certs(settings.trusted.roots.clone());
         let config = Agent::config_builder()
+            .tls_config(tls.build())
             .max_redirects(0)
             .http_status_as_error(false)
             .user_agent(concat!("prune/", env!("CARGO_PKG_VERSION")))

@@ -9,6 +9,7 @@
 //! `http` and `transfer` replace it, with the same HTTP client.
 
 mod cache;
+mod certificates;
 mod headers;
 mod http;
 mod id;

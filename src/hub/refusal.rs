@@ -16,6 +16,9 @@ const MAX_SAID: usize = 300;
 /// The remedy for an answer that a hub does not give.
 pub(super) const CHECK_ENDPOINT: &str = "check HF_ENDPOINT and the proxy; or name a local folder";
 
+/// The words of rustls for a certificate that it refuses, which arrives inside an error of the connection.
+const BAD_CERTIFICATE: &str = "invalid peer certificate";
+
 const LATER: &str = "try again later; the downloaded part is kept";
 
 /// The failure of a request.
@@ -211,10 +214,14 @@ pub(super) fn unanswered(settings: &HubSettings, origin: &Origin, error: &Error)
         "name a local folder, or set HF_ENDPOINT to a mirror you can reach, or HF_HUB_OFFLINE=1 to use the cache `{}`",
         settings.cache.display()
     );
+    let cause = error.to_string();
+    if cause.contains(BAD_CERTIFICATE) {
+        return not_trusted(settings, origin, cause).into();
+    }
     let (message, hint, retry) = match error {
         _ if is_tls => (
             format!("no secure connection to `{origin}`"),
-            "check the clock and HF_ENDPOINT; a proxy that opens https with its own certificate is not trusted",
+            "check HF_ENDPOINT and HTTPS_PROXY: the server may speak plain http",
             Retry::Never,
         ),
         Error::InvalidProxyUrl | Error::BadUri(_) | Error::Http(_) => (
@@ -250,8 +257,19 @@ pub(super) fn unanswered(settings: &HubSettings, origin: &Origin, error: &Error)
             Retry::Later,
         ),
     };
-    let failure = Failure::new(message).detail(error.to_string()).hint(hint);
+    let failure = Failure::new(message).detail(cause).hint(hint);
     RequestError { failure, retry }
+}
+
+/// The failure for a certificate that cannot be verified.
+fn not_trusted(settings: &HubSettings, origin: &Origin, cause: String) -> Failure {
+    Failure::new(format!("the certificate of `{origin}` is not trusted"))
+        .detail(cause)
+        .detail(format!("it is checked against {}", settings.trusted.place))
+        .detail("a proxy may be inspecting TLS: it answers with a certificate of its own authority")
+        .hint(
+            "name the file of that authority: SSL_CERT_FILE=/path/to/ca.pem; without such a proxy, check the clock and HF_ENDPOINT",
+        )
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use std::time::Duration;
 use anyhow::Result;
 use ureq::http::Uri;
 
+use super::certificates::Trusted;
 use crate::failure::Failure;
 
 /// The address of the hub without `HF_ENDPOINT`.
@@ -84,6 +85,7 @@ pub struct HubSettings {
     /// The folder that holds `models--owner--name`.
     pub(super) cache: PathBuf,
     pub(super) token: Option<Token>,
+    pub(super) trusted: Trusted,
     pub(super) is_offline: bool,
     /// Retries after the first try.
     pub(super) retries: u32,
@@ -93,13 +95,15 @@ pub struct HubSettings {
     pub(super) silence: Duration,
 }
 
-type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+/// Reads a variable of the environment.
+pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 impl HubSettings {
     /// Reads all settings from `--cache-dir` and the environment behind `lookup`.
     ///
     /// # Errors
-    /// Fails without a folder for the cache, and for an invalid endpoint, token or number.
+    /// Fails without a folder for the cache, for an invalid endpoint, token or number, and without the certificates that a variable
+    /// names.
     pub fn resolve(cache_dir: Option<&Path>, lookup: Lookup<'_>) -> Result<Self> {
         let (endpoint, origin) = endpoint(lookup)?;
         let seconds =
@@ -107,12 +111,18 @@ impl HubSettings {
         // The values that the Python client takes for true.
         let is_true =
             |value: String| ["1", "ON", "YES", "TRUE"].contains(&&*value.to_ascii_uppercase());
+        let is_offline = text(lookup, "HF_HUB_OFFLINE").is_some_and(is_true);
         Ok(Self {
             endpoint,
             origin,
             cache: cache(cache_dir, lookup)?,
             token: token(lookup)?,
-            is_offline: text(lookup, "HF_HUB_OFFLINE").is_some_and(is_true),
+            // Offline nothing is asked, so nothing is trusted.
+            trusted: match is_offline {
+                true => Trusted::built_in(),
+                false => Trusted::find(lookup)?,
+            },
+            is_offline,
             // The number is from 0 to 100; the cast drops a fraction.
             retries: number(lookup, "PRUNE_HUB_RETRIES", 5.0, 100.0)? as u32,
             retry_delay: seconds("PRUNE_HUB_RETRY_SECONDS", 1.0)?,

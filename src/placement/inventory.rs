@@ -178,6 +178,8 @@ pub fn available_memory() -> Option<ByteSize> {
     let system = std::fs::read_to_string("/proc/meminfo")
         .ok()
         .and_then(|text| meminfo_available(&text));
+    #[cfg(not(target_os = "linux"))]
+    let system = system.or_else(|| Some(super::system_memory::read()?.available));
     let group = std::fs::read_to_string("/proc/self/cgroup")
         .ok()
         .and_then(|text| {
@@ -194,7 +196,12 @@ pub fn available_memory() -> Option<ByteSize> {
 
 /// Returns all memory of the machine, without limits. `None` on systems that do not report it.
 pub fn total_memory() -> Option<ByteSize> {
-    meminfo(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")
+    let total = std::fs::read_to_string("/proc/meminfo")
+        .ok()
+        .and_then(|text| meminfo(&text, "MemTotal:"));
+    #[cfg(not(target_os = "linux"))]
+    let total = total.or_else(|| Some(super::system_memory::read()?.total));
+    total
 }
 
 fn meminfo_available(text: &str) -> Option<ByteSize> {

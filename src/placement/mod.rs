@@ -3,6 +3,7 @@
 //! | file | story |
 //! | --- | --- |
 //! | `inventory` | memory and rates of this machine, or of one described in a file |
+//! | `system_memory` | the memory of this machine where the system has no `/proc` |
 //! | `budget` | `--max-memory` |
 //! | `device_map` | `--device-map` |
 //! | `workload` | a run in numbers |
@@ -16,6 +17,8 @@ pub mod inventory;
 mod machine;
 pub mod planner;
 pub mod residency;
+#[cfg(any(test, not(target_os = "linux")))]
+mod system_memory;
 pub mod workload;
 
 pub use budget::Budget;

@@ -1,24 +1,30 @@
 //! The memory of this process, measured by the operating system.
 //!
 //! "Peak anonymous memory" is the high-water mark of the resident set without the pages of files. No part of a
-//! checkpoint is mapped, so the rest is allocated memory. Linux only; on other systems the functions return `None`.
+//! checkpoint is mapped, so the rest is allocated memory. Systems other than Linux report the resident set only, and no peak that
+//! can be reset: `resident_set` reads it, over and over.
 
 use crate::bytes::ByteSize;
 
 /// A reading of the process's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resident {
-    /// Anonymous pages now.
+    /// Anonymous pages now; on systems other than Linux all resident pages.
     pub anonymous: ByteSize,
-    /// The peak since the last [`reset_peak`], without file pages.
+    /// The peak since the last [`reset_peak`], without file pages; on systems other than Linux the highest of the readings.
     pub peak_anonymous: ByteSize,
 }
 
 /// Reads the process's memory.
 pub fn resident() -> Option<Resident> {
-    parse(&std::fs::read_to_string("/proc/self/status").ok()?)
+    #[cfg(target_os = "linux")]
+    let found = parse(&std::fs::read_to_string("/proc/self/status").ok()?);
+    #[cfg(not(target_os = "linux"))]
+    let found = super::resident_set::GAUGE.resident();
+    found
 }
 
+#[cfg(any(target_os = "linux", test))]
 fn parse(status: &str) -> Option<Resident> {
     let field = |name: &str| {
         let line = status.lines().find(|line| line.starts_with(name))?;
@@ -37,7 +43,10 @@ fn parse(status: &str) -> Option<Resident> {
 /// Resets the high-water mark to the resident memory (`5` to `clear_refs`, see proc(5)). Does nothing where the system refuses;
 /// the peak then covers the whole process.
 pub fn reset_peak() {
+    #[cfg(target_os = "linux")]
     let _ = std::fs::write("/proc/self/clear_refs", "5");
+    #[cfg(not(target_os = "linux"))]
+    super::resident_set::GAUGE.reset_peak();
 }
 
 /// Gives memory that was freed in small pieces back to the system. glibc keeps it otherwise: after tokenizing 5 MB of

@@ -11,6 +11,7 @@
 //! | `engine` | the arithmetic of a device |
 //! | `devices` | the opened devices of a plan |
 //! | `clock`, `memory` | measured time and memory |
+//! | `resident_set` | measured memory where the system has no `/proc` |
 
 pub mod clock;
 pub mod compute;
@@ -22,6 +23,8 @@ pub mod layer_store;
 pub mod ledger;
 pub mod loader;
 pub mod memory;
+#[cfg(any(test, not(target_os = "linux")))]
+mod resident_set;
 pub mod sweep;
 
 pub use clock::Clock;

@@ -4,6 +4,7 @@
 
 mod refusals;
 mod server;
+mod tls;
 mod transfers;
 
 use std::collections::BTreeSet;
@@ -32,6 +33,10 @@ const REPO: &str = "models/some-owner/Tiny-Llama";
 
 /// A server with a sharded model and its other files.
 fn with_model() -> (Server, Place) {
+    with_model_on(Server::start())
+}
+
+fn with_model_on(server: Server) -> (Server, Place) {
     let place = Place::empty();
     place.checkpoint(
         "published",
@@ -40,7 +45,6 @@ fn with_model() -> (Server, Place) {
             ..RandomCheckpoint::default()
         },
     );
-    let server = Server::start();
     for name in place.names("published") {
         let content = fs::read(place.path("published").join(&name)).expect("written above");
         server.add(REPO, &name, content);

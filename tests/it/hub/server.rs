@@ -5,11 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -76,10 +77,17 @@ pub(crate) struct Server {
     state: Arc<Mutex<State>>,
     home: u16,
     storage: u16,
+    /// With https.
+    tls: Option<Arc<ServerConfig>>,
 }
 
 impl Server {
     pub(crate) fn start() -> Self {
+        Self::start_with(None)
+    }
+
+    /// A server that speaks https if it is given a certificate.
+    pub(crate) fn start_with(tls: Option<ServerConfig>) -> Self {
         let listen = || TcpListener::bind(("127.0.0.1", 0)).expect("a free port");
         let (home, storage) = (listen(), listen());
         let port = |listener: &TcpListener| listener.local_addr().expect("bound").port();
@@ -87,6 +95,7 @@ impl Server {
             state: Arc::default(),
             home: port(&home),
             storage: port(&storage),
+            tls: tls.map(Arc::new),
         };
         for (listener, is_home) in [(home, true), (storage, false)] {
             let server = server.clone();
@@ -94,7 +103,14 @@ impl Server {
                 for stream in listener.incoming().flatten() {
                     let server = server.clone();
                     // A client that leaves early is no failure of the server.
-                    thread::spawn(move || server.serve(stream, is_home).ok());
+                    thread::spawn(move || match server.tls.clone() {
+                        None => server.serve(stream, is_home).ok(),
+                        Some(tls) => {
+                            let connection = ServerConnection::new(tls).expect("a configuration");
+                            let stream = StreamOwned::new(connection, stream);
+                            server.serve(stream, is_home).ok()
+                        }
+                    });
                 }
             });
         }
@@ -103,7 +119,14 @@ impl Server {
 
     /// `HF_ENDPOINT`.
     pub(crate) fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.home)
+        format!("{}://127.0.0.1:{}", self.scheme(), self.home)
+    }
+
+    fn scheme(&self) -> &'static str {
+        match self.tls {
+            None => "http",
+            Some(_) => "https",
+        }
     }
 
     /// The home as messages name it.
@@ -152,8 +175,8 @@ impl Server {
         std::mem::take(&mut self.state.lock().expect("no thread panics with it").seen)
     }
 
-    fn serve(&self, mut stream: TcpStream, is_home: bool) -> std::io::Result<()> {
-        let Ok(request) = read_request(&stream, is_home) else {
+    fn serve(&self, mut stream: impl Read + Write, is_home: bool) -> std::io::Result<()> {
+        let Ok(request) = read_request(&mut stream, is_home) else {
             // Not HTTP: https, say.
             return stream.write_all(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n");
         };
@@ -247,7 +270,8 @@ impl Server {
             .iter()
             .any(|end| file.ends_with(end))
         {
-            let location = format!("http://{}/{repo}/{file}?{SIGNATURE}", self.storage());
+            let (scheme, storage) = (self.scheme(), self.storage());
+            let location = format!("{scheme}://{storage}/{repo}/{file}?{SIGNATURE}");
             return Answer::of(
                 302,
                 &[
@@ -347,7 +371,7 @@ fn part(request: &Seen, content: &[u8], is_whole: bool) -> Answer {
     }
 }
 
-fn read_request(stream: &TcpStream, is_home: bool) -> std::io::Result<Seen> {
+fn read_request(stream: &mut impl Read, is_home: bool) -> std::io::Result<Seen> {
     let mut lines = BufReader::new(stream.take(1 << 16)).lines();
     let first = lines.next().transpose()?.unwrap_or_default();
     let mut words = first.split(' ');
