@@ -16,62 +16,9 @@ use crate::run::verification::VerifyLevel;
 use crate::run::{HiddenStatesStorage, MemorySettings};
 use crate::runtime::Simulation;
 use crate::settings::{
-    CalibrationSettings, ComputeDtype, DATASET, DeviceChoice, DeviceMapChoice, DeviceSettings,
-    EvalSides, EvaluationSettings, ModelSettings, NSAMPLES, OutputSettings, PRUNE_METHOD,
-    SparsitySettings,
+    CalibrationSettings, DATASET, DeviceChoice, DeviceMapChoice, DeviceSettings, EvalSides,
+    EvaluationSettings, NSAMPLES, OutputSettings, PRUNE_METHOD, SparsitySettings,
 };
-
-/// Model flags.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Model")]
-pub struct ModelArgs {
-    /// Checkpoint folder in Hugging Face layout, or an id on the hub
-    ///
-    /// A folder with config.json, model.safetensors (or model.safetensors.index.json and its shards) and tokenizer.json.
-    /// Weights may be f32, f16 or bf16. Where there is no such folder, `owner/name` is downloaded from the hub.
-    #[arg(long, value_name = "DIR|ID")]
-    pub(super) model: Option<PathBuf>,
-
-    /// Branch, tag or commit of a model on the hub [default: main]
-    #[arg(long, value_name = "REV")]
-    pub(super) revision: Option<String>,
-
-    /// Folder of the hub's files [default: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub]
-    ///
-    /// Shared with the Python client: what either has downloaded the other finds.
-    #[arg(long, value_name = "DIR")]
-    pub(super) cache_dir: Option<PathBuf>,
-
-    /// Arithmetic of the forward pass
-    ///
-    /// Never changes the dtype of the output, which is the source's. On a CPU with bf16 products (AMD from Zen 4, Intel from
-    /// Sapphire Rapids on) `auto` multiplies bf16 weights by activations rounded to bf16, accumulating in f32, which is several
-    /// times as fast as f32; masks differ in some near-ties. Everything else is f32: on a CPU with AMX tiles (Intel from Sapphire
-    /// Rapids on) by sums of bf16 products, about as exact as f32's own and faster, and with `f32` by one chain of multiply-adds,
-    /// which gives the same bits on every CPU that has them fused.
-    #[arg(long, value_name = "DTYPE", default_value = "auto")]
-    pub(super) dtype: ComputeDtype,
-}
-
-impl ModelArgs {
-    pub(super) fn settings(&self) -> Result<ModelSettings> {
-        let model = self.model.clone().ok_or_else(|| {
-            Failure::usage("--model is missing")
-                .hint("name a checkpoint folder, like --model models/llama-2-7b; see prune --help")
-        })?;
-        Ok(self.of(model))
-    }
-
-    /// These flags for another checkpoint.
-    pub(super) fn of(&self, model: PathBuf) -> ModelSettings {
-        ModelSettings {
-            model,
-            revision: self.revision.clone(),
-            cache_dir: self.cache_dir.clone(),
-            dtype: self.dtype,
-        }
-    }
-}
 
 /// Device and memory flags.
 #[derive(Debug, Clone, Args)]

@@ -239,8 +239,8 @@ impl Console {
     pub fn broken(&self, what: &str) {
         self.last_words("error", |place| {
             format!(
-                "error: this is a bug in prune{place}\n  {what}\nhint: report it with the command that led here; \
-                 RUST_BACKTRACE=1 in the environment shows the way to it"
+                "error: this is a bug in prune{place}\n  {what}\nhint: report it with these lines and the command that led here; \
+                 a build with `--profile full` shows the calls, too, if RUST_BACKTRACE=1 is set"
             )
         });
     }

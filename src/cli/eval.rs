@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 
-use super::args::{DeviceArgs, EvaluationArgs, MessageArgs, ModelArgs};
+use super::args::{DeviceArgs, EvaluationArgs, MessageArgs};
 use super::console::Console;
+use super::model::ModelWordArgs;
 use super::outcome::Outcome;
 use crate::job;
 use crate::report;
@@ -15,14 +16,14 @@ use crate::settings::{EvalSides, OutputSettings, Settings};
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  prune eval --model out/llama2-7b/model --eval-dataset wikitext2:wiki/
-  prune eval --model out/model --eval-dataset text.txt --max-perplexity 12 --json";
+  prune eval out/llama2-7b/model --eval-dataset wikitext2:wiki/
+  prune eval out/model --eval-dataset text.txt --max-perplexity 12 --json";
 
 /// Flags of `prune eval`.
 #[derive(Debug, Clone, Args)]
 pub struct EvalArgs {
     #[command(flatten)]
-    model: ModelArgs,
+    model: ModelWordArgs,
     #[command(flatten)]
     evaluation: EvaluationArgs,
     /// Tokens per window [default: 2048, or the model's limit]
@@ -47,7 +48,7 @@ impl EvalArgs {
     fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
         Ok(Settings {
             arguments,
-            model: self.model.settings()?,
+            model: self.model.settings("prune eval out/7b/model")?,
             sparsity: None,
             calibration: None,
             seqlen: self.seqlen,

@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 
-use super::args::{DeviceArgs, MessageArgs, ModelArgs};
+use super::args::{DeviceArgs, MessageArgs};
 use super::console::Console;
+use super::model::ModelWordArgs;
 use crate::bytes::{LARGEST_SETTINGS, read_up_to};
 use crate::failure::Failure;
 use crate::generation::Sampling;
@@ -18,12 +19,15 @@ use crate::settings::{GenerateSettings, ModelSettings};
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  prune generate --model out/llama2-7b/model --prompt \"The capital of France is\"
-  prune generate --model out/7b/model --compare models/Llama-2-7b-hf \\
+  prune generate out/llama2-7b/model --prompt \"The capital of France is\"
+  prune generate out/7b/model --compare models/Llama-2-7b-hf \\
         --prompt-file prompt.txt --max-tokens 200
-  prune generate --model models/Llama-3.2-1B-Instruct --chat --prompt \"Why is the sky blue?\" \\
+  prune generate models/Llama-3.2-1B-Instruct --chat --prompt \"Why is the sky blue?\" \\
         --system \"Answer in one sentence.\" --temperature 0.7 --top-p 0.9 --seed 1
-  prune generate --model out/7b/model --prompt \"Hello\" --json | jq -r .text";
+  prune generate out/7b/model --prompt \"Hello\" --json | jq -r .text";
+
+/// The command of a message that asks for a model.
+const EXAMPLE: &str = "prune generate out/7b/model --prompt \"Once upon a time\"";
 
 /// Flags of `prune generate`.
 #[derive(Debug, Clone, Args)]
@@ -35,7 +39,7 @@ Examples:
 )]
 pub struct GenerateArgs {
     #[command(flatten)]
-    model: ModelArgs,
+    model: ModelWordArgs,
 
     /// Another checkpoint that continues the same prompt
     ///
@@ -134,9 +138,9 @@ pub fn command(args: &GenerateArgs, console: &Console) -> Result<()> {
 
 impl GenerateArgs {
     fn settings(&self) -> Result<GenerateSettings> {
+        let mut models = vec![self.model.settings(EXAMPLE)?];
         let sampling = self.sampling.check()?;
         let prompt = self.prompt.text()?;
-        let mut models = vec![self.model.settings()?];
         models.extend(self.other_model()?);
         Ok(GenerateSettings {
             models,
@@ -166,7 +170,7 @@ impl GenerateArgs {
         }
         Ok(Some(ModelSettings {
             revision: None,
-            ..self.model.of(folder.clone())
+            ..self.model.flags.of(folder.clone())
         }))
     }
 }

@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::args::from_json;
 use super::console::Console;
+use super::values;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredDtype;
 use crate::run::Events;
@@ -77,8 +78,11 @@ pub struct MakeCheckpointArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Dtype {
+    #[value(aliases = values::F32)]
     F32,
+    #[value(aliases = values::F16)]
     F16,
+    #[value(aliases = values::BF16)]
     Bf16,
 }
 

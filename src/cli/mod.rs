@@ -12,6 +12,8 @@ pub mod inspect;
 mod interrupt;
 #[cfg(feature = "synthetic")]
 pub mod make_checkpoint;
+mod mistake;
+pub mod model;
 pub mod outcome;
 pub mod plan;
 mod progress;
@@ -34,7 +36,7 @@ use crate::job::machine;
 use crate::run::Stopped;
 use crate::runtime::memory;
 use args::MessageArgs;
-use console::Console;
+use console::{Console, print_line};
 use outcome::Outcome;
 
 /// Prune Llama-family language models layer by layer, and measure what it cost.
@@ -49,6 +51,18 @@ pub struct Cli {
     prune: prune::PruneArgs,
 }
 
+/// Template of [`newcomer`].
+const NEWCOMER: &str = "\
+{about}
+
+Try it:         prune demo
+Prune a model:  prune --model models/llama-2-7b --sparsity-ratio 0.5 --save out
+
+Commands:
+{subcommands}
+
+All flags: prune --help. Flags of a command: prune eval --help";
+
 const EXAMPLES: &str = "\
 Examples:
   prune --model meta-llama/Llama-2-7b-hf --sparsity-ratio 0.6 --save out/7b
@@ -56,7 +70,7 @@ Examples:
         --eval-dataset wikitext2:wiki/ --eval both --save out/7b-half
   prune --model llama-2-7b --prune-method magnitude --sparsity-type 2:4 \\
         --eval none --save out/2of4
-  prune eval --model out/7b/model --eval-dataset wikitext2:wiki/
+  prune eval out/7b/model --eval-dataset wikitext2:wiki/
 
 Exit codes:
   0 done, 1 failed, 2 wrong usage, 4 --max-perplexity is not met, 101 a bug
@@ -126,16 +140,27 @@ pub fn command() -> clap::Command {
     Cli::command().long_version(format!("{version}\n{}", machine::describe()))
 }
 
+/// The text for a command line without arguments. It fits on a terminal of 80 columns and 24 lines.
+fn newcomer() -> String {
+    let mut command = command().help_template(NEWCOMER);
+    command.render_help().to_string().trim_end().to_string()
+}
+
 /// Runs the program with these arguments and returns its exit code.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     memory::return_large_blocks();
     let arguments: Vec<OsString> = arguments.into_iter().map(dashes).collect();
+    if arguments.len() <= 1 {
+        print_line(&newcomer());
+        return ExitCode::from(2);
+    }
     let parsed = command()
         .try_get_matches_from(&arguments)
         .and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
+            let error = mistake::explain(error, &arguments);
             // Help and version are printed this way too, with exit code 0.
             let _ = error.print();
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));

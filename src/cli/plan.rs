@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use clap::Args;
 use clap::builder::PossibleValuesParser;
-use clap::{ArgGroup, Args};
 
-use super::args::{DeviceArgs, MessageArgs, ModelArgs};
+use super::args::{DeviceArgs, MessageArgs};
 use super::console::Console;
+use super::model::ModelWordArgs;
 use crate::job::plan::{plan, shape_names, table};
 use crate::pruning::METHODS;
 use crate::report;
@@ -18,29 +19,32 @@ use crate::settings::{
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  prune plan --model models/llama-2-7b
+  prune plan models/llama-2-7b
   prune plan --shape llama-3.2-1b --max-memory cpu=2GiB
   prune plan --shape llama-2-70b --inventory two-a100.json
   prune plan --table";
 
+/// The command of a message that asks for a model.
+const EXAMPLE: &str =
+    "prune plan models/llama-2-7b, or a published shape: prune plan --shape llama-2-7b";
+
 /// Flags of `prune plan`.
 #[derive(Debug, Clone, Args)]
 #[command(
-    group(ArgGroup::new("what").required(true).args(["model", "shape", "table"])),
     mut_arg("model", |flag| flag.long_help("Checkpoint folder, or an id on the hub, of which only headers are fetched")),
     mut_arg("device", |flag| flag.hide(true)),
     mut_arg("offload_folder", |flag| flag.hide(true))
 )]
 pub struct PlanArgs {
     #[command(flatten)]
-    model: ModelArgs,
+    model: ModelWordArgs,
 
     /// A published model's shape in place of a checkpoint
-    #[arg(long, value_name = "NAME", help_heading = "Model", value_parser = PossibleValuesParser::new(shape_names()))]
+    #[arg(long, value_name = "NAME", help_heading = "Model", conflicts_with_all = ["word", "model"], value_parser = PossibleValuesParser::new(shape_names()))]
     shape: Option<String>,
 
     /// A table of all shapes: what they take, and the least that works
-    #[arg(long, help_heading = "Model")]
+    #[arg(long, help_heading = "Model", conflicts_with_all = ["word", "model", "shape"])]
     table: bool,
 
     /// The method, which decides whether calibration samples are needed
@@ -88,9 +92,17 @@ pub struct PlanArgs {
 }
 
 impl PlanArgs {
-    fn settings(&self) -> PlanSettings {
+    fn settings(&self) -> Result<PlanSettings> {
         let mut run = Settings::pruning("");
-        run.model = self.model.of(self.model.model.clone().unwrap_or_default());
+        let subject = match &self.shape {
+            _ if self.table => PlanSubject::Table,
+            Some(shape) => PlanSubject::Shape(shape.clone()),
+            None => PlanSubject::Model,
+        };
+        run.model = match subject {
+            PlanSubject::Model => self.model.settings(EXAMPLE)?,
+            _ => self.model.flags.of(PathBuf::new()),
+        };
         if let Some(sparsity) = &mut run.sparsity {
             sparsity.prune_method = self.prune_method.clone();
         }
@@ -103,21 +115,17 @@ impl PlanArgs {
         run.evaluation.eval_windows = self.eval_windows.map(u64::from);
         run.output.no_save_model = self.no_save_model;
         run.device = self.device.settings();
-        PlanSettings {
-            subject: match &self.shape {
-                _ if self.table => PlanSubject::Table,
-                Some(shape) => PlanSubject::Shape(shape.clone()),
-                None => PlanSubject::Model,
-            },
+        Ok(PlanSettings {
+            subject,
             run,
             inventory: self.inventory.clone(),
-        }
+        })
     }
 }
 
 /// Runs the command and prints the plan.
 pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
-    let settings = args.settings();
+    let settings = args.settings()?;
     if settings.subject == PlanSubject::Table {
         let rows = table(&settings)?;
         return console.record(&rows, &report::plan::table(&rows));

@@ -6,9 +6,10 @@ use anyhow::Result;
 use clap::Args;
 
 use super::args::{
-    CalibrationArgs, DeviceArgs, EvaluationArgs, MessageArgs, ModelArgs, OutputArgs, SparsityArgs,
+    CalibrationArgs, DeviceArgs, EvaluationArgs, MessageArgs, OutputArgs, SparsityArgs,
 };
 use super::console::Console;
+use super::model::ModelArgs;
 use super::outcome::Outcome;
 use crate::job;
 use crate::report;

@@ -6,6 +6,16 @@ use clap::builder::PossibleValue;
 use crate::run::verification::VerifyLevel;
 use crate::settings::{ComputeDtype, EvalSides};
 
+/// Other names of f32.
+pub(super) const F32: &[&str] = &["float32", "fp32", "torch.float32"];
+
+/// Other names of f16.
+#[cfg(feature = "synthetic")]
+pub(super) const F16: &[&str] = &["float16", "fp16", "half", "torch.float16"];
+
+/// Other names of bf16.
+pub(super) const BF16: &[&str] = &["bfloat16", "torch.bfloat16"];
+
 impl ValueEnum for ComputeDtype {
     fn value_variants<'a>() -> &'a [Self] {
         &[Self::Auto, Self::F32, Self::Bf16x3, Self::Bf16]
@@ -30,7 +40,12 @@ impl ValueEnum for ComputeDtype {
                 "bf16 products with f32 accumulation, for bf16 checkpoints",
             ),
         };
-        Some(PossibleValue::new(name).help(help))
+        let others = match self {
+            Self::F32 => F32,
+            Self::Bf16 => BF16,
+            Self::Auto | Self::Bf16x3 => &[],
+        };
+        Some(PossibleValue::new(name).aliases(others).help(help))
     }
 }
 

@@ -23,6 +23,7 @@ mod parquet_shape;
 mod parquet_text;
 mod python_random;
 mod role;
+mod same_text;
 mod source;
 mod splits;
 mod staged;

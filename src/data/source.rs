@@ -87,16 +87,21 @@ impl Source {
 
     /// The paths of the files, for messages and run records.
     pub(super) fn path(&self) -> String {
+        if self.files == Files::Demo {
+            return "built in".to_owned();
+        }
+        let paths = self.paths().iter().map(|path| path.display().to_string());
+        paths.collect::<Vec<_>>().join(", ")
+    }
+
+    /// The files; none for the demo text.
+    pub(super) fn paths(&self) -> &[PathBuf] {
         match &self.files {
-            Files::Rows(parts) => parts
-                .iter()
-                .map(|part| part.display().to_string())
-                .collect::<Vec<_>>()
-                .join(", "),
+            Files::Rows(parts) => parts,
             Files::Documents(path, _) | Files::Sentences(path) | Files::Plain(path) => {
-                path.display().to_string()
+                std::slice::from_ref(path)
             }
-            Files::Demo => "built in".to_owned(),
+            Files::Demo => &[],
         }
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::published;
+use super::{located, published};
 use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::Checkpoint;
 use crate::eval;
@@ -60,16 +60,10 @@ fn method_that_changes_weights(model: &Path) -> Option<String> {
 
 /// Opens a checkpoint; a run folder is answered with its model's folder.
 fn open(folder: &Path) -> Result<Checkpoint> {
-    let model = folder.join("model");
-    Checkpoint::open(folder).map_err(|error| {
-        if folder.join("run.json").is_file() && model.join("config.json").is_file() {
-            Failure::new(format!("`{}` is a run folder", folder.display()))
-                .hint(format!("name its checkpoint: {}", model.display()))
-                .into()
-        } else {
-            error
-        }
-    })
+    match located::run_folder(folder) {
+        Some(failure) => Err(failure.into()),
+        None => Checkpoint::open(folder),
+    }
 }
 
 fn load_config(folder: &Path) -> Result<ModelConfig> {

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use crate::checkpoint::{Checkpoint, HeadersOnly, WeightSource, is_model_file};
+use super::folder::MODEL;
+use crate::checkpoint::{CONFIG_FILE, Checkpoint, HeadersOnly, WeightSource, is_model_file};
 use crate::data::{DatasetSpec, Role};
 use crate::failure::Failure;
 use crate::hub::{Hub, HubRepo, HubSettings, ModelFiles};
@@ -93,6 +94,9 @@ pub(super) fn headers(
 /// The repository of a model on the hub; `None` for a local folder.
 fn repository(settings: &ModelSettings) -> Result<Option<HubRepo>, Failure> {
     let (model, revision) = (&settings.model, settings.revision.as_deref());
+    if let Some(failure) = run_folder(model) {
+        return Err(failure);
+    }
     if !model.exists() {
         let repo = model.to_str().and_then(HubRepo::model);
         let repo = repo.ok_or_else(|| missing_folder(model))?;
@@ -106,6 +110,17 @@ fn repository(settings: &ModelSettings) -> Result<Option<HubRepo>, Failure> {
         ))
         .hint("leave --revision out, or start where no such folder is")),
     }
+}
+
+/// The refusal of a run folder where its model is wanted; `None` for every other folder.
+pub(super) fn run_folder(folder: &Path) -> Option<Failure> {
+    let model = folder.join(MODEL);
+    let has_config = |folder: &Path| folder.join(CONFIG_FILE).is_file();
+    let is_run = !has_config(folder) && has_config(&model);
+    is_run.then(|| {
+        Failure::new(format!("`{}` is a run folder", folder.display()))
+            .hint(format!("name its checkpoint: {}", model.display()))
+    })
 }
 
 /// The dataset with the hub's file at hand, where it was named without a path.

@@ -61,11 +61,32 @@ impl TextSources {
             model.check_ends(events)?;
             evaluation = Some(find(eval_dataset, Role::Evaluation)?);
         }
-        Ok(Self {
+        let sources = Self {
             calibration,
             evaluation,
             cache: TextCache::open(text_cache.clone()),
-        })
+        };
+        sources.warn_of_one_text(settings, events);
+        Ok(sources)
+    }
+
+    /// Warns where the model is calibrated on the text it is measured with.
+    fn warn_of_one_text(&self, settings: &Settings, events: &dyn Events) {
+        if let (Some(calibration), Some(evaluation), Some(of)) =
+            (&self.calibration, &self.evaluation, &settings.calibration)
+            && calibration.is_same_text(evaluation, &self.cache)
+        {
+            let given = &settings.evaluation.eval_dataset;
+            let other = match given.to_string().starts_with("c4") {
+                true => "wikitext2",
+                false => "c4",
+            };
+            events.warn(format!(
+                "calibration (--dataset {}) and evaluation (--eval-dataset {given}) read the same text: the perplexity will be \
+                 better than on a text that the calibration did not see; calibrate on another one, like --dataset {other}",
+                of.dataset
+            ));
+        }
     }
 
     /// Returns the memory of tokenizing these texts: the peak, and the bytes that stay until the run ends. Zero without texts.

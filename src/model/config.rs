@@ -60,9 +60,11 @@ pub struct ModelConfig {
 /// Upper bound of the number of decoder layers. Each layer takes a line in plans and reports.
 const MOST_LAYERS: u64 = 1 << 12;
 
-/// Hint for a config that was damaged or edited.
-const TAKE_ANOTHER: &str =
-    "take the config.json this checkpoint was published with, or correct the value";
+/// Hint for a config that was damaged or edited. It asks for no edit: a wrong value gives a wrong result.
+const TAKE_ANOTHER: &str = "take the config.json this checkpoint was published with";
+
+/// Hint for a config whose arithmetic is not computed here.
+const ANOTHER_MODEL: &str = "choose another model; a changed config.json would give wrong results";
 
 impl ModelConfig {
     /// Reads `config.json` in a model folder.
@@ -197,11 +199,16 @@ fn check_is_computed(keys: &Keys<'_>, family: &Family) -> Result<()> {
     }
     let activation = family.activation.name();
     match keys.given("hidden_act") {
-        Some(found) if found != activation => Err(Failure::new(format!(
-            "`hidden_act` is {found}; the MLP of {} uses \"{activation}\"",
-            family.architecture
-        ))
-        .into()),
+        Some(found) if found != activation => {
+            let failure = Failure::new(format!(
+                "`hidden_act` is {found}; the MLP of {} uses \"{activation}\"",
+                family.architecture
+            ));
+            Err(match found {
+                Value::String(_) => failure.hint(ANOTHER_MODEL).into(),
+                _ => failure.into(),
+            })
+        }
         _ => Ok(()),
     }
 }

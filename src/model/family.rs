@@ -139,25 +139,28 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
     {
         return Ok(family);
     }
-    let name = architecture
-        .or(model_type)
-        .unwrap_or("(neither `architectures` nor `model_type` is given)");
-    let list = |text: fn(&Family) -> String, separator: &str| {
-        FAMILIES
-            .iter()
-            .map(text)
-            .collect::<Vec<_>>()
-            .join(separator)
+    // Of two names, the one that no family has is the reason.
+    let architecture_is_known = |name| FAMILIES.iter().any(|one| one.architecture == name);
+    let refused = match (architecture, model_type) {
+        (None, None) => {
+            // A file without names is incomplete, which the caller's hint covers.
+            return Err(Failure::new("neither `architectures` nor `model_type` is given").into());
+        }
+        (Some(name), None) | (None, Some(name)) => format!("`{name}`"),
+        (Some(name), _) if !architecture_is_known(name) => format!("`{name}`"),
+        (Some(name), Some(model_type)) => format!("`{name}` of model type `{model_type}`"),
     };
-    let supported = list(|one| format!("{}: {}", one.architecture, one.models), "; ");
-    let types = list(
-        |one| format!("`\"model_type\": \"{}\"`", one.model_type),
-        " or ",
-    );
+    let supported = FAMILIES
+        .iter()
+        .map(|one| format!("{}: {}", one.architecture, one.models));
+    let supported = supported.collect::<Vec<_>>().join("; ");
+    // A file that names another family than its weights are of would be computed, wrongly.
     Err(
-        Failure::new(format!("the architecture `{name}` is not supported"))
+        Failure::new(format!("the architecture {refused} is not supported"))
             .detail(format!("supported: {supported}"))
-            .hint(format!("use a checkpoint whose config.json says {types}"))
+            .hint(
+                "choose a model of a supported family; a changed config.json does not make it one",
+            )
             .into(),
     )
 }

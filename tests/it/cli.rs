@@ -1,5 +1,6 @@
 //! The real binary on tiny random checkpoints: flags, run folder, table and messages.
 
+mod habits;
 mod help;
 mod texts;
 mod weights;

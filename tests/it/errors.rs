@@ -1,6 +1,7 @@
 //! Refusals before a run. Each test checks the first line, the hint, the exit code, and that nothing is written.
 
 mod damage;
+mod mistakes;
 mod model;
 mod output;
 mod streams;

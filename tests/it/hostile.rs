@@ -24,8 +24,7 @@ use serde_json::{Value, json};
 use crate::support::{Place, Ran, TEXTS, edit_json, refuses, refuses_command, words};
 
 const AGAIN: &str = "hint: download this file again";
-const OTHER_CONFIG: &str =
-    "hint: take the config.json this checkpoint was published with, or correct the value";
+const OTHER_CONFIG: &str = "hint: take the config.json this checkpoint was published with";
 const ONE_OBJECT: &str = "hint: every line must be a JSON object with a string `text`, as in {\"text\": \"...\"}; give plain text as a .txt file";
 const OTHER_TOKENIZER: &str = "hint: copy it from the model's page again, or write it anew with a current `transformers` (save_pretrained)";
 const RATIOS: &str = "hint: write [0.5, 0.6, ...] with one ratio per layer, or {\"0\": 0.3, \"31\": 0.7} for some of them";

@@ -45,7 +45,7 @@ impl Drop for RunFolder {
 }
 
 /// The model's folder inside the run folder.
-const MODEL: &str = "model";
+pub(in crate::job) const MODEL: &str = "model";
 
 /// The record of a finished run in its folder.
 pub(crate) const MANIFEST: &str = "run.json";

@@ -6,6 +6,7 @@ use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
 
+use super::ANOTHER_MODEL;
 use super::keys::Keys;
 use crate::failure::Failure;
 
@@ -122,6 +123,7 @@ fn scaling(keys: &Keys<'_>, place: &str) -> Result<RopeScaling> {
             return Err(
                 Failure::new(format!("rotary scaling `{other}` is not supported"))
                     .detail("supported: default, linear, dynamic, llama3")
+                    .hint(ANOTHER_MODEL)
                     .into(),
             );
         }

@@ -41,8 +41,52 @@ fn another_architecture_is_refused_by_name() {
         "",
         1,
         "error: the architecture `Qwen2ForCausalLM` is not supported",
-        "hint: use a checkpoint whose config.json says `\"model_type\": \"llama\"` or `\"model_type\": \"mistral\"`",
+        "hint: choose a model of a supported family; a changed config.json does not make it one",
     );
+}
+
+#[test]
+fn the_refusal_of_an_architecture_names_file_and_families_and_asks_for_no_edit() {
+    let place = Place::new();
+    for (model_type, architecture, refused) in [
+        ("qwen2", "Qwen2ForCausalLM", "`Qwen2ForCausalLM`"),
+        (
+            "qwen2",
+            "LlamaForCausalLM",
+            "`LlamaForCausalLM` of model type `qwen2`",
+        ),
+    ] {
+        edit_config(&place, |config| {
+            config["model_type"] = json!(model_type);
+            config["architectures"] = json!([architecture]);
+        });
+        let ran = place.run("eval m --eval-dataset test.txt");
+        assert_eq!(
+            ran.stderr,
+            format!(
+                "error: the architecture {refused} is not supported\n  \
+                 supported: LlamaForCausalLM: Llama 1, 2, 3, 3.1, 3.2, TinyLlama, and others with Llama's decoder; \
+                 MistralForCausalLM: Mistral 7B, Mistral Nemo, Mistral Small 24B, and others with Mistral's decoder\n  \
+                 in `m/config.json`\n\
+                 hint: choose a model of a supported family; a changed config.json does not make it one\n"
+            )
+        );
+    }
+}
+
+#[test]
+fn arithmetic_that_is_not_computed_is_refused_without_an_invitation_to_edit() {
+    let place = Place::new();
+    let hint = "hint: choose another model; a changed config.json would give wrong results";
+    edit_config(&place, |config| config["hidden_act"] = json!("gelu"));
+    let first = "error: `hidden_act` is \"gelu\"; the MLP of LlamaForCausalLM uses \"silu\"";
+    refuses_at_once(&place, "", 1, first, hint);
+    edit_config(&place, |config| {
+        config["hidden_act"] = json!("silu");
+        config["rope_scaling"] = json!({"rope_type": "yarn", "factor": 4.0});
+    });
+    let first = "error: rotary scaling `yarn` is not supported";
+    refuses_at_once(&place, "", 1, first, hint);
 }
 
 #[test]
@@ -100,7 +144,7 @@ fn a_config_that_is_damaged_is_refused() {
         "",
         1,
         "error: `m/config.json` is not JSON: EOF while parsing a value at line 1 column 15",
-        "hint: take the config.json this checkpoint was published with, or correct the value",
+        "hint: take the config.json this checkpoint was published with",
     );
 }
 

@@ -1,0 +1,235 @@
+//! Mistakes on the command line: clap's message, with advice that means the same as what was typed.
+//!
+//! clap proposes whatever is spelt alike: `bf16` for `f16`, `llama-30b` for `llama-4`, `--use-cpu` for `--use-gpu`. Here a word is
+//! proposed only for a plain misspelling of it, and words of the field that this version does not know get a line of their own.
+
+use std::ffi::OsString;
+
+use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+use super::command;
+use crate::run::command_line::quoted;
+
+/// Flags that people look for, each with the advice for it.
+const FLAGS: [(&str, &str); 5] = [
+    ("--sparsity", RATIO_OR_PATTERN),
+    ("--ratio", RATIO_OR_PATTERN),
+    ("--use-gpu", GPU),
+    ("--gpu", GPU),
+    (
+        "--eval-zero-shot",
+        "this version measures perplexity only; load the pruned model in an evaluation harness",
+    ),
+];
+const RATIO_OR_PATTERN: &str =
+    "--sparsity-ratio takes a fraction like 0.5, --sparsity-type a pattern like 2:4";
+const GPU: &str = "a build with CUDA uses all GPUs; --device cuda:0 chooses one";
+
+/// Values that people look for: a flag, values of it, and the advice for them.
+const VALUES: [(&str, &[&str], &str); 2] = [
+    (
+        "--prune-method",
+        &[
+            "admm",
+            "alps",
+            "besa",
+            "dsnot",
+            "flap",
+            "gblm",
+            "llm-pruner",
+            "obc",
+            "obs",
+            "owl",
+            "pruner-zero",
+            "shortgpt",
+            "slicegpt",
+            "sparsegpt",
+        ],
+        "this method does not exist in this version; the possible values are all there are",
+    ),
+    (
+        "--dtype",
+        &["f16", "float16", "fp16", "half", "torch.float16"],
+        "leave --dtype out: f16 checkpoints are computed in single precision on the CPU and in f16 on GPUs, and stay f16",
+    ),
+];
+
+/// The error with its advice checked and completed.
+pub(super) fn explain(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
+    match error.kind() {
+        ErrorKind::InvalidValue => explain_value(&mut error),
+        ErrorKind::UnknownArgument => explain_flag(&mut error),
+        ErrorKind::InvalidSubcommand | ErrorKind::ArgumentConflict => {
+            if let Some(word) = text(&error, ContextKind::InvalidSubcommand) {
+                return explain_word(error, &word, arguments);
+            }
+        }
+        _ => {}
+    }
+    error
+}
+
+/// A value that its flag does not have.
+fn explain_value(error: &mut clap::Error) {
+    error.remove(ContextKind::SuggestedValue);
+    let (Some(value), Some(flag)) = (
+        text(error, ContextKind::InvalidValue),
+        text(error, ContextKind::InvalidArg),
+    ) else {
+        return;
+    };
+    let flag = flag.split(' ').next().unwrap_or_default();
+    let lower = value.to_lowercase();
+    let known = VALUES
+        .iter()
+        .find(|(of, values, _)| *of == flag && values.contains(&lower.as_str()));
+    if let Some((.., advice)) = known {
+        advise(error, (*advice).to_string());
+        return;
+    }
+    if let Some(ContextValue::Strings(values)) = error.get(ContextKind::ValidValue) {
+        let meant = meant(&value, values.iter().map(String::as_str));
+        if !meant.is_empty() {
+            error.insert(ContextKind::SuggestedValue, ContextValue::Strings(meant));
+        }
+    }
+}
+
+/// A flag that its command does not have.
+fn explain_flag(error: &mut clap::Error) {
+    // clap's other advice is to put `--` before the flag, which makes a model's name of it.
+    error.remove(ContextKind::Suggested);
+    let Some(flag) = text(error, ContextKind::InvalidArg) else {
+        return;
+    };
+    let known = FLAGS.iter().find(|(name, _)| *name == flag);
+    let proposed = text(error, ContextKind::SuggestedArg);
+    let is_meant = proposed.is_some_and(|proposed| {
+        known.is_none() && !meant(&flag, std::iter::once(proposed.as_str())).is_empty()
+    });
+    if !is_meant && error.remove(ContextKind::SuggestedArg).is_some() {
+        // It shows the use of the proposed flag.
+        error.remove(ContextKind::Usage);
+    }
+    if let Some((_, advice)) = known {
+        advise(error, (*advice).to_string());
+    }
+}
+
+/// A word where a command is expected: a misspelt command, or a model.
+fn explain_word(mut error: clap::Error, word: &str, arguments: &[OsString]) -> clap::Error {
+    let mut command = command();
+    let commands = command.get_subcommands();
+    let names: Vec<String> = commands
+        .filter(|command| !command.is_hide_set())
+        .map(|command| command.get_name().to_string())
+        .chain(["help".to_string()])
+        .collect();
+    if names.iter().any(|name| name == word) {
+        return error;
+    }
+    if error.kind() == ErrorKind::ArgumentConflict {
+        // The word is no command that flags could conflict with.
+        let usage = ContextValue::StyledStr(command.render_usage());
+        error = clap::Error::new(ErrorKind::InvalidSubcommand).with_cmd(&command);
+        let word = ContextValue::String(word.to_string());
+        error.insert(ContextKind::InvalidSubcommand, word);
+        error.insert(ContextKind::Usage, usage);
+    }
+    error.remove(ContextKind::SuggestedSubcommand);
+    error.remove(ContextKind::Suggested);
+    let meant = meant(word, names.iter().map(String::as_str));
+    if !meant.is_empty() {
+        let meant = ContextValue::Strings(meant);
+        error.insert(ContextKind::SuggestedSubcommand, meant);
+    } else if let Some(flagged) = with_flag(word, &names, arguments) {
+        advise(&mut error, format!("a model is named by a flag: {flagged}"));
+    }
+    error
+}
+
+/// The command line with `--model` before `word`; `None` where that flag or a command is given already.
+fn with_flag(word: &str, commands: &[String], arguments: &[OsString]) -> Option<String> {
+    let mut flagged = vec!["prune".to_string()];
+    for argument in arguments.iter().skip(1) {
+        let argument = argument.to_string_lossy().into_owned();
+        if argument.starts_with("--model") || commands.contains(&argument) {
+            return None;
+        }
+        if argument == word {
+            flagged.push("--model".to_string());
+        }
+        flagged.push(argument);
+    }
+    Some(quoted(&flagged))
+}
+
+/// Adds a line of advice.
+fn advise(error: &mut clap::Error, advice: String) {
+    let advice = ContextValue::StyledStrs(vec![StyledStr::from(advice)]);
+    error.insert(ContextKind::Suggested, advice);
+}
+
+/// Returns the candidates that `given` is a misspelling of, the nearest alone. One letter in four may be wrong, but no digit: a
+/// number decides the meaning of a name.
+fn meant<'a>(given: &str, candidates: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let digits = |text: &str| -> String { text.chars().filter(char::is_ascii_digit).collect() };
+    let given = given.to_lowercase();
+    let wrong_at_most = (given.trim_start_matches('-').chars().count() / 4).clamp(1, 3);
+    let near: Vec<(usize, &str)> = candidates
+        .filter(|candidate| digits(candidate) == digits(&given))
+        .map(|candidate| (strsim::osa_distance(&given, candidate), candidate))
+        .filter(|(wrong, _)| *wrong <= wrong_at_most)
+        .collect();
+    let least = near.iter().map(|(wrong, _)| *wrong).min();
+    near.into_iter()
+        .filter(|(wrong, _)| Some(*wrong) == least)
+        .map(|(_, candidate)| candidate.to_string())
+        .collect()
+}
+
+fn text(error: &clap::Error, kind: ContextKind) -> Option<String> {
+    match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pruning::METHODS;
+
+    #[test]
+    fn a_word_is_proposed_for_its_misspelling_only() {
+        let propose = |given: &str, candidates: &[&str]| meant(given, candidates.iter().copied());
+        assert_eq!(propose("evl", &["eval", "help", "plan"]), ["eval"]);
+        assert_eq!(propose("WANDA", &["wanda", "wanda-variant"]), ["wanda"]);
+        assert_eq!(propose("rai", &["ria", "ria-per-row"]), ["ria"]);
+        assert_eq!(propose("pan", &["plan", "man"]), ["plan", "man"]);
+        assert_eq!(
+            propose("--pruning-method", &["--prune-method"]),
+            ["--prune-method"]
+        );
+        assert_eq!(
+            propose("llama3.1-8b", &["llama-3.1-8b", "llama-3-8b"]),
+            ["llama-3.1-8b"]
+        );
+        let nothing = Vec::<String>::new();
+        assert_eq!(propose("llama-4", &["llama-30b", "llama-2-7b"]), nothing);
+        assert_eq!(propose("fp8", &["f32", "bf16"]), nothing);
+        assert_eq!(propose("sparsegpt", &["wanda", "magnitude"]), nothing);
+        assert_eq!(propose("--sparsity", &["--sparsity-type"]), nothing);
+    }
+
+    #[test]
+    fn no_method_of_this_version_is_called_absent() {
+        let (_, absent, _) = VALUES[0];
+        assert!(
+            METHODS
+                .iter()
+                .all(|method| !absent.contains(&method.name()))
+        );
+    }
+}
