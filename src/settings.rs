@@ -159,6 +159,8 @@ pub enum ComputeDtype {
     Bf16x3,
     /// bf16 products with f32 sums, for bf16 checkpoints.
     Bf16,
+    /// f16 on GPUs and the CPU's fastest f32, for f16 checkpoints.
+    F16,
 }
 
 /// Sparsity flags.

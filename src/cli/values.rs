@@ -10,7 +10,6 @@ use crate::settings::{ComputeDtype, EvalSides};
 pub(super) const F32: &[&str] = &["float32", "fp32", "torch.float32"];
 
 /// Other names of f16.
-#[cfg(feature = "synthetic")]
 pub(super) const F16: &[&str] = &["float16", "fp16", "half", "torch.float16"];
 
 /// Other names of bf16.
@@ -18,7 +17,7 @@ pub(super) const BF16: &[&str] = &["bfloat16", "torch.bfloat16"];
 
 impl ValueEnum for ComputeDtype {
     fn value_variants<'a>() -> &'a [Self] {
-        &[Self::Auto, Self::F32, Self::Bf16x3, Self::Bf16]
+        &[Self::Auto, Self::F32, Self::Bf16x3, Self::Bf16, Self::F16]
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
@@ -39,10 +38,15 @@ impl ValueEnum for ComputeDtype {
                 "bf16",
                 "bf16 products with f32 accumulation, for bf16 checkpoints",
             ),
+            Self::F16 => (
+                "f16",
+                "For f16 checkpoints: f16 on GPUs; the CPU computes them in single precision",
+            ),
         };
         let others = match self {
             Self::F32 => F32,
             Self::Bf16 => BF16,
+            Self::F16 => F16,
             Self::Auto | Self::Bf16x3 => &[],
         };
         Some(PossibleValue::new(name).aliases(others).help(help))

@@ -73,6 +73,7 @@ fn check(settings: &GenerateSettings, events: &dyn Events) -> Result<()> {
             ComputeDtype::Auto | ComputeDtype::F32 => continue,
             ComputeDtype::Bf16x3 => "bf16x3",
             ComputeDtype::Bf16 => "bf16",
+            ComputeDtype::F16 => "f16",
         };
         return Err(
             Failure::usage(format!("--dtype {name}: prune generate computes in f32"))

@@ -132,8 +132,8 @@ pub(super) fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Produ
     match (dtype, stored) {
         (ComputeDtype::F32, _) => Ok(Products::F32),
         (ComputeDtype::Auto, StoredDtype::Bf16) => Ok(bf16().unwrap_or_default()),
-        (ComputeDtype::Auto, _) if Kernel::has_split() => Ok(Products::Split),
-        (ComputeDtype::Auto, _) => Ok(Products::F32),
+        (ComputeDtype::Auto, _) | (ComputeDtype::F16, StoredDtype::F16) if Kernel::has_split() => Ok(Products::Split),
+        (ComputeDtype::Auto, _) | (ComputeDtype::F16, StoredDtype::F16) => Ok(Products::F32),
         (ComputeDtype::Bf16x3, _) if Kernel::has_split() => Ok(Products::Split),
         (ComputeDtype::Bf16x3, _) => Err(Failure::new("--dtype bf16x3: this CPU has no AMX tiles")
             .detail("Intel's have them from Sapphire Rapids on, and Linux grants them from 5.16 on")
@@ -145,13 +145,17 @@ pub(super) fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Produ
                 .hint("use --dtype f32, or leave --dtype out")
                 .into()
         }),
-        (ComputeDtype::Bf16, _) => Err(Failure::usage(format!(
-            "--dtype bf16 is for bf16 checkpoints, and this one is {}",
-            stored.name()
-        ))
-        .hint("use --dtype f32, or leave --dtype out")
-        .into()),
+        (ComputeDtype::Bf16, _) => Err(other_checkpoint(StoredDtype::Bf16, stored).into()),
+        (ComputeDtype::F16, _) => Err(other_checkpoint(StoredDtype::F16, stored).into()),
     }
+}
+
+fn other_checkpoint(dtype: StoredDtype, stored: StoredDtype) -> Failure {
+    let (dtype, stored) = (dtype.name(), stored.name());
+    Failure::usage(format!(
+        "--dtype {dtype} is for {dtype} checkpoints, and this one is {stored}"
+    ))
+    .hint("use --dtype f32, or leave --dtype out")
 }
 
 /// The devices of this build, the products and the vector features of this CPU, as three lines for `--version`.

@@ -125,7 +125,9 @@ fn run_shape<'a>(
 fn products(settings: &PlanSettings, stored: StoredDtype) -> Result<Products> {
     let dtype = settings.run.model.dtype;
     match (dtype, stored, &settings.inventory) {
-        (ComputeDtype::Auto, _, Some(_)) => Ok(Products::F32),
+        (ComputeDtype::Auto, _, Some(_)) | (ComputeDtype::F16, StoredDtype::F16, Some(_)) => {
+            Ok(Products::F32)
+        }
         (ComputeDtype::Bf16x3, _, Some(_)) => Ok(Products::Split),
         (ComputeDtype::Bf16, StoredDtype::Bf16, Some(_)) => {
             Ok(Products::Bf16(Kernel::best_bf16().unwrap_or(Kernel::Amx)))

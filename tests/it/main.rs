@@ -12,6 +12,7 @@ mod code_rules;
 mod demo;
 mod determinism;
 mod differentiable;
+mod docs;
 mod errors;
 mod fallback;
 mod generate;

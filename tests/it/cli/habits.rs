@@ -30,6 +30,9 @@ fn dtypes_have_the_names_of_pytorch_too() {
         let first = "error: --dtype bf16 is for bf16 checkpoints, and this one is f32";
         let hint = "hint: use --dtype f32, or leave --dtype out";
         refuses_command(&place, &line, 2, first, hint);
+        let line = line.replace("bfloat16", "fp16");
+        let first = "error: --dtype f16 is for f16 checkpoints, and this one is f32";
+        refuses_command(&place, &line, 2, first, hint);
     }
     let generate = "generate m --prompt a --dtype bfloat16";
     let first = "error: --dtype bf16: prune generate computes in f32";
@@ -44,6 +47,12 @@ fn dtypes_have_the_names_of_pytorch_too() {
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let checkpoint = Checkpoint::open(&place.path(alias)).unwrap();
         assert!(checkpoint.tensors().all(|entry| entry.dtype == dtype));
+    }
+    for alias in ["f16", "fp16", "float16", "half", "torch.float16"] {
+        for command in [format!("eval half {EVAL}"), "plan half".to_string()] {
+            let ran = place.run(&format!("{command} --dtype {alias}"));
+            assert_eq!(ran.code, 0, "{}", ran.stderr);
+        }
     }
 }
 

@@ -16,7 +16,6 @@ fn told(line: &str, first: &str) -> Vec<String> {
 }
 
 const METHODS: &str = "[possible values: wanda, wanda-variant, magnitude, ria, ria-per-row]";
-const DTYPES: &str = "[possible values: auto, f32, bf16x3, bf16]";
 
 #[test]
 fn methods_of_the_field_that_do_not_exist_here_are_named_so() {
@@ -34,18 +33,6 @@ fn methods_of_the_field_that_do_not_exist_here_are_named_so() {
         let first = format!("error: invalid value '{method}' for '--prune-method <METHOD>'");
         let tip = "tip: this method does not exist in this version; the possible values are all there are";
         assert_eq!(told(&line, &first), [METHODS, tip]);
-    }
-}
-
-#[test]
-fn a_half_precision_dtype_is_answered_with_what_happens_without_it() {
-    for dtype in ["f16", "fp16", "float16", "half", "torch.float16"] {
-        for command in ["--model m", "eval m", "generate m --prompt a", "plan m"] {
-            let line = format!("{command} --dtype {dtype}");
-            let first = format!("error: invalid value '{dtype}' for '--dtype <DTYPE>'");
-            let tip = "tip: leave --dtype out: f16 checkpoints are computed in single precision on the CPU and in f16 on GPUs, and stay f16";
-            assert_eq!(told(&line, &first), [DTYPES, tip]);
-        }
     }
 }
 
