@@ -35,7 +35,7 @@ pub struct ModelArgs {
     /// Sapphire Rapids on) `auto` multiplies bf16 weights by activations rounded to bf16, accumulating in f32, which is several
     /// times as fast as f32; masks differ in some near-ties. Everything else is f32: on a CPU with AMX tiles (Intel from Sapphire
     /// Rapids on) by sums of bf16 products, about as exact as f32's own and faster, and with `f32` by one chain of multiply-adds,
-    /// which gives the same bits on every CPU that has them fused. The names of PyTorch mean the same: float32, fp32, bfloat16.
+    /// which gives the same bits on every CPU that has them fused. PyTorch's names mean the same: float32, float16, bfloat16.
     #[arg(long, value_name = "DTYPE", default_value = "auto")]
     pub(super) dtype: ComputeDtype,
 }

@@ -43,13 +43,13 @@ fn dtypes_have_the_names_of_pytorch_too() {
         ("float16", Dtype::F16),
         ("bfloat16", Dtype::BF16),
     ] {
-        let ran = place.run(&format!("make-checkpoint {alias} --dtype {alias}"));
+        let ran = place.run(&format!("make-checkpoint of-{alias} --dtype {alias}"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
-        let checkpoint = Checkpoint::open(&place.path(alias)).unwrap();
+        let checkpoint = Checkpoint::open(&place.path(&format!("of-{alias}"))).unwrap();
         assert!(checkpoint.tensors().all(|entry| entry.dtype == dtype));
     }
     for alias in ["f16", "fp16", "float16", "half", "torch.float16"] {
-        for command in [format!("eval half {EVAL}"), "plan half".to_string()] {
+        for command in [format!("eval of-half {EVAL}"), "plan of-half".to_string()] {
             let ran = place.run(&format!("{command} --dtype {alias}"));
             assert_eq!(ran.code, 0, "{}", ran.stderr);
         }
