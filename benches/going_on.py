@@ -64,9 +64,9 @@ def seconds_of(manifest, names):
 def cost(prune, folder, text):
     model, run = os.path.join(folder, f"{LAYERS}-layers"), os.path.join(folder, "run")
     make(prune, model, SHAPE)
-    evaluated = ["--eval", "both", "--eval-windows", "16", "--eval-dataset", f"wikitext2:{text}"]
+    evaluated = ["--eval", "both", "--eval-windows", "8", "--eval-dataset", f"wikitext2:{text}"]
     runs = {
-        "wanda": ["--nsamples", "32", "--seqlen", "1024", "--dataset", f"wikitext2:{text}", *evaluated],
+        "wanda": ["--nsamples", "16", "--seqlen", "512", "--dataset", f"wikitext2:{text}", *evaluated],
         "magnitude": ["--prune-method", "magnitude", "--eval", "none"],
     }
     print(f"| method | undisturbed | second session | of it through the {KILLED_AFTER} layers again | checking them | one pass of each stream through {KILLED_AFTER} layers | both sessions / undisturbed | same files |")
