@@ -82,7 +82,7 @@ impl Trusted {
         Ok(Self::these(certificates, &format!("of {name} (`{shown}`)")))
     }
 
-    /// Trusts the certificates at these paths, and Mozilla's list if there are none.
+    /// Trusts the certificates at these paths; without any certificate there, Mozilla's list.
     #[cfg(not(any(windows, target_vendor = "apple")))]
     fn at(paths: &[PathBuf]) -> Self {
         let mut certificates = Vec::new();

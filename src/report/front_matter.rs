@@ -50,7 +50,7 @@ impl FrontMatter {
             let values = match (value, &below[..]) {
                 ("", below) => below.iter().map(|item| item_of(item)).collect(),
                 (value, []) => values_of(value),
-                // The value goes on below.
+                // The value continues on the next lines.
                 _ => None,
             };
             entries.remove(key);

@@ -239,7 +239,9 @@ fn skipped(line: &str) -> Option<&'static str> {
         _ if line.contains("--resume") => {
             Some("tests/it/resume.rs runs it: nothing is interrupted here")
         }
-        _ if line.contains('*') => Some("a shell completes the names; the line above it runs"),
+        _ if line.contains('*') => {
+            Some("a shell completes the names; docs/reports.md has the command without")
+        }
         _ => None,
     }
 }

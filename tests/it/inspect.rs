@@ -12,7 +12,7 @@ use prune::synthetic::RandomCheckpoint;
 use safetensors::tensor::TensorInfo;
 use safetensors::{Dtype, SafeTensors};
 
-use crate::support::{Place, Ran, edit_json};
+use crate::support::{Place, Ran, assert_snapshot, edit_json};
 
 /// The default checkpoint as `m`, pruned by magnitude into `out`.
 fn pruned(more: &str) -> Place {
@@ -32,25 +32,6 @@ fn inspection(place: &Place, arguments: &str, code: i32) -> Inspection {
     let ran = place.run(&format!("inspect {arguments} --json"));
     assert_eq!(ran.code, code, "{}", ran.stderr);
     serde_json::from_str(&ran.stdout).expect("one JSON object")
-}
-
-/// Holds `found` to a file in `snapshots/`.
-fn is_snapshot(name: &str, found: &str) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/it/snapshots")
-        .join(name);
-    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
-        fs::write(&path, found).expect("snapshots can be written");
-    }
-    let expected = fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        found == expected,
-        "{name} differs; where that is meant: UPDATE_SNAPSHOTS=1 cargo test inspect\n{found}"
-    );
-    assert!(
-        found.lines().all(|line| line.chars().count() <= 80),
-        "{found}"
-    );
 }
 
 /// One tensor of a file.
@@ -119,7 +100,9 @@ fn a_2_of_4_model_shows_its_pattern_and_is_a_pruned_copy() {
     let place = pruned("--sparsity-type 2:4");
     let ran = place.run("inspect out/model --against m");
     assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
-    is_snapshot("inspect-2of4.txt", &ran.stdout);
+    assert_snapshot("inspect-2of4.txt", &ran.stdout);
+    let fits = ran.stdout.lines().all(|line| line.chars().count() <= 80);
+    assert!(fits, "{}", ran.stdout);
 
     let found = inspection(&place, "out/model --against m", 0);
     assert_eq!(found.patterns.len(), 1);

@@ -2,7 +2,6 @@
 //! them.
 
 use std::fs;
-use std::path::Path;
 
 use prune::checkpoint::is_model_file;
 use prune::report::front_matter::FrontMatter;
@@ -10,7 +9,7 @@ use prune::run::{Inspection, PruningRecord};
 use prune::synthetic::RandomCheckpoint;
 use serde_json::Value;
 
-use crate::support::{Place, TEXTS, ran};
+use crate::support::{Place, TEXTS, assert_snapshot, ran};
 
 const HALF: &str = "--model m --sparsity-ratio 0.5";
 
@@ -36,21 +35,6 @@ fn cards(place: &Place, run: &str) -> Vec<String> {
     names.filter(|name| name.starts_with("README")).collect()
 }
 
-/// Holds `found` to a file in `snapshots/`.
-fn is_snapshot(name: &str, found: &str) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/it/snapshots")
-        .join(name);
-    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
-        fs::write(&path, found).expect("snapshots can be written");
-    }
-    let expected = fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        found == expected,
-        "{name} differs; where that is meant: UPDATE_SNAPSHOTS=1 cargo test publishing\n{found}"
-    );
-}
-
 #[test]
 fn the_card_is_what_the_snapshot_shows() {
     let place = Place::new();
@@ -68,7 +52,7 @@ fn the_card_is_what_the_snapshot_shows() {
             _ => format!("{line}\n"),
         })
         .collect();
-    is_snapshot("card.md", &settled);
+    assert_snapshot("card.md", &settled);
     assert_eq!(read(&place, "out/model/README.source.md"), META_CARD);
     let record = record(&place, "out");
     let card = read(&place, "out/model/README.md");

@@ -373,3 +373,19 @@ pub(crate) fn rewrite(
     file.extend(data);
     fs::write(path.join("model.safetensors"), file).expect("it can be replaced");
 }
+
+/// Compares `found` with a file in `snapshots/`; `UPDATE_SNAPSHOTS=1` writes it.
+#[track_caller]
+pub(crate) fn assert_snapshot(name: &str, found: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/it/snapshots")
+        .join(name);
+    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
+        fs::write(&path, found).expect("snapshots can be written");
+    }
+    let expected = fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        found == expected,
+        "{name} differs; if that is meant: UPDATE_SNAPSHOTS=1 with the command of this test\n{found}"
+    );
+}

@@ -1,14 +1,13 @@
 //! Habits that people bring from other programs: names of dtypes, the model as a word, a command without arguments.
 
 use std::fs;
-use std::path::Path;
 
 use prune::checkpoint::Checkpoint;
 use safetensors::Dtype;
 use serde_json::Value;
 
 use crate::hub::parquet;
-use crate::support::{Place, TEXTS, ran, refuses_command, words};
+use crate::support::{Place, TEXTS, assert_snapshot, ran, refuses_command, words};
 
 const EVAL: &str = "--eval-dataset test.txt --seqlen 64 --eval-windows 2";
 
@@ -129,11 +128,7 @@ fn a_command_without_arguments_shows_one_screen_that_begins_with_the_demo() {
     let place = Place::empty();
     let ran = ran(place.command("").env("COLUMNS", "80"));
     assert_eq!((ran.code, ran.stdout.as_str()), (2, ""));
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/snapshots/newcomer.txt");
-    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
-        fs::write(&path, &ran.stderr).unwrap();
-    }
-    assert_eq!(ran.stderr, fs::read_to_string(&path).unwrap());
+    assert_snapshot("newcomer.txt", &ran.stderr);
     // A prompt takes the last of 24 lines.
     assert!(ran.stderr.lines().count() < 24, "{}", ran.stderr);
     assert!(ran.stderr.lines().all(|line| line.chars().count() <= 80));

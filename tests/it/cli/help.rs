@@ -1,9 +1,6 @@
 //! Help texts.
 
-use std::fs;
-use std::path::Path;
-
-use crate::support::Place;
+use crate::support::{Place, assert_snapshot};
 
 #[test]
 fn help_is_what_the_snapshots_show() {
@@ -27,18 +24,7 @@ fn help_is_what_the_snapshots_show() {
             .lines()
             .map(|line| format!("{}\n", line.trim_end()))
             .collect();
-        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("tests/it/snapshots")
-            .join(snapshot);
-        if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(&path, &found).unwrap();
-        }
-        let expected = fs::read_to_string(&path).unwrap();
-        assert!(
-            found == expected,
-            "help differs from {snapshot}; where that is meant: UPDATE_SNAPSHOTS=1 cargo test help_is\n{found}"
-        );
+        assert_snapshot(snapshot, &found);
     }
 }
 
