@@ -1,6 +1,7 @@
 //! `prune` removes the weights that matter least from Llama-family checkpoints, layer by layer within a memory budget, and
 //! measures what that cost. The binary is a thin shell over this library; docs/architecture.md shows the rooms.
 
+pub mod adapter;
 pub mod bytes;
 pub mod checkpoint;
 pub mod cli;
@@ -13,10 +14,13 @@ pub mod generation;
 pub mod hub;
 pub mod job;
 pub mod linalg;
+pub mod merge;
+pub mod merging;
 pub mod model;
 pub mod pipeline;
 pub mod placement;
 pub mod pruning;
+pub mod recipe;
 pub mod report;
 pub mod run;
 pub mod runtime;
@@ -25,6 +29,7 @@ pub mod selftest;
 pub mod settings;
 #[cfg(feature = "synthetic")]
 pub mod synthetic;
+pub mod vocabulary;
 
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are little-endian and are read without conversion");
