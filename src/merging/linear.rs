@@ -1,0 +1,100 @@
+//! Linear averaging: W = Σ_t w_t W_t / Σ_t w_t; without `normalize`, the sum alone.
+//!
+//! Source: M. Wortsman et al., "Model soups" (2022, arXiv:2203.05482); mergekit 0.1.5, `merge_methods/linear.py`.
+
+use anyhow::Result;
+use pulp::{Arch, Simd, WithSimd};
+
+use super::group::Group;
+use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use crate::failure::Failure;
+use crate::recipe::{BaseModel, Declaration, Otherwise, Parameter};
+
+/// `linear`.
+pub(super) struct Linear;
+
+impl MergeMethod for Linear {
+    fn declaration(&self) -> Declaration {
+        Declaration {
+            name: "linear",
+            base_model: BaseModel::Optional,
+            models: 1..=usize::MAX,
+            per_model: &[(Parameter::Weight, Otherwise::Required)],
+            shared: &[(Parameter::Normalize, Otherwise::Is(1.0))],
+        }
+    }
+
+    fn summary(&self) -> &'static str {
+        "averages the models"
+    }
+
+    fn begin<'a>(
+        &self,
+        task: &TensorTask<'a>,
+        _group: &'a Group,
+    ) -> Result<Box<dyn TensorMerge + 'a>> {
+        let weights = task.sources.iter();
+        let weights: Vec<f32> = weights
+            .map(|source| source.values.number(Parameter::Weight) as f32)
+            .collect();
+        let sum: f32 = weights.iter().sum();
+        let divisor = if task.shared.is_on(Parameter::Normalize) {
+            sum
+        } else {
+            1.0
+        };
+        if divisor == 0.0 {
+            return Err(Failure::new(format!(
+                "the weights of tensor `{}` add up to 0",
+                task.name
+            ))
+            .detail(format!("their sum is the divisor: {weights:?}"))
+            .hint("use other weights, or `normalize: false`")
+            .into());
+        }
+        Ok(Box::new(Average { weights, divisor }))
+    }
+}
+
+/// Σ_t w_t W_t / divisor.
+pub(super) struct Average {
+    pub(super) weights: Vec<f32>,
+    pub(super) divisor: f32,
+}
+
+impl TensorMerge for Average {
+    fn merge(&mut self, rows: &RowBlock<'_>, merged: &mut [f32]) {
+        for (at, (source, weight)) in rows.sources.iter().zip(&self.weights).enumerate() {
+            Arch::new().dispatch(AddWeighted {
+                source,
+                weight: *weight,
+                is_first: at == 0,
+                merged,
+            });
+        }
+        if self.divisor != 1.0 {
+            merged.iter_mut().for_each(|value| *value /= self.divisor);
+        }
+    }
+}
+
+struct AddWeighted<'a> {
+    source: &'a [f32],
+    weight: f32,
+    is_first: bool,
+    merged: &'a mut [f32],
+}
+
+impl WithSimd for AddWeighted<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let pairs = self.merged.iter_mut().zip(self.source);
+        if self.is_first {
+            pairs.for_each(|(merged, value)| *merged = self.weight * value);
+        } else {
+            pairs.for_each(|(merged, value)| *merged += self.weight * value);
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Sums over the elements of a row, in f64 and in a fixed order of lanes: every CPU and every division into pieces gives the same
+//! bits.
+
+use pulp::{Arch, Simd, WithSimd};
+
+/// Partial sums of a row.
+const LANES: usize = 8;
+
+/// Returns Σ f(aᵢ, bᵢ), with the element i in lane i mod [`LANES`].
+struct Pairs<'a, F>(&'a [f32], &'a [f32], F);
+
+impl<F: Fn(f64, f64) -> f64> WithSimd for Pairs<'_, F> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> f64 {
+        let Self(a, b, term) = self;
+        let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+        let mut lanes = [0.0f64; LANES];
+        for (a, b) in a.iter().zip(b) {
+            for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
+                *lane += term(f64::from(*a), f64::from(*b));
+            }
+        }
+        let rest = a_rest.iter().zip(b_rest);
+        let rest: f64 = rest.map(|(a, b)| term(f64::from(*a), f64::from(*b))).sum();
+        lanes.iter().sum::<f64>() + rest
+    }
+}
+
+/// Returns a · b. Both have the same length.
+pub fn dot(a: &[f32], b: &[f32]) -> f64 {
+    Arch::new().dispatch(Pairs(
+        a,
+        b,
+        #[inline(always)]
+        |a: f64, b: f64| a * b,
+    ))
+}
+
+/// Returns Σ |aᵢ|.
+pub(super) fn absolute(a: &[f32]) -> f64 {
+    Arch::new().dispatch(Pairs(
+        a,
+        a,
+        #[inline(always)]
+        |a: f64, _| a.abs(),
+    ))
+}
+
+/// Returns Σⱼ sⱼ (aⱼ − bⱼ)² of one row: the squared change of a linear's output, to diagonal order, where s holds the mean squares of
+/// its input.
+pub fn weighted_square_distance(a: &[f32], b: &[f32], squares: &[f32]) -> f64 {
+    struct Distance<'a>(&'a [f32], &'a [f32], &'a [f32]);
+    impl WithSimd for Distance<'_> {
+        type Output = f64;
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, _: S) -> f64 {
+            let mut lanes = [0.0f64; LANES];
+            let pieces = self.0.chunks(LANES).zip(self.1.chunks(LANES));
+            for ((a, b), squares) in pieces.zip(self.2.chunks(LANES)) {
+                for (lane, ((a, b), square)) in lanes.iter_mut().zip(a.iter().zip(b).zip(squares)) {
+                    let difference = f64::from(*a) - f64::from(*b);
+                    *lane += f64::from(*square) * difference * difference;
+                }
+            }
+            lanes.iter().sum()
+        }
+    }
+    Arch::new().dispatch(Distance(a, b, squares))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_have_all_elements_once() {
+        let a: Vec<f32> = (0..19).map(|i| i as f32 - 9.0).collect();
+        let b: Vec<f32> = (0..19).map(|i| i as f32).collect();
+        // Σ (i − 9) i = Σ i² − 9 Σ i = 2109 − 9 · 171; Σ |i − 9| = 2 · 45.
+        assert_eq!(dot(&a, &b), 2109.0 - 9.0 * 171.0);
+        assert_eq!(absolute(&a), 90.0);
+        // The difference is −9 everywhere.
+        let squares = vec![2.0; 19];
+        assert_eq!(weighted_square_distance(&a, &b, &squares), 19.0 * 162.0);
+    }
+}
