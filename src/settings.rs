@@ -4,6 +4,7 @@
 //! metadata of the mask file, and a resumed run is compared by them. A setting that is added here takes part in all three.
 
 mod device;
+mod merge;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,6 +20,10 @@ use crate::pipeline::Selection;
 use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
+pub use merge::{
+    MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings, SHARD_BYTES,
+    SaliencySource, TrimScope,
+};
 
 /// Pruning method unless one is named.
 pub const PRUNE_METHOD: &str = "wanda";

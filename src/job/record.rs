@@ -80,6 +80,7 @@ impl Job {
             model: model.report()?,
             arithmetic: arithmetic(model, &settings.device, plan),
             pruning: self.pruning_report(),
+            merge: None,
             calibration: texts
                 .calibration
                 .as_ref()

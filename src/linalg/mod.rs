@@ -6,6 +6,7 @@
 pub mod attention;
 pub mod buffer_pool;
 pub mod columns;
+pub mod convert;
 pub mod elementwise;
 pub mod exp;
 pub mod kernel;

@@ -3,7 +3,12 @@
 //! | file | content |
 //! | --- | --- |
 //! | `rows` | [`InputRows`], the rows of one tensor of one model in f32 |
+//! | `pass` | [`MergePass`], the loop over the tensors |
+//! | `worker` | one thread of the pass |
 
+mod pass;
 mod rows;
+mod worker;
 
-pub use rows::InputRows;
+pub use pass::{MergeJournal, MergePass, MergeTensor};
+pub use rows::{AdaptedRows, InputRows, Inputs, ReadBuffer, StoredRows};

@@ -4,11 +4,84 @@ use std::ops::Range;
 
 use anyhow::Result;
 
+use crate::adapter::TensorChange;
+use crate::checkpoint::{TensorEntry, WeightSource};
+use crate::linalg::StoredDtype;
+use crate::linalg::convert::widen;
+use crate::model::stored_dtype;
+
+/// Memory of a read that is reused.
+#[derive(Debug, Default)]
+pub struct ReadBuffer {
+    /// Stored bytes.
+    pub bytes: Vec<u8>,
+    /// Rows of products of factors.
+    pub products: Vec<f32>,
+}
+
 /// The rows of one tensor of one input model. Vectors have one row.
 pub trait InputRows: Send + Sync {
-    /// Fills `values` with some rows in f32, `[rows, columns]`. Reads through `bytes`, which is scratch memory.
+    /// Fills `values` with some rows in f32, `[rows, columns]`.
     ///
     /// # Errors
     /// Fails when the rows cannot be read.
-    fn read(&self, rows: Range<usize>, bytes: &mut Vec<u8>, values: &mut [f32]) -> Result<()>;
+    fn read(&self, rows: Range<usize>, values: &mut [f32], buffer: &mut ReadBuffer) -> Result<()>;
+}
+
+/// The input models of a merge.
+pub trait Inputs: Sync {
+    /// Opens the tensor `tensor` of model number `model`.
+    ///
+    /// # Errors
+    /// Fails when the tensor is missing or its parts cannot be read.
+    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>>;
+}
+
+/// Rows as a checkpoint stores them.
+pub struct StoredRows<'a> {
+    source: &'a dyn WeightSource,
+    entry: &'a TensorEntry,
+    dtype: StoredDtype,
+    columns: usize,
+}
+
+impl<'a> StoredRows<'a> {
+    /// The rows of a tensor.
+    ///
+    /// # Errors
+    /// Fails for tensors that are not f32, f16 or bf16.
+    pub fn new(source: &'a dyn WeightSource, entry: &'a TensorEntry) -> Result<Self> {
+        Ok(Self {
+            source,
+            entry,
+            dtype: stored_dtype(entry)?,
+            columns: entry.shape.last().copied().unwrap_or(1),
+        })
+    }
+}
+
+impl InputRows for StoredRows<'_> {
+    fn read(&self, rows: Range<usize>, values: &mut [f32], buffer: &mut ReadBuffer) -> Result<()> {
+        let row_bytes = self.columns * self.dtype.bytes();
+        buffer.bytes.resize(values.len() * self.dtype.bytes(), 0);
+        let start = (rows.start * row_bytes) as u64;
+        self.source.read(self.entry, start, &mut buffer.bytes)?;
+        widen(self.dtype, &buffer.bytes, values);
+        Ok(())
+    }
+}
+
+/// Rows of a base with an adapter's change.
+pub struct AdaptedRows<'a> {
+    /// The base's rows.
+    pub base: Box<dyn InputRows + 'a>,
+    /// The change of this tensor.
+    pub change: TensorChange,
+}
+
+impl InputRows for AdaptedRows<'_> {
+    fn read(&self, rows: Range<usize>, values: &mut [f32], buffer: &mut ReadBuffer) -> Result<()> {
+        self.base.read(rows.clone(), values, buffer)?;
+        self.change.apply(rows, values, &mut buffer.products)
+    }
 }

@@ -21,7 +21,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::group::Group;
 use super::method::{
-    MergeMethod, MergeSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge, TensorTask,
+    MergeMethod, MethodSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge, TensorTask,
 };
 use super::random::Stream;
 use super::ranks::{Counts, Found};
@@ -90,7 +90,7 @@ impl MergeMethod for DifferenceMethod {
         self.summary
     }
 
-    fn scope(&self, settings: &MergeSettings) -> Scope {
+    fn scope(&self, settings: &MethodSettings) -> Scope {
         let by_magnitude = matches!(self.trimming, Trimming::Magnitude | Trimming::Band);
         match (by_magnitude, settings.scope, settings.semantics) {
             (false, ..) => Scope::Tensor,

@@ -14,7 +14,7 @@ pub trait MergeMethod: Sync {
     fn summary(&self) -> &'static str;
 
     /// The tensors that are trimmed together.
-    fn scope(&self, _settings: &MergeSettings) -> Scope {
+    fn scope(&self, _settings: &MethodSettings) -> Scope {
         Scope::Tensor
     }
 
@@ -81,7 +81,7 @@ pub struct TensorTask<'a> {
     /// Values for all models.
     pub shared: &'a Values,
     /// Settings of the whole merge.
-    pub settings: &'a MergeSettings,
+    pub settings: &'a MethodSettings,
 }
 
 impl<'a> TensorTask<'a> {
@@ -113,7 +113,7 @@ pub struct SourceTask<'a> {
 
 /// Settings of a merge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MergeSettings {
+pub struct MethodSettings {
     /// The tool or paper whose definition is followed where they differ.
     pub semantics: Semantics,
     /// The tensors that are trimmed together; `None` for what the semantics say.

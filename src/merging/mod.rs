@@ -36,7 +36,7 @@ mod trim;
 
 pub use group::Group;
 pub use method::{
-    MergeMethod, MergeSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge, TensorTask,
+    MergeMethod, MethodSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge, TensorTask,
 };
 pub use random::{Stream, uniform};
 pub use sums::{dot, weighted_square_distance};

@@ -46,6 +46,17 @@ pub enum Event {
         #[serde(rename = "seconds", serialize_with = "seconds")]
         elapsed: Duration,
     },
+    /// A linear of a decoder layer is merged.
+    MatrixMerged {
+        /// The module's full name.
+        name: String,
+        /// Linears that are merged.
+        done: usize,
+        /// All linears.
+        of: usize,
+        /// An estimate of the seconds that are left.
+        seconds_left: f64,
+    },
     /// A matrix is pruned.
     MatrixPruned(MatrixReport),
     /// A decoder layer is pruned.

@@ -6,6 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use super::fallback::{DeviceMemoryReport, FallbackReport};
+use super::merging::MergeReport;
 use super::phase::Phase;
 use super::plan::{DevicePlan, HiddenStatesStorage, Plan};
 use super::profile::ProfileReport;
@@ -23,7 +24,7 @@ pub struct Manifest {
     pub schema: u32,
     /// The program's version.
     pub prune_version: String,
-    /// `prune` or `eval`.
+    /// `prune`, `eval` or `merge`.
     pub command: String,
     /// The command line.
     pub arguments: Vec<String>,
@@ -43,6 +44,9 @@ pub struct Manifest {
     pub arithmetic: Arithmetic,
     /// The pruning settings, as resolved; absent for `eval`.
     pub pruning: Option<PruningReport>,
+    /// The merge; absent for other commands.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergeReport>,
     /// The calibration text and samples; absent for a method without calibration.
     pub calibration: Option<TextProtocol>,
     /// Sparsity over all decoder linears, counted from the weights.

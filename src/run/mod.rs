@@ -9,6 +9,7 @@ pub mod generation;
 pub mod inspection;
 pub mod manifest;
 pub mod memory_settings;
+pub mod merging;
 mod meter;
 pub mod phase;
 pub mod plan;

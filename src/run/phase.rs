@@ -42,6 +42,8 @@ pub enum Phase {
     /// Other tensors are copied, and the files are read back.
     #[serde(rename = "save and verify")]
     SaveAndVerify,
+    /// Tensors of several models become those of one.
+    Merge,
     /// A model writes text.
     Generate,
 }

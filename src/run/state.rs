@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::merging::MergedTensor;
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
 
 /// The version of the schema. A run with another version cannot be continued.
@@ -30,6 +31,9 @@ pub struct RunState {
     pub layers: Vec<LayerReport>,
     /// Written tensors → SHA-256 of their bytes, in hex.
     pub tensors: BTreeMap<String, String>,
+    /// The finished tensors of a merge.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub merged: Vec<MergedTensor>,
     /// The perplexities, once all are measured.
     pub perplexity: Option<Perplexities>,
     /// All warnings.

@@ -1,0 +1,315 @@
+//! [`Worker`]: one thread of the merge pass, with the memory of its pieces.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Result;
+
+use super::pass::{Groups, MergePass, MergeTensor};
+use super::rows::{InputRows, ReadBuffer};
+use crate::failure::Failure;
+use crate::linalg::convert::narrow;
+use crate::linalg::select::first_not_finite;
+use crate::linalg::StoredDtype;
+use crate::merging::{RowBlock, SourceTask, TensorMerge, TensorTask, weighted_square_distance};
+use crate::run::Stopped;
+use crate::run::merging::{MergedTensor, OutputErrors};
+
+/// The largest finite number of f16.
+const LARGEST_F16: f32 = 65504.0;
+
+/// One thread of the pass.
+pub(super) struct Worker<'p> {
+    pass: &'p MergePass<'p>,
+    /// Set when another worker has failed.
+    ends: &'p AtomicBool,
+    buffer: ReadBuffer,
+    /// Per source the rows of the current piece.
+    sources: Vec<Vec<f32>>,
+    merged: Vec<f32>,
+    bytes: Vec<u8>,
+}
+
+/// The opened sources of a tensor.
+type Opened<'a> = Vec<Box<dyn InputRows + 'a>>;
+
+impl<'p> Worker<'p> {
+    pub(super) fn new(pass: &'p MergePass<'p>, ends: &'p AtomicBool) -> Self {
+        Self {
+            pass,
+            ends,
+            buffer: ReadBuffer::default(),
+            sources: Vec::new(),
+            merged: Vec::new(),
+            bytes: Vec::new(),
+        }
+    }
+
+    /// Measures a tensor in one read of its group, and returns the number of reads that the tensor needs.
+    pub(super) fn measure(&mut self, at: usize, groups: &Groups, read: usize) -> Result<usize> {
+        let tensor = &self.pass.tensors[at];
+        let tasks = source_tasks(tensor);
+        let task = task_of(tensor, &tasks, self.pass);
+        let mut merge = self.pass.method.begin(&task, groups.of(at))?;
+        let reads = merge.reads();
+        if read < reads {
+            let opened = self.open(tensor)?;
+            self.read_through(tensor, &opened, read == 0, |rows| merge.measure(read, rows))?;
+            merge.measured(read);
+        }
+        Ok(reads)
+    }
+
+    /// Merges a tensor and writes it.
+    pub(super) fn merge(&mut self, at: usize, groups: &Groups) -> Result<MergedTensor> {
+        let tensor = &self.pass.tensors[at];
+        let tasks = source_tasks(tensor);
+        let task = task_of(tensor, &tasks, self.pass);
+        let group = groups.of(at);
+        let mut merge = self.pass.method.begin(&task, group)?;
+        let opened = self.open(tensor)?;
+        let mut is_checked = false;
+        if !groups.are_shared {
+            for read in 0..merge.reads() {
+                self.read_through(tensor, &opened, !is_checked, |rows| {
+                    merge.measure(read, rows);
+                })?;
+                merge.measured(read);
+                group.settle();
+                is_checked = true;
+            }
+        }
+        self.write(tensor, &opened, !is_checked, &mut *merge)
+    }
+
+    fn open(&self, tensor: &MergeTensor) -> Result<Opened<'p>> {
+        let sources = tensor.recipe.sources.iter();
+        sources
+            .map(|source| self.pass.inputs.open(source.model, &source.tensor))
+            .collect()
+    }
+
+    /// Reads all rows in pieces and calls `take` with each piece.
+    fn read_through(
+        &mut self,
+        tensor: &MergeTensor,
+        opened: &Opened<'_>,
+        checks: bool,
+        mut take: impl FnMut(&RowBlock<'_>),
+    ) -> Result<()> {
+        let (rows, _) = tensor.matrix();
+        let step = self.rows_of_a_piece(tensor);
+        for first in (0..rows).step_by(step) {
+            self.read(tensor, opened, first..(first + step).min(rows), checks)?;
+            let sources: Vec<&[f32]> = self.sources[..opened.len()].iter().map(|of| &of[..]).collect();
+            take(&RowBlock {
+                first_row: first,
+                sources: &sources,
+            });
+        }
+        Ok(())
+    }
+
+    fn rows_of_a_piece(&self, tensor: &MergeTensor) -> usize {
+        (self.pass.piece_elements / tensor.matrix().1.max(1)).max(1)
+    }
+
+    /// Reads rows of every source.
+    fn read(
+        &mut self,
+        tensor: &MergeTensor,
+        opened: &Opened<'_>,
+        rows: std::ops::Range<usize>,
+        checks: bool,
+    ) -> Result<()> {
+        self.pass.events.check()?;
+        if self.ends.load(Ordering::Relaxed) {
+            return Err(Stopped.into());
+        }
+        let columns = tensor.matrix().1;
+        self.sources.resize_with(opened.len().max(self.sources.len()), Vec::new);
+        let sources = opened.iter().zip(&mut self.sources).enumerate();
+        for (at, (source, values)) in sources {
+            values.resize(rows.len() * columns, 0.0);
+            source.read(rows.clone(), values, &mut self.buffer)?;
+            if checks && let Some(bad) = first_not_finite(values) {
+                let source = &tensor.recipe.sources[at];
+                let (row, column) = (rows.start + bad / columns, bad % columns);
+                return Err(Failure::new(format!(
+                    "tensor `{}` of model {} is not finite",
+                    source.tensor,
+                    source.model + 1
+                ))
+                .detail(format!("row {row}, column {column} is {}", values[bad]))
+                .hint("download the model again, or leave it out")
+                .into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Merges and writes all rows.
+    fn write(
+        &mut self,
+        tensor: &MergeTensor,
+        opened: &Opened<'_>,
+        checks: bool,
+        merge: &mut dyn TensorMerge,
+    ) -> Result<MergedTensor> {
+        let (rows, columns) = tensor.matrix();
+        let step = self.rows_of_a_piece(tensor);
+        let mut stream = self.pass.writer.begin(&tensor.recipe.name)?;
+        let mut counts = Counted::new(tensor);
+        for first in (0..rows).step_by(step) {
+            self.read(tensor, opened, first..(first + step).min(rows), checks)?;
+            let sources: Vec<&[f32]> =
+                self.sources[..opened.len()].iter().map(|of| &of[..]).collect();
+            let block = RowBlock {
+                first_row: first,
+                sources: &sources,
+            };
+            self.merged.resize(sources[0].len(), 0.0);
+            merge.merge(&block, &mut self.merged);
+            damp(tensor, &block, columns, &mut self.merged);
+            if self.pass.keep_zeros {
+                counts.kept_zeros += keep_zeros(&sources, &mut self.merged);
+            }
+            check_merged(tensor, first, columns, &self.merged)?;
+            counts.add(tensor, &block, columns, &self.merged);
+            narrow(tensor.dtype, &self.merged, &mut self.bytes);
+            stream.write(&self.bytes)?;
+        }
+        stream.finish()?;
+        Ok(counts.of(tensor, merge.kept(), self.pass.keep_zeros))
+    }
+}
+
+fn source_tasks(tensor: &MergeTensor) -> Vec<SourceTask<'_>> {
+    let sources = tensor.recipe.sources.iter().zip(&tensor.squares);
+    sources
+        .map(|(source, squares)| SourceTask {
+            model: source.model,
+            values: &source.values,
+            squares: squares.as_deref(),
+        })
+        .collect()
+}
+
+fn task_of<'a>(
+    tensor: &'a MergeTensor,
+    sources: &'a [SourceTask<'a>],
+    pass: &'a MergePass<'_>,
+) -> TensorTask<'a> {
+    let (rows, columns) = tensor.matrix();
+    TensorTask {
+        name: &tensor.recipe.name,
+        rows,
+        columns,
+        sources,
+        base: tensor.recipe.base,
+        shared: &tensor.recipe.shared,
+        settings: &pass.settings,
+    }
+}
+
+/// Multiplies the difference from the base by the tensor's factors.
+fn damp(tensor: &MergeTensor, rows: &RowBlock<'_>, columns: usize, merged: &mut [f32]) {
+    let (Some(factors), Some(base)) = (&tensor.damping, tensor.recipe.base) else {
+        return;
+    };
+    let base = rows.sources[base].chunks(columns);
+    for (merged, base) in merged.chunks_mut(columns).zip(base) {
+        for ((merged, base), factor) in merged.iter_mut().zip(base).zip(factors.iter()) {
+            *merged = base + (*merged - base) * factor;
+        }
+    }
+}
+
+/// Sets weights to zero that are zero in every source, and returns their number.
+fn keep_zeros(sources: &[&[f32]], merged: &mut [f32]) -> u64 {
+    let mut zeros = 0;
+    for (at, merged) in merged.iter_mut().enumerate() {
+        if sources.iter().all(|source| source[at] == 0.0) {
+            *merged = 0.0;
+            zeros += 1;
+        }
+    }
+    zeros
+}
+
+/// Refuses merged values that the output's dtype cannot hold.
+fn check_merged(tensor: &MergeTensor, first: usize, columns: usize, merged: &[f32]) -> Result<()> {
+    let is_f16 = tensor.dtype == StoredDtype::F16;
+    let bad = first_not_finite(merged).or_else(|| {
+        // Half a step above the largest number rounds to infinity.
+        is_f16.then(|| merged.iter().position(|value| value.abs() >= LARGEST_F16 + 16.0))?
+    });
+    let Some(at) = bad else { return Ok(()) };
+    let failure = Failure::new(format!(
+        "the merged tensor `{}` does not fit {}",
+        tensor.recipe.name,
+        tensor.dtype.name()
+    ))
+    .detail(format!(
+        "row {}, column {} is {}",
+        first + at / columns,
+        at % columns,
+        merged[at]
+    ));
+    Err(match is_f16 && merged[at].is_finite() {
+        true => failure.hint("use --out-dtype bf16"),
+        false => failure.hint("use smaller weights or a smaller lambda"),
+    }
+    .into())
+}
+
+/// Counts of a merged tensor.
+struct Counted {
+    zeros: u64,
+    kept_zeros: u64,
+    errors: Option<OutputErrors>,
+}
+
+impl Counted {
+    fn new(tensor: &MergeTensor) -> Self {
+        let has_squares = tensor.squares.iter().any(Option::is_some);
+        Self {
+            zeros: 0,
+            kept_zeros: 0,
+            errors: has_squares.then(OutputErrors::default),
+        }
+    }
+
+    /// Adds rows: zeros, and Σ_t Σ_ij a_tj² (W − W_t)_ij² for the merged rows and for the base's.
+    fn add(&mut self, tensor: &MergeTensor, rows: &RowBlock<'_>, columns: usize, merged: &[f32]) {
+        self.zeros += merged.iter().filter(|value| **value == 0.0).count() as u64;
+        let Some(errors) = &mut self.errors else {
+            return;
+        };
+        let base = tensor.recipe.base;
+        for (at, squares) in tensor.squares.iter().enumerate() {
+            let Some(squares) = squares.as_ref().filter(|_| Some(at) != base) else {
+                continue;
+            };
+            let expert = rows.sources[at].chunks(columns);
+            for (row, expert) in expert.enumerate() {
+                let range = row * columns..(row + 1) * columns;
+                errors.after += weighted_square_distance(&merged[range.clone()], expert, squares);
+                if let Some(base) = base {
+                    let base = &rows.sources[base][range];
+                    errors.before += weighted_square_distance(base, expert, squares);
+                }
+            }
+        }
+    }
+
+    fn of(self, tensor: &MergeTensor, kept: Vec<u64>, keeps_zeros: bool) -> MergedTensor {
+        MergedTensor {
+            name: tensor.recipe.name.clone(),
+            shape: tensor.shape.clone(),
+            zeros: self.zeros,
+            kept_zeros: keeps_zeros.then_some(self.kept_zeros),
+            kept,
+            output_errors: self.errors,
+        }
+    }
+}

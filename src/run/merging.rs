@@ -1,0 +1,130 @@
+//! Records of a merge: what was counted in each tensor.
+
+use serde::{Deserialize, Serialize};
+
+use crate::bytes::ByteSize;
+
+/// A merge, in the record of its run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MergeReport {
+    /// `merge_method` of the recipe.
+    pub method: String,
+    /// `--semantics`: the tool or paper whose definition is followed.
+    pub semantics: String,
+    /// The tensors that are trimmed together: `tensor`, `layer` or `model`; absent for methods that do not trim by magnitude.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trim_scope: Option<String>,
+    /// The seed of random masks.
+    pub seed: u64,
+    /// The models, the base first.
+    pub models: Vec<InputModel>,
+    /// The resolved recipe, as YAML.
+    pub recipe: String,
+    /// Decoder layers of the output.
+    pub num_hidden_layers: usize,
+    /// Rows of the output's embedding.
+    pub vocab_size: usize,
+    /// The dtype of the output, the widest of its tensors.
+    pub dtype: String,
+    /// Tensors of the inputs that the output does not have.
+    pub left_out: Vec<String>,
+    /// Bytes of the merge pass: read, and written.
+    pub bytes: [ByteSize; 2],
+    /// Seconds of the merge pass, all sessions together.
+    pub seconds: f64,
+    /// `--saliency`, `--aim` and their statistics; absent without them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub saliency: Option<SaliencyReport>,
+    /// Perplexities of the inputs and of the merged model, in the order of `models`, the merged one last; empty without evaluation.
+    #[serde(default)]
+    pub perplexities: Vec<ModelPerplexity>,
+    /// Per tensor of the output, in its order.
+    pub tensors: Vec<MergedTensor>,
+}
+
+impl MergeReport {
+    /// The output errors over all linears; `None` without statistics.
+    pub fn output_errors(&self) -> Option<OutputErrors> {
+        let errors = self
+            .tensors
+            .iter()
+            .filter_map(|tensor| tensor.output_errors);
+        errors.reduce(|sum, error| OutputErrors {
+            before: sum.before + error.before,
+            after: sum.after + error.after,
+        })
+    }
+}
+
+/// An input of a merge.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InputModel {
+    /// The model as the recipe names it.
+    pub name: String,
+    /// True for the model that differences are taken from.
+    pub is_base: bool,
+    /// The folder that was read.
+    pub path: String,
+    /// The commit on the hub; absent for a local folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
+    /// The folder of its adapter.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<String>,
+    /// The fingerprint of its weights, the adapter's after it.
+    pub fingerprint: String,
+}
+
+/// The statistics of a merge.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SaliencyReport {
+    /// The models whose activations were measured: `base` or `experts`.
+    pub of: String,
+    /// The texts, in the order of the models.
+    pub datasets: Vec<String>,
+    /// Samples per model.
+    pub nsamples: u32,
+    /// Tokens per sample.
+    pub seqlen: u64,
+    /// `--aim`; absent without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub aim: Option<f64>,
+}
+
+/// The perplexity of one model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ModelPerplexity {
+    /// The model as the recipe names it, or `merged`.
+    pub model: String,
+    /// Its perplexity.
+    pub perplexity: f64,
+}
+
+/// One tensor of a merged model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MergedTensor {
+    /// Its name in the output.
+    pub name: String,
+    /// Its dimensions.
+    pub shape: Vec<usize>,
+    /// Elements that are zero.
+    pub zeros: u64,
+    /// Elements that are zero in every input and were kept so; absent without `--keep-zeros`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept_zeros: Option<u64>,
+    /// Entries of each expert's difference that were kept, for methods that trim.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kept: Vec<u64>,
+    /// Output errors; absent without statistics of its input.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub output_errors: Option<OutputErrors>,
+}
+
+/// Σ_t E‖x_t (W − W_t)ᵀ‖² over the experts, to diagonal order: Σ_t Σ_ij a_tj² (W − W_t)_ij², with a_tj² the mean square of input j.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct OutputErrors {
+    /// With W the base model's.
+    pub before: f64,
+    /// With W the merged one.
+    pub after: f64,
+}
