@@ -6,10 +6,12 @@
 //! | `folder` | the shards of a folder, and the refusal of unusable folders |
 //! | `header` | the header of one shard: parse, check, write |
 //! | `source` | [`Checkpoint`], the [`WeightSource`] over open files |
-//! | `writer` | [`CheckpointWriter`], which writes `*.partial` files |
+//! | `layout` | [`Layout`], the files of an output and the positions of its tensors |
+//! | `writer` | [`CheckpointWriter`], which writes a model with the layout of its source |
+//! | `output_files` | the `*.partial` files of both writers |
 //! | `written` | [`PartialModel`], the model during a run |
 //! | `target` | checks of the output folder, and allocation of its files |
-//! | `publish` | the final names of the written files |
+//! | `publish` | the final names of the written files, and the files beside them |
 //! | `verify`, `verify_tensor` | checks of the written files before they get their names |
 //! | `elements` | stored elements as bits: zeros, changes, positions |
 //! | `scan` | one pass over a tensor: zeros, N:M groups, differences from another checkpoint |
@@ -25,8 +27,10 @@ mod elements;
 mod folder;
 mod header;
 mod headers_only;
+mod layout;
 mod masks;
 mod names;
+mod output_files;
 mod publish;
 mod scan;
 mod sidecars;
@@ -52,10 +56,12 @@ mod writer_tests;
 pub use atomic::{sync_folder, write_atomic};
 pub use header::{TensorEntry, encode_header};
 pub use headers_only::HeadersOnly;
+pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};
 #[cfg(feature = "synthetic")]
 pub(crate) use names::CHUNK_BYTES;
-pub use names::{INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
+pub use names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
+pub use publish::Published;
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sidecars::{
     CARD_FILE, CONFIG_FILE, OwnFiles, SUMS_FILE, card_of_source, cards_in, check_sidecars,
