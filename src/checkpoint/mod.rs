@@ -1,5 +1,5 @@
 //! Checkpoint folders of safetensors shards. A folder is opened without reading its weights, read by positioned reads, and written
-//! with the same layout, tensor by tensor.
+//! with the same layout or a new one, tensor by tensor.
 //!
 //! | file | content |
 //! | --- | --- |
@@ -8,6 +8,7 @@
 //! | `source` | [`Checkpoint`], the [`WeightSource`] over open files |
 //! | `layout` | [`Layout`], the files of an output and the positions of its tensors |
 //! | `writer` | [`CheckpointWriter`], which writes a model with the layout of its source |
+//! | `merged_writer` | [`MergedWriter`], which writes any layout: tensors in pieces, from several threads |
 //! | `output_files` | the `*.partial` files of both writers |
 //! | `written` | [`PartialModel`], the model during a run |
 //! | `target` | checks of the output folder, and allocation of its files |
@@ -29,6 +30,7 @@ mod header;
 mod headers_only;
 mod layout;
 mod masks;
+mod merged_writer;
 mod names;
 mod output_files;
 mod publish;
@@ -49,6 +51,8 @@ mod source_tests;
 mod test_files;
 // These put symbolic links and positioned writes to work, which have other names elsewhere.
 #[cfg(all(test, unix))]
+mod merged_writer_tests;
+#[cfg(all(test, unix))]
 mod reopen_tests;
 #[cfg(all(test, unix))]
 mod writer_tests;
@@ -58,6 +62,7 @@ pub use header::{TensorEntry, encode_header};
 pub use headers_only::HeadersOnly;
 pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};
+pub use merged_writer::{MergedWriter, TensorStream};
 #[cfg(feature = "synthetic")]
 pub(crate) use names::CHUNK_BYTES;
 pub use names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
