@@ -22,13 +22,13 @@ use crate::failure::Failure;
 pub(super) const LENGTH_BYTES: u64 = 8;
 
 /// The largest header, as in the `safetensors` library; a model of 405B has less than 1 MB.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
+pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The first eight bytes of a git-lfs pointer, which stand in place of the length.
 const LFS_POINTER: [u8; 8] = *b"version ";
 
 /// The JSON key that holds free text instead of a tensor.
-const METADATA_KEY: &str = "__metadata__";
+pub(super) const METADATA_KEY: &str = "__metadata__";
 
 /// The position and form of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -256,7 +256,7 @@ fn unreadable(path: &Path, why: &str) -> Failure {
 }
 
 /// The bytes of a tensor's data; `None` where they overflow or do not fill whole bytes (4- and 6-bit types).
-fn data_len(info: &TensorInfo) -> Option<usize> {
+pub(super) fn data_len(info: &TensorInfo) -> Option<usize> {
     let elements = info
         .shape
         .iter()

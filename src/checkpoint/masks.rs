@@ -49,13 +49,13 @@ struct Slot {
     digest: Option<[u8; 32]>,
 }
 
-struct Layout {
+struct MaskLayout {
     header: Vec<u8>,
     file_bytes: u64,
     masks: BTreeMap<String, Slot>,
 }
 
-impl Layout {
+impl MaskLayout {
     fn of(matrices: &BTreeMap<String, [usize; 2]>, mut metadata: BTreeMap<String, String>) -> Self {
         let shapes =
             serde_json::to_string(matrices).expect("strings and integers always have a JSON form");
@@ -124,7 +124,7 @@ impl MaskWriter {
         metadata: BTreeMap<String, String>,
         events: &dyn Events,
     ) -> anyhow::Result<Self> {
-        let layout = Layout::of(matrices, metadata);
+        let layout = MaskLayout::of(matrices, metadata);
         let partial = partial_of(path);
         let mut meter = Meter::start(events, "allocate masks", layout.file_bytes);
         let allocated = allocate_file(&partial, &layout.header, layout.file_bytes, &mut meter)
@@ -158,11 +158,11 @@ impl MaskWriter {
         metadata: BTreeMap<String, String>,
         finished: &BTreeMap<String, String>,
     ) -> anyhow::Result<Option<(Self, Vec<String>)>> {
-        let Layout {
+        let MaskLayout {
             header,
             file_bytes,
             mut masks,
-        } = Layout::of(matrices, metadata);
+        } = MaskLayout::of(matrices, metadata);
         let partial = partial_of(path);
         if !partial.is_file() {
             if !path.is_file() {

@@ -1,15 +1,18 @@
 //! Checkpoint folders of safetensors shards. A folder is opened without reading its weights, read by positioned reads, and written
-//! with the same layout, tensor by tensor.
+//! with the same layout or a new one, tensor by tensor.
 //!
 //! | file | content |
 //! | --- | --- |
 //! | `folder` | the shards of a folder, and the refusal of unusable folders |
 //! | `header` | the header of one shard: parse, check, write |
 //! | `source` | [`Checkpoint`], the [`WeightSource`] over open files |
-//! | `writer` | [`CheckpointWriter`], which writes `*.partial` files |
+//! | `layout` | [`Layout`], the files of an output and the positions of its tensors |
+//! | `writer` | [`CheckpointWriter`], which writes a model with the layout of its source |
+//! | `merged_writer` | [`MergedWriter`], which writes any layout: tensors in pieces, from several threads |
+//! | `output_files` | the `*.partial` files of both writers |
 //! | `written` | [`PartialModel`], the model during a run |
 //! | `target` | checks of the output folder, and allocation of its files |
-//! | `publish` | the final names of the written files |
+//! | `publish` | the final names of the written files, and the files beside them |
 //! | `verify`, `verify_tensor` | checks of the written files before they get their names |
 //! | `elements` | stored elements as bits: zeros, changes, positions |
 //! | `scan` | one pass over a tensor: zeros, N:M groups, differences from another checkpoint |
@@ -25,8 +28,11 @@ mod elements;
 mod folder;
 mod header;
 mod headers_only;
+mod layout;
 mod masks;
+mod merged_writer;
 mod names;
+mod output_files;
 mod publish;
 mod scan;
 mod sidecars;
@@ -45,6 +51,8 @@ mod source_tests;
 mod test_files;
 // These put symbolic links and positioned writes to work, which have other names elsewhere.
 #[cfg(all(test, unix))]
+mod merged_writer_tests;
+#[cfg(all(test, unix))]
 mod reopen_tests;
 #[cfg(all(test, unix))]
 mod writer_tests;
@@ -52,10 +60,13 @@ mod writer_tests;
 pub use atomic::{sync_folder, write_atomic};
 pub use header::{TensorEntry, encode_header};
 pub use headers_only::HeadersOnly;
+pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};
+pub use merged_writer::{MergedWriter, TensorStream};
 #[cfg(feature = "synthetic")]
 pub(crate) use names::CHUNK_BYTES;
-pub use names::{INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
+pub use names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
+pub use publish::Published;
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sidecars::{
     CARD_FILE, CONFIG_FILE, OwnFiles, SUMS_FILE, card_of_source, cards_in, check_sidecars,

@@ -6,6 +6,12 @@ pub const SINGLE_FILE: &str = "model.safetensors";
 /// The index of a sharded checkpoint: tensor name → shard.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
+/// The record of a merge: its inputs, settings and versions.
+pub const MERGING_FILE: &str = "merging.json";
+
+/// The recipe of a merge, with every default filled in.
+pub const MERGE_CONFIG_FILE: &str = "merge_config.yml";
+
 /// The suffix of an unfinished file; no loader opens it.
 pub const PARTIAL_SUFFIX: &str = ".partial";
 

@@ -2,27 +2,59 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
 use super::atomic::{cannot_write, sync_folder, write_atomic};
+use super::layout::Layout;
 use super::names::INDEX_FILE;
 use super::sidecars::{CONFIG_FILE, OwnFiles, SUMS_FILE, cards_in, copy_sidecar, sidecars_in};
-use super::source::Checkpoint;
 use super::target::OutputShard;
 use crate::bytes::hex;
 use crate::disk;
 use crate::failure::Failure;
 use crate::run::verification::Verification;
 
-/// Copies the sidecars, writes the run's own files and renames the partial files, `config.json` last. [`SUMS_FILE`] lists the hash of every file.
-/// Fails when a partial file has disappeared, and when a file cannot be read, written or renamed.
+/// The files that get late names, in this order: with them the folder loads.
+const LATE: [&str; 2] = [INDEX_FILE, CONFIG_FILE];
+
+/// All files beside the weights.
+#[derive(Debug, Default)]
+pub struct Published {
+    /// Names and contents.
+    pub written: Vec<(String, Vec<u8>)>,
+    /// Files of any folder that are copied byte for byte: their paths, and their names here.
+    pub copied: Vec<(PathBuf, String)>,
+}
+
+impl Published {
+    /// Returns whether a file is published under this name.
+    pub(super) fn has(&self, name: &str) -> bool {
+        let copied = self.copied.iter().map(|(_, name)| name);
+        let mut names = copied.chain(self.written.iter().map(|(name, _)| name));
+        names.any(|published| published == name)
+    }
+
+    /// The sidecars of `source`, and the run's own files.
+    pub(super) fn with_sidecars(source: &Path, own: OwnFiles) -> anyhow::Result<Self> {
+        let sidecars = sidecars_in(source)?.into_iter();
+        let copied = sidecars.map(|name| (name.clone(), name)).chain(own.copied);
+        let written = own.written.into_iter();
+        Ok(Self {
+            written: written.map(|(name, bytes)| (name.into(), bytes)).collect(),
+            copied: copied.map(|(name, new)| (source.join(name), new)).collect(),
+        })
+    }
+}
+
+/// Writes and copies the files beside the weights and renames the partial files, `config.json` last. [`SUMS_FILE`] lists the hash of
+/// every file. Fails when a partial file has disappeared, and when a file cannot be read, written or renamed.
 pub(super) fn publish(
-    source: &Checkpoint,
+    layout: &Layout,
     target: &Path,
     shards: Vec<OutputShard>,
-    own: &OwnFiles,
+    published: &Published,
     verification: &Verification,
 ) -> anyhow::Result<()> {
     // Another process may have finished this model while this one slept.
@@ -44,26 +76,12 @@ pub(super) fn publish(
     let mut sums: BTreeMap<String, String> = files
         .map(|file| (file.file.clone(), file.sha256.clone()))
         .collect();
-    let sidecars = sidecars_in(source.folder())?;
-    let is_late = |name: &str| name == INDEX_FILE || name == CONFIG_FILE;
-    for name in &sidecars {
-        let sum = if is_late(name) {
-            let path = source.folder().join(name);
-            let bytes = fs::read(&path).map_err(|error| {
-                Failure::new(format!("cannot read `{}`", path.display())).detail(error.to_string())
-            })?;
-            hex(&Sha256::digest(&bytes))
-        } else {
-            copy_sidecar(source.folder(), target, (name, name))?
-        };
-        sums.insert(name.clone(), sum);
-    }
-    put_own_files(source.folder(), target, own, &mut sums)?;
-    for (output, shard) in shards.into_iter().zip(source.shards()) {
+    put_early(target, published, &mut sums)?;
+    for (output, planned) in shards.into_iter().zip(layout.files()) {
         let OutputShard { partial, file, .. } = output;
         // Windows cannot rename an open file.
         drop(file);
-        let path = target.join(&shard.file_name);
+        let path = target.join(&planned.file_name);
         disk::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
     }
     let sums: String = sums
@@ -71,32 +89,51 @@ pub(super) fn publish(
         .map(|(name, sum)| format!("{sum}  {name}\n"))
         .collect();
     write_atomic(&target.join(SUMS_FILE), sums.as_bytes())?;
-    for name in sidecars.iter().filter(|name| is_late(name)) {
-        copy_sidecar(source.folder(), target, (name, name))?;
-        sync_folder(target)?;
-    }
-    Ok(())
+    put_late(target, published)
 }
 
-/// Writes and copies the run's own files, and adds their hashes. An attempt with other settings may have left other cards.
-fn put_own_files(
-    source: &Path,
+/// Copies and writes all files except the late ones, and adds the hashes of all. An attempt with other settings may have left other
+/// cards.
+fn put_early(
     target: &Path,
-    own: &OwnFiles,
+    published: &Published,
     sums: &mut BTreeMap<String, String>,
 ) -> anyhow::Result<()> {
-    for (name, new_name) in &own.copied {
-        let sum = copy_sidecar(source, target, (name, new_name))?;
-        sums.insert(new_name.clone(), sum);
+    let is_late = |name: &String| LATE.contains(&name.as_str());
+    for (from, name) in &published.copied {
+        let sum = if is_late(name) {
+            let bytes = fs::read(from).map_err(|error| {
+                Failure::new(format!("cannot read `{}`", from.display())).detail(error.to_string())
+            })?;
+            hex(&Sha256::digest(&bytes))
+        } else {
+            copy_sidecar(from, target, name)?
+        };
+        sums.insert(name.clone(), sum);
     }
-    for (name, bytes) in &own.written {
-        write_atomic(&target.join(name), bytes)?;
-        sums.insert((*name).to_string(), hex(&Sha256::digest(bytes)));
+    for (name, bytes) in &published.written {
+        if !is_late(name) {
+            write_atomic(&target.join(name), bytes)?;
+        }
+        sums.insert(name.clone(), hex(&Sha256::digest(bytes)));
     }
     let cards = cards_in(target).map_err(|error| cannot_write(target, &error))?;
     for stale in cards.iter().filter(|card| !sums.contains_key(*card)) {
         let stale = target.join(stale);
         disk::remove(&stale).map_err(|error| cannot_write(&stale, &error))?;
+    }
+    Ok(())
+}
+
+fn put_late(target: &Path, published: &Published) -> anyhow::Result<()> {
+    let Published { written, copied } = published;
+    for late in LATE {
+        if let Some((name, bytes)) = written.iter().find(|(name, _)| name == late) {
+            write_atomic(&target.join(name), bytes)?;
+        } else if let Some((from, name)) = copied.iter().find(|(_, name)| name == late) {
+            copy_sidecar(from, target, name)?;
+            sync_folder(target)?;
+        }
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::atomic::cannot_write;
 use super::folder::broken_link;
-use super::names::INDEX_FILE;
+use super::names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE};
 use crate::bytes::hex;
 use crate::disk;
 use crate::failure::Failure;
@@ -142,23 +142,19 @@ pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
 pub fn is_model_file(name: &str) -> bool {
     let finished = name.strip_suffix(super::PARTIAL_SUFFIX).unwrap_or(name);
     finished.ends_with(".safetensors")
-        || finished == SUMS_FILE
-        || finished == PRUNING_FILE
+        || [SUMS_FILE, PRUNING_FILE, MERGING_FILE, MERGE_CONFIG_FILE].contains(&finished)
         || is_card(finished)
         || NAMES.contains(&finished)
         || PREFIXES.iter().any(|prefix| finished.starts_with(prefix))
 }
 
-/// Copies one file so that it appears whole, waits until it is on the disk, and returns the SHA-256 of its bytes, in hex.
-pub(super) fn copy_sidecar(
-    source: &Path,
-    target: &Path,
-    (name, new_name): (&str, &str),
-) -> anyhow::Result<String> {
-    let (from, to) = (source.join(name), target.join(new_name));
-    let temporary = target.join(format!("{new_name}{}", super::PARTIAL_SUFFIX));
+/// Copies the file `from` to `target` under the name `name`, so that it appears whole. Waits until it is on the disk, and returns the
+/// SHA-256 of its bytes, in hex.
+pub(super) fn copy_sidecar(from: &Path, target: &Path, name: &str) -> anyhow::Result<String> {
+    let to = target.join(name);
+    let temporary = target.join(format!("{name}{}", super::PARTIAL_SUFFIX));
     let cannot = |error: io::Error| cannot_write(&to, &error);
-    let mut reader = File::open(&from).map_err(|error| {
+    let mut reader = File::open(from).map_err(|error| {
         Failure::new(format!("cannot open `{}`", from.display())).detail(error.to_string())
     })?;
     // `fs::copy` would also copy a read-only mode.
@@ -212,6 +208,17 @@ mod tests {
             "model.safetensors.index.json",
             "config.json",
         ];
+        assert_eq!(sidecars_in(folder.path())?, expected);
+        // Records belong to a model, and are no sidecars of the next one.
+        for name in [
+            "SHA256SUMS",
+            "pruning.json",
+            "merging.json",
+            "merge_config.yml",
+        ] {
+            fs::write(folder.path().join(name), name)?;
+            assert!(is_model_file(name), "{name}");
+        }
         assert_eq!(sidecars_in(folder.path())?, expected);
         Ok(())
     }

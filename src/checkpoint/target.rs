@@ -8,6 +8,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use super::atomic::cannot_write;
+use super::layout::Layout;
 use super::names::{CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX};
 use super::sidecars::CONFIG_FILE;
 use super::source::Checkpoint;
@@ -17,34 +18,20 @@ use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 use crate::run::{Events, Meter};
 
+/// An open weight file of the output, one for each of [`Layout::files`].
 #[derive(Debug)]
 pub(super) struct OutputShard {
     /// `<name>.partial`, its path until it is finished.
     pub(super) partial: PathBuf,
     /// The file, open for reading and writing.
     pub(super) file: File,
-    /// Length, JSON and padding.
-    pub(super) header: Vec<u8>,
-    pub(super) file_bytes: u64,
+    /// It may have bytes that are not on the disk.
     pub(super) is_dirty: AtomicBool,
-}
-
-/// The planned files of the output: final path, header and final length.
-fn planned(source: &Checkpoint, target: &Path) -> Vec<(PathBuf, Vec<u8>, u64)> {
-    let shards = source.shards().iter();
-    shards
-        .map(|shard| {
-            let header = shard.output_header.bytes.clone();
-            let file_bytes = header.len() as u64 + (shard.file_bytes - shard.data_start);
-            (target.join(&shard.file_name), header, file_bytes)
-        })
-        .collect()
 }
 
 /// The bytes of all weight files of an output of `source`.
 pub fn output_bytes(source: &Checkpoint) -> ByteSize {
-    let planned = planned(source, Path::new(""));
-    planned.iter().map(|(_, _, bytes)| ByteSize(*bytes)).sum()
+    Layout::of(source).bytes()
 }
 
 fn partial_of(path: &Path) -> PathBuf {
@@ -56,11 +43,12 @@ fn partial_of(path: &Path) -> PathBuf {
 /// The files that an earlier process allocated for this output, and the final names of those it published; `None` if a file is
 /// missing or different. Changes nothing.
 pub(super) fn left_behind(
-    source: &Checkpoint,
+    layout: &Layout,
     target: &Path,
 ) -> anyhow::Result<Option<(Vec<OutputShard>, Vec<PathBuf>)>> {
     let (mut shards, mut published) = (Vec::new(), Vec::new());
-    for (path, header, file_bytes) in planned(source, target) {
+    for planned in layout.files() {
+        let path = target.join(&planned.file_name);
         let partial = partial_of(&path);
         let is_published = !partial.is_file();
         let there = if is_published { &path } else { &partial };
@@ -70,8 +58,11 @@ pub(super) fn left_behind(
         let cannot = |error: io::Error| cannot_write(there, &error);
         let file = disk::open(there).map_err(cannot)?;
         let length = file.metadata().map_err(cannot)?.len();
-        let mut found = vec![0; header.len()];
-        if length != file_bytes || read_exact_at(&file, &mut found, 0).is_err() || found != header {
+        let mut found = vec![0; planned.header.len()];
+        if length != planned.file_bytes
+            || read_exact_at(&file, &mut found, 0).is_err()
+            || found != planned.header
+        {
             return Ok(None);
         }
         if is_published {
@@ -80,8 +71,6 @@ pub(super) fn left_behind(
         shards.push(OutputShard {
             partial,
             file,
-            header,
-            file_bytes,
             is_dirty: AtomicBool::new(true),
         });
     }
@@ -101,23 +90,20 @@ pub(super) fn unpublish(target: &Path, published: &[PathBuf]) -> anyhow::Result<
 
 /// Creates the partial files in their final size, with headers and room for the rest. After a failure, none of them stays.
 pub(super) fn allocate(
-    source: &Checkpoint,
+    layout: &Layout,
     target: &Path,
     events: &dyn Events,
 ) -> anyhow::Result<Vec<OutputShard>> {
-    let plan = planned(source, target);
-    let needed: u64 = plan.iter().map(|(_, _, file_bytes)| file_bytes).sum();
+    let ByteSize(needed) = layout.bytes();
     let mut meter = Meter::start(events, "allocate", needed);
-    let mut shards: Vec<OutputShard> = Vec::with_capacity(plan.len());
-    for (path, header, file_bytes) in plan {
+    let mut shards: Vec<OutputShard> = Vec::with_capacity(layout.files().len());
+    for planned in layout.files() {
         events.check()?;
-        let partial = partial_of(&path);
-        match allocate_file(&partial, &header, file_bytes, &mut meter) {
+        let partial = partial_of(&target.join(&planned.file_name));
+        match allocate_file(&partial, &planned.header, planned.file_bytes, &mut meter) {
             Ok(file) => shards.push(OutputShard {
                 partial,
                 file,
-                header,
-                file_bytes,
                 is_dirty: AtomicBool::new(false),
             }),
             Err(error) => {
@@ -222,16 +208,9 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
 }
 
 /// Refuses a target folder with weights that would load instead of this output, or with it. Returns the old partial files.
-pub(super) fn refuse_other_weights(
-    source: &Checkpoint,
-    target: &Path,
-) -> anyhow::Result<Vec<PathBuf>> {
-    let ours: HashSet<&str> = source
-        .shards()
-        .iter()
-        .map(|shard| shard.file_name.as_str())
-        .collect();
-    let has_index = source.folder().join(INDEX_FILE).is_file();
+pub(super) fn refuse_other_weights(layout: &Layout, target: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let files = layout.files().iter();
+    let ours: HashSet<&str> = files.map(|file| file.file_name.as_str()).collect();
     let mut partials = Vec::new();
     for entry in fs::read_dir(target).map_err(|error| cannot_write(target, &error))? {
         let entry = entry.map_err(|error| cannot_write(target, &error))?;
@@ -239,7 +218,7 @@ pub(super) fn refuse_other_weights(
             continue;
         };
         let is_weights = name.ends_with(".safetensors") && !ours.contains(name.as_str());
-        if is_weights || (name == INDEX_FILE && !has_index) {
+        if is_weights || (name == INDEX_FILE && !layout.has_index()) {
             return Err(Failure::new(format!(
                 "the output folder `{}` holds other weights",
                 target.display()

@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use safetensors::Dtype;
 use sha2::{Digest, Sha256};
 
+use super::layout::Layout;
 use super::source::{Checkpoint, WeightSource};
 use super::verify_tensor::{ExpectedMatrix, Look, Looked, WrittenShard, check_tensor, wrong_bytes};
 use crate::bytes::hex;
@@ -15,12 +16,13 @@ use crate::failure::Failure;
 use crate::run::verification::{MatrixZeros, Verification, VerifiedFile, VerifyLevel};
 use crate::run::{Events, Meter};
 
-/// Checks every file and stops at the first error.
+/// Checks every file and stops at the first error. Rewritten tensors are compared with `source`, which has the same tensors, where it
+/// is given.
 pub(super) fn verify_shards(
-    source: &Checkpoint,
+    layout: &Layout,
+    source: Option<&Checkpoint>,
     shards: &[WrittenShard<'_>],
     expected: &[ExpectedMatrix],
-    level: VerifyLevel,
     events: &dyn Events,
 ) -> anyhow::Result<Verification> {
     let by_name: HashMap<&str, &ExpectedMatrix> = expected
@@ -28,7 +30,7 @@ pub(super) fn verify_shards(
         .map(|matrix| (matrix.name.as_str(), matrix))
         .collect();
     for matrix in expected {
-        check_expectation(matrix, source)?;
+        check_expectation(matrix, layout)?;
     }
     let total = shards.iter().map(|shard| shard.file_bytes).sum();
     let mut meter = Meter::start(events, "verify", total);
@@ -40,10 +42,15 @@ pub(super) fn verify_shards(
         meter.add(shard.header.len() as u64);
         for tensor in &shard.tensors {
             events.check()?;
-            let matrix = by_name.get(tensor.entry.name.as_str()).copied();
+            let name = tensor.entry.name.as_str();
+            let matrix = by_name.get(name).copied();
+            let source = source.filter(|_| tensor.rewritten).map(|source| {
+                let stored = source.entry(name).expect("the source has all tensors");
+                (source, stored)
+            });
             let look = Look {
                 matrix,
-                source: (level == VerifyLevel::Full && tensor.rewritten).then_some(source),
+                source,
                 shard,
                 tensor,
             };
@@ -75,7 +82,7 @@ pub(super) fn verify_shards(
         }
     });
     Ok(Verification {
-        level,
+        level: source.map_or(VerifyLevel::Quick, |_| VerifyLevel::Full),
         files,
         tensors_checked: all().count(),
         tensors_rewritten,
@@ -85,8 +92,8 @@ pub(super) fn verify_shards(
     })
 }
 
-fn check_expectation(matrix: &ExpectedMatrix, source: &Checkpoint) -> anyhow::Result<()> {
-    let Some(entry) = source.entry(&matrix.name) else {
+fn check_expectation(matrix: &ExpectedMatrix, layout: &Layout) -> anyhow::Result<()> {
+    let Some(entry) = layout.entry(&matrix.name) else {
         anyhow::bail!(
             "cannot verify tensor `{}`: the checkpoint does not have it",
             matrix.name

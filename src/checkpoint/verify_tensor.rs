@@ -40,9 +40,8 @@ pub(super) struct WrittenShard<'a> {
 }
 
 pub(super) struct WrittenTensor<'a> {
+    /// Its position in the partial file.
     pub(super) entry: &'a TensorEntry,
-    /// The start of its data in the partial file, in bytes.
-    pub(super) offset: u64,
     /// SHA-256 taken while it was written.
     pub(super) digest: [u8; 32],
     /// False for a tensor copied from the source.
@@ -52,8 +51,8 @@ pub(super) struct WrittenTensor<'a> {
 /// The checks of a tensor.
 pub(super) struct Look<'a> {
     pub(super) matrix: Option<&'a ExpectedMatrix>,
-    /// The source to compare with in a full check.
-    pub(super) source: Option<&'a Checkpoint>,
+    /// The source and its tensor to compare with in a full check.
+    pub(super) source: Option<(&'a Checkpoint, &'a TensorEntry)>,
     pub(super) shard: &'a WrittenShard<'a>,
     pub(super) tensor: &'a WrittenTensor<'a>,
 }
@@ -72,12 +71,8 @@ pub(super) fn check_tensor(
     file_hash: &mut Sha256,
     meter: &mut Meter<'_>,
 ) -> anyhow::Result<Looked> {
-    let WrittenTensor {
-        entry,
-        offset,
-        digest,
-        ..
-    } = look.tensor;
+    let WrittenTensor { entry, digest, .. } = look.tensor;
+    let offset = entry.offset;
     let chunk_bytes = chunk_bytes(entry, look.matrix);
     let mut tensor_hash = Sha256::new();
     let mut looked = Looked::default();
@@ -178,16 +173,16 @@ fn look_at_chunk(
 ) -> anyhow::Result<Looked> {
     let entry = look.tensor.entry;
     let each = element_bytes(entry.dtype);
-    if let Some(source) = look.source {
+    if let Some((source, stored)) = look.source {
         original.resize(chunk.len(), 0);
-        source.read(entry, start, original)?;
+        source.read(stored, start, original)?;
         let changed = chunk
             .chunks_exact(each)
             .zip(original.chunks_exact(each))
             .position(|(now, before)| is_changed(now, before));
         if let Some(at) = changed {
             let (row, column) = place_in(entry, start, at);
-            let offset = look.tensor.offset + start + (at * each) as u64;
+            let offset = entry.offset + start + (at * each) as u64;
             return Err(wrong(look.shard, format!("tensor `{}` has a changed weight", entry.name))
                 .detail(format!("row {row}, column {column} (file offset {offset}) is neither +0 nor the source's bits"))
                 .into());
@@ -208,7 +203,7 @@ fn look_at_chunk(
         let zeros = count_zeros(entry.dtype, group);
         if zeros < n as u64 {
             let (row, column) = place_in(entry, start, index * m);
-            let offset = look.tensor.offset + start + (index * m * each) as u64;
+            let offset = entry.offset + start + (index * m * each) as u64;
             return Err(wrong(look.shard, format!("tensor `{}` is not {n}:{m} sparse", entry.name))
                 .detail(format!(
                     "row {row}, columns {column} to {} (file offset {offset}) hold {zeros} zeros, {n} needed",

@@ -7,48 +7,30 @@
 //! `reopen`: tensors that were synced and recorded are compared with their hashes, all others are written again.
 
 use std::collections::{BTreeMap, HashSet};
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-
-use rayon::prelude::*;
 
 use sha2::{Digest, Sha256};
 
-use super::atomic::cannot_write;
-use super::header::TensorEntry;
+use super::layout::Layout;
 use super::names::CHUNK_BYTES;
-use super::publish::publish;
+use super::output_files::{OutputFiles, ReopenedFiles, TensorRecord};
+use super::publish::Published;
 use super::sidecars::OwnFiles;
 use super::source::{Checkpoint, WeightSource};
-use super::target::{
-    OutputShard, allocate, left_behind, refuse_other_weights, refuse_source_folder, unpublish,
-};
-use super::verify::verify_shards;
-use super::verify_tensor::{ExpectedMatrix, WrittenShard, WrittenTensor};
+use super::target::refuse_source_folder;
+use super::verify_tensor::ExpectedMatrix;
 use super::written::PartialModel;
-use crate::bytes::{hex, unhex};
-use crate::disk;
-use crate::disk::positioned::read_exact_at;
+use crate::bytes::hex;
 use crate::run::verification::{Verification, VerifyLevel};
 use crate::run::{Events, Meter};
-
-/// The record of an output tensor, in the order of [`Checkpoint::tensors`].
-#[derive(Debug, Clone, Copy)]
-pub(super) struct TensorRecord {
-    /// SHA-256 of the bytes given to the disk.
-    digest: [u8; 32],
-    /// False for a copy of the source's bytes.
-    rewritten: bool,
-}
 
 /// The writer of a run's output; see the first lines of this file.
 #[derive(Debug)]
 pub struct CheckpointWriter {
     source: Arc<Checkpoint>,
-    target: PathBuf,
-    shards: Vec<OutputShard>,
+    files: OutputFiles,
+    /// In the order of [`Checkpoint::tensors`].
     recorded: Vec<Option<TensorRecord>>,
     /// Indices of tensors to be copied unchanged, in reverse file order (the last is copied first).
     untouched: Vec<usize>,
@@ -89,34 +71,19 @@ impl CheckpointWriter {
         events: &dyn Events,
     ) -> anyhow::Result<Self> {
         refuse_source_folder(source.folder(), target)?;
-        fs::create_dir_all(target).map_err(|error| cannot_write(target, &error))?;
-        let old_partials = refuse_other_weights(source, target)?;
-        for partial in old_partials {
-            disk::remove(&partial).map_err(|error| cannot_write(&partial, &error))?;
-        }
+        let files = OutputFiles::create(Layout::of(source), target, events)?;
+        Ok(Self::over(source, files))
+    }
 
-        let without_format = source
-            .shards()
-            .iter()
-            .filter(|shard| shard.output_header.adds_format)
-            .count();
-        if without_format > 0 {
-            events.note(format!(
-                "added `\"format\":\"pt\"` to the header of {without_format} of {} files: transformers needs it",
-                source.shards().len()
-            ));
-        }
-        let shards = allocate(source, target, events)?;
-        let recorded = vec![None; source.tensors().count()];
-        Ok(Self {
+    fn over(source: &Arc<Checkpoint>, files: OutputFiles) -> Self {
+        Self {
             source: Arc::clone(source),
-            target: target.to_path_buf(),
-            shards,
-            recorded,
+            recorded: vec![None; files.layout().tensors().len()],
+            files,
             untouched: Vec::new(),
             copying: None,
             own: OwnFiles::default(),
-        })
+        }
     }
 
     /// Declares the tensors that will be rewritten; the others may be copied early.
@@ -143,88 +110,24 @@ impl CheckpointWriter {
         events: &dyn Events,
     ) -> anyhow::Result<Option<Reopened>> {
         refuse_source_folder(source.folder(), target)?;
-        let Some((shards, published)) = left_behind(source, target)? else {
+        let layout = Layout::of(source);
+        let phase = "check finished layers";
+        let Some(ReopenedFiles {
+            files,
+            intact,
+            damaged,
+        }) = OutputFiles::reopen(layout, target, finished, phase, events)?
+        else {
             return Ok(None);
         };
-        let mut writer = Self {
-            source: Arc::clone(source),
-            target: target.to_path_buf(),
-            shards,
-            recorded: vec![None; source.tensors().count()],
-            untouched: Vec::new(),
-            copying: None,
-            own: OwnFiles::default(),
-        };
-        let damaged = writer.compare_with_hashes(finished, events)?;
-        if !published.is_empty() {
-            if !damaged.is_empty() {
-                // The folder may hold the model of another run now.
-                return Ok(None);
-            }
-            unpublish(target, &published)?;
+        let mut writer = Self::over(source, files);
+        for (at, digest) in intact {
+            writer.recorded[at] = Some(TensorRecord {
+                digest,
+                rewritten: true,
+            });
         }
         Ok(Some(Reopened { writer, damaged }))
-    }
-
-    /// Reads the finished tensors back; returns the names of damaged ones.
-    fn compare_with_hashes(
-        &mut self,
-        finished: &BTreeMap<String, String>,
-        events: &dyn Events,
-    ) -> anyhow::Result<Vec<String>> {
-        let source = Arc::clone(&self.source);
-        let known: Vec<(usize, &TensorEntry, Option<[u8; 32]>)> = finished
-            .iter()
-            .filter_map(|(name, digest)| {
-                let at = source.position(name)?;
-                Some((at, source.entry(name)?, unhex(digest)))
-            })
-            .collect();
-        let mut damaged: Vec<String> = finished
-            .keys()
-            .filter(|name| source.position(name).is_none())
-            .cloned()
-            .collect();
-        let total = known.iter().map(|(_, entry, _)| entry.bytes).sum();
-        let mut meter = Meter::start(events, "check finished layers", total);
-        // A few at a time, so that progress is shown and an interruption is noticed.
-        for some in known.chunks(2 * rayon::current_num_threads()) {
-            events.check()?;
-            let found: anyhow::Result<Vec<[u8; 32]>> = some
-                .par_iter()
-                .map(|(_, entry, _)| self.digest_of(entry))
-                .collect();
-            for ((at, entry, digest), found) in some.iter().zip(found?) {
-                meter.add(entry.bytes);
-                if *digest == Some(found) {
-                    self.recorded[*at] = Some(TensorRecord {
-                        digest: found,
-                        rewritten: true,
-                    });
-                } else {
-                    damaged.push(entry.name.clone());
-                }
-            }
-        }
-        meter.finish();
-        Ok(damaged)
-    }
-
-    /// SHA-256 of the output's bytes at the position of `entry`.
-    fn digest_of(&self, entry: &TensorEntry) -> anyhow::Result<[u8; 32]> {
-        let shard = &self.shards[entry.shard];
-        let (mut hasher, mut buffer) = (Sha256::new(), Vec::new());
-        let mut start = 0;
-        while start < entry.bytes {
-            let length = (entry.bytes - start).min(CHUNK_BYTES as u64);
-            buffer.resize(length as usize, 0);
-            let offset = self.output_offset(entry) + start;
-            read_exact_at(&shard.file, &mut buffer, offset)
-                .map_err(|error| cannot_write(&shard.partial, &error))?;
-            hasher.update(&buffer);
-            start += length;
-        }
-        Ok(hasher.finalize().into())
     }
 
     /// Declares the files that are published with the weights and are no plain copies of the source's.
@@ -247,20 +150,12 @@ impl CheckpointWriter {
     /// # Errors
     /// Fails when the system has no more open files.
     pub fn written(&self) -> anyhow::Result<PartialModel> {
-        let mut files = Vec::with_capacity(self.shards.len());
-        for shard in &self.shards {
-            let file = shard
-                .file
-                .try_clone()
-                .map_err(|error| cannot_write(&shard.partial, &error))?;
-            files.push((shard.partial.clone(), file));
-        }
-        let written = self
-            .source
-            .tensors()
+        let files = self.files.handles()?;
+        let tensors = self.files.layout().tensors().iter();
+        let written = tensors
             .zip(&self.recorded)
             .filter(|(_, recorded)| recorded.is_some_and(|recorded| recorded.rewritten))
-            .map(|(entry, _)| (entry.name.clone(), self.output_offset(entry)))
+            .map(|(entry, _)| (entry.name.clone(), entry.offset))
             .collect();
         Ok(PartialModel::new(Arc::clone(&self.source), files, written))
     }
@@ -271,10 +166,11 @@ impl CheckpointWriter {
     /// Fails when the tensor is unknown, `bytes` has another length than the source's tensor, the tensor was written before,
     /// or the disk refuses.
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
-        let source = Arc::clone(&self.source);
-        let (Some(at), Some(entry)) = (source.position(name), source.entry(name)) else {
-            anyhow::bail!("tensor `{name}` is not in `{}`", source.folder().display());
+        let Some(at) = self.source.position(name) else {
+            let folder = self.source.folder().display();
+            anyhow::bail!("tensor `{name}` is not in `{folder}`");
         };
+        let entry = &self.files.layout().tensors()[at];
         if self.recorded[at].is_some() {
             anyhow::bail!("tensor `{name}` was written twice");
         }
@@ -289,7 +185,7 @@ impl CheckpointWriter {
         let mut digest = [0; 32];
         let written = rayon::in_place_scope(|scope| {
             scope.spawn(|_| digest = Sha256::digest(bytes).into());
-            self.put(entry, 0, bytes)
+            self.files.put(entry, 0, bytes)
         });
         written?;
         self.recorded[at] = Some(TensorRecord {
@@ -301,15 +197,7 @@ impl CheckpointWriter {
 
     /// Waits until all written tensors are on the disk, before a layer is recorded as done. Returns their SHA-256 in hex, by name.
     pub fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>> {
-        for shard in &self.shards {
-            if shard.is_dirty.swap(false, Ordering::Relaxed) {
-                disk::sync(&shard.file).map_err(|error| {
-                    // The state on the disk is unknown, so the next call syncs again.
-                    shard.is_dirty.store(true, Ordering::Relaxed);
-                    cannot_write(&shard.partial, &error)
-                })?;
-            }
-        }
+        self.files.sync()?;
         let tensors = self.source.tensors().zip(&self.recorded);
         Ok(tensors
             .filter_map(|(entry, recorded)| {
@@ -351,13 +239,8 @@ impl CheckpointWriter {
         self.copy_untouched(events)?;
         self.sync()?;
         let verification = self.verify(expected, level, events)?;
-        publish(
-            &self.source,
-            &self.target,
-            self.shards,
-            &self.own,
-            &verification,
-        )?;
+        let published = Published::with_sidecars(self.source.folder(), self.own)?;
+        self.files.publish(&published, &verification)?;
         Ok(verification)
     }
 
@@ -388,6 +271,7 @@ impl CheckpointWriter {
         let Some(entry) = source.tensors().nth(at) else {
             anyhow::bail!("`{}` has no tensor {at}", source.folder().display());
         };
+        let position = &self.files.layout().tensors()[at];
         let mut copying = match self.copying.take() {
             Some(copying) if copying.at == at => copying,
             _ => Copying {
@@ -407,14 +291,14 @@ impl CheckpointWriter {
         match pace {
             Pace::Fast => {
                 rayon::join(
-                    || self.put(entry, *done, buffer),
+                    || self.files.put(position, *done, buffer),
                     || hasher.update(&*buffer),
                 )
                 .0?
             }
             Pace::Beside => {
                 hasher.update(&*buffer);
-                self.put(entry, *done, buffer)?;
+                self.files.put(position, *done, buffer)?;
             }
         }
         copying.done += length;
@@ -435,50 +319,8 @@ impl CheckpointWriter {
         level: VerifyLevel,
         events: &dyn Events,
     ) -> anyhow::Result<Verification> {
-        let mut shards: Vec<WrittenShard<'_>> = self
-            .shards
-            .iter()
-            .zip(self.source.shards())
-            .map(|(shard, source)| WrittenShard {
-                file_name: &source.file_name,
-                path: &shard.partial,
-                file: &shard.file,
-                header: &shard.header,
-                file_bytes: shard.file_bytes,
-                tensors: Vec::new(),
-            })
-            .collect();
-        for (entry, recorded) in self.source.tensors().zip(&self.recorded) {
-            let Some(recorded) = recorded else {
-                anyhow::bail!("tensor `{}` was neither written nor copied", entry.name);
-            };
-            shards[entry.shard].tensors.push(WrittenTensor {
-                entry,
-                offset: self.output_offset(entry),
-                digest: recorded.digest,
-                rewritten: recorded.rewritten,
-            });
-        }
-        verify_shards(&self.source, &shards, expected, level, events)
-    }
-
-    /// The start of the data of `entry` in the output; it differs from the source's if the header grew.
-    fn output_offset(&self, entry: &TensorEntry) -> u64 {
-        // The output has the same shards as the source.
-        let header = self.shards[entry.shard].header.len() as u64;
-        header + (entry.offset - self.source.shards()[entry.shard].data_start)
-    }
-
-    fn put(&self, entry: &TensorEntry, start: u64, bytes: &[u8]) -> anyhow::Result<()> {
-        let shard = &self.shards[entry.shard];
-        shard.is_dirty.store(true, Ordering::Relaxed);
-        disk::write_all_at(&shard.file, bytes, self.output_offset(entry) + start).map_err(
-            |error| {
-                cannot_write(&shard.partial, &error)
-                    .detail(format!("while writing tensor `{}`", entry.name))
-            },
-        )?;
-        Ok(())
+        let source = (level == VerifyLevel::Full).then_some(&*self.source);
+        self.files.verify(&self.recorded, source, expected, events)
     }
 }
 

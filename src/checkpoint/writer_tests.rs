@@ -63,7 +63,7 @@ pub(super) fn says<T>(result: anyhow::Result<T>) -> String {
 }
 
 /// No file of the output has its final name.
-fn nothing_was_published(target: &Path) -> anyhow::Result<bool> {
+pub(super) fn nothing_was_published(target: &Path) -> anyhow::Result<bool> {
     let mut names = fs::read_dir(target)?;
     Ok(names.all(|entry| {
         entry.is_ok_and(|entry| entry.file_name().to_string_lossy().ends_with(".partial"))
