@@ -179,6 +179,15 @@ pub enum PartKind {
     Sample,
     /// The head's weight on a GPU.
     Head,
+    /// Rows of the tensors that are merged, and their bytes.
+    #[serde(rename = "pieces of tensors")]
+    TensorPieces,
+    /// Counts of magnitudes.
+    #[serde(rename = "counts of magnitudes")]
+    MagnitudeCounts,
+    /// Factors of adapters.
+    #[serde(rename = "factors of adapters")]
+    AdapterFactors,
     /// One window's logits on a GPU.
     #[serde(rename = "one window")]
     Window,

@@ -1,0 +1,134 @@
+//! The memory of the merge pass: formulas, and the workers and pieces that fit.
+
+use super::settle::MergeShape;
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+use crate::run::plan::{
+    DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate,
+};
+use crate::run::{HiddenStatesStorage, MemorySettings, Phase, Plan};
+
+/// The program before it opens a model: thread stacks, lists of tensors.
+const PROGRAM: ByteSize = ByteSize(8 << 20);
+
+/// Bytes of the read-back: a few pieces of files per thread.
+const READ_BACK: ByteSize = ByteSize(64 << 20);
+
+/// Bytes of the counts of one expert in a read, at most: two tables of 65,536 counts.
+const COUNTS: u64 = 2 * 65_536 * 8;
+
+/// Workers and pieces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PassSize {
+    pub(super) workers: usize,
+    pub(super) piece_elements: usize,
+}
+
+impl MergeShape {
+    /// The memory of a pass.
+    ///
+    /// ```text
+    /// worker = piece · (4 B · (sources + experts + 1) + 4 B read + 4 B written) + counts + factors
+    /// ```
+    fn parts(&self, size: PassSize) -> Vec<MemoryPart> {
+        let piece = size.piece_elements.max(self.longest_row) as u64;
+        // Sources, trimmed differences, the merged rows; stored bytes that are read and written.
+        let floats = 2 * self.sources as u64 + 3;
+        let pieces = size.workers as u64 * piece * 4 * floats;
+        let searches = if self.searches { self.sources as u64 } else { 0 };
+        // Each worker counts, and so does each group.
+        let counts = COUNTS * searches * (size.workers as u64 + self.groups as u64);
+        let factors = size.workers as u64 * self.factor_bytes;
+        let part = |kind, bytes| MemoryPart {
+            kind,
+            bytes: ByteSize(bytes),
+        };
+        [
+            part(PartKind::Program, PROGRAM.0),
+            part(PartKind::TensorPieces, pieces),
+            part(PartKind::MagnitudeCounts, counts),
+            part(PartKind::AdapterFactors, factors),
+        ]
+        .into_iter()
+        .filter(|part| part.bytes > ByteSize::ZERO)
+        .collect()
+    }
+
+    fn bytes(&self, size: PassSize) -> ByteSize {
+        self.parts(size).iter().map(|part| part.bytes).sum()
+    }
+
+    /// The largest pass that fits: fewer workers first, then smaller pieces.
+    ///
+    /// # Errors
+    /// Fails where one worker with single rows does not fit, with the numbers.
+    pub(super) fn fit(
+        &self,
+        wanted: PassSize,
+        budget: Option<ByteSize>,
+    ) -> Result<PassSize, Failure> {
+        let Some(budget) = budget else {
+            return Ok(wanted);
+        };
+        let mut size = wanted;
+        while self.bytes(size) > budget {
+            if size.workers > 1 {
+                size.workers -= 1;
+            } else if size.piece_elements > self.longest_row {
+                size.piece_elements /= 2;
+            } else {
+                return Err(Failure::new(format!("this merge does not fit into {budget}"))
+                    .detail(format!(
+                        "one worker with one row of {} elements per model needs {}",
+                        self.longest_row,
+                        self.bytes(size)
+                    ))
+                    .hint(format!("use --max-memory cpu={}", self.bytes(size))));
+            }
+        }
+        Ok(size)
+    }
+
+    /// The plan of a pass.
+    pub(super) fn plan(&self, size: PassSize, budget: Option<ByteSize>) -> Plan {
+        let parts = self.parts(size);
+        let bytes: ByteSize = parts.iter().map(|part| part.bytes).sum();
+        let phase = |phase, bytes, parts| PhasePlan {
+            phase,
+            device: "cpu".to_string(),
+            bytes,
+            parts,
+        };
+        let read_back = PROGRAM + READ_BACK;
+        let pieces = MemoryPart {
+            kind: PartKind::FilePieces,
+            bytes: READ_BACK,
+        };
+        Plan {
+            devices: vec![DevicePlan {
+                device: "cpu".to_string(),
+                budget,
+                peak: bytes.max(read_back),
+                peak_phase: Some(match bytes > read_back {
+                    true => Phase::Merge,
+                    false => Phase::SaveAndVerify,
+                }),
+            }],
+            layers: Vec::new(),
+            hidden_states: HiddenStatesPlan {
+                storage: HiddenStatesStorage::Ram,
+                bytes: ByteSize::ZERO,
+            },
+            memory_settings: MemorySettings::default(),
+            phases: vec![
+                phase(Phase::Merge, bytes, parts),
+                phase(Phase::SaveAndVerify, read_back, vec![pieces]),
+            ],
+            time: TimeEstimate::default(),
+            notes: vec![format!(
+                "{} workers, pieces of {} elements",
+                size.workers, size.piece_elements
+            )],
+        }
+    }
+}

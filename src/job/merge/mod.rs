@@ -1,0 +1,80 @@
+//! `prune merge`: settle → outputs → pass → finish → record.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `settle` | everything that can be wrong is checked |
+//! | `models` | the input models and their adapters |
+//! | `memory` | the memory of the pass |
+//! | `outputs` | the files of the output, new or continued |
+//! | `published` | the files beside the weights |
+//! | `record` | `run.json` |
+
+mod memory;
+mod models;
+mod outputs;
+mod published;
+mod record;
+mod settle;
+
+use anyhow::Result;
+
+use super::recorder::Recorder;
+use crate::merge::MergePass;
+use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
+use crate::run::command_line::quoted;
+use crate::settings::MergeSettings;
+use outputs::MergeOutputs;
+use settle::{MergeJob, SettledMerge};
+
+/// Merges models as the settings say, writes the result, and returns the record.
+///
+/// # Errors
+/// Everything that can be wrong with recipe, models, flags and folders fails before the first tensor; after that, reading, writing,
+/// and weights that are not finite.
+pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
+    let recorder = Recorder::new(events);
+    if settings.output.log_memory {
+        recorder.log_memory();
+    }
+    let job = match MergeJob::settle(settings, &recorder)? {
+        SettledMerge::Job(job) => job,
+        SettledMerge::Finished(manifest) => return Ok(*manifest),
+    };
+    job.announce(&recorder);
+    if_interrupted(&job, &recorder);
+    let mut outputs = MergeOutputs::open(&job, &recorder)?;
+    job.clock.mark(Moment::BeforePruning, &recorder);
+    let pass = MergePass {
+        method: job.method,
+        settings: job.method_settings,
+        tensors: &job.tensors,
+        inputs: &job.inputs,
+        writer: &outputs.writer,
+        workers: job.size.workers,
+        piece_elements: job.size.piece_elements,
+        keep_zeros: job.settings.keep_zeros,
+        events: &recorder,
+    };
+    job.clock
+        .measure(Phase::Merge, || pass.run(&mut outputs.state))?;
+    job.clock.mark(Moment::AfterPruning, &recorder);
+    let report = job.report(&outputs)?;
+    let (state, output) = outputs.finish(&job, &report, &recorder)?;
+    let manifest = job.record(report, state, output, &recorder)?;
+    events.emit(Event::IfInterrupted(None));
+    Ok(manifest)
+}
+
+/// What an interruption leaves from now on.
+fn if_interrupted(job: &MergeJob, events: &dyn Events) {
+    let unfinished = job.folder.state().map(|folder| Unfinished {
+        text: format!(
+            "finished tensors are kept in `{}`; this command continues the merge:\n  {}",
+            folder.display(),
+            quoted(&job.settings.arguments)
+        ),
+        is_resumable: true,
+        has_begun: true,
+    });
+    events.emit(Event::IfInterrupted(unfinished));
+}

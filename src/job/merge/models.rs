@@ -1,0 +1,180 @@
+//! The input models of a merge: opened once each, with their adapters.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use crate::adapter::{Adapter, AdaptedSource};
+use crate::bytes::read_settings;
+use crate::checkpoint::{CONFIG_FILE, Checkpoint, WeightSource};
+use crate::failure::Failure;
+use crate::job::located::{self, HubModel};
+use crate::merge::{AdaptedRows, InputRows, Inputs, StoredRows};
+use crate::recipe::{ModelShape, ModelSpec};
+use crate::run::Events;
+use crate::settings::{ComputeDtype, ModelSettings};
+
+/// One input of a merge.
+pub(super) struct InputModelFiles {
+    /// The model as the recipe names it.
+    pub(super) spec: ModelSpec,
+    /// The folder of the model, or of the base of its adapter.
+    pub(super) folder: PathBuf,
+    pub(super) hub_model: Option<HubModel>,
+    pub(super) checkpoint: Arc<Checkpoint>,
+    pub(super) config: Value,
+    pub(super) adapter: Option<Arc<Adapter>>,
+}
+
+/// All inputs, in the order of [`crate::recipe::Recipe::models`].
+pub(super) struct InputModels {
+    pub(super) models: Vec<InputModelFiles>,
+}
+
+impl InputModels {
+    /// Opens every model and adapter; a model that several adapters share is opened once.
+    ///
+    /// # Errors
+    /// Fails for a folder that is missing or damaged, for a download that fails, and for an adapter that does not fit its base.
+    pub(super) fn open(
+        specs: Vec<ModelSpec>,
+        cache_dir: Option<&Path>,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        let mut opened: BTreeMap<(String, Option<String>), usize> = BTreeMap::new();
+        let mut models: Vec<InputModelFiles> = Vec::with_capacity(specs.len());
+        for spec in specs {
+            let key = (spec.model.clone(), spec.revision.clone());
+            let (folder, hub_model, checkpoint, config) = match opened.get(&key) {
+                Some(&at) => {
+                    let known = &models[at];
+                    (
+                        known.folder.clone(),
+                        known.hub_model.clone(),
+                        Arc::clone(&known.checkpoint),
+                        known.config.clone(),
+                    )
+                }
+                None => open_model(&spec, cache_dir, events)
+                    .with_context(|| format!("in the model `{spec}` of the recipe"))?,
+            };
+            let adapter = match &spec.adapter {
+                Some((path, revision)) => {
+                    let folder = located::adapter(path, revision.as_deref(), cache_dir, events)?;
+                    let adapter = Adapter::open(&folder)?;
+                    adapter.check(&*checkpoint)?;
+                    Some(Arc::new(adapter))
+                }
+                None => None,
+            };
+            opened.entry(key).or_insert(models.len());
+            models.push(InputModelFiles {
+                spec,
+                folder,
+                hub_model,
+                checkpoint,
+                config,
+                adapter,
+            });
+        }
+        Ok(Self { models })
+    }
+
+    /// The shapes of all models.
+    ///
+    /// # Errors
+    /// Fails for a configuration without a number of layers.
+    pub(super) fn shapes(&self) -> Result<Vec<ModelShape>> {
+        self.models.iter().map(InputModelFiles::shape).collect()
+    }
+}
+
+impl InputModelFiles {
+    fn shape(&self) -> Result<ModelShape> {
+        let layers = self.config.get("num_hidden_layers").and_then(Value::as_u64);
+        let layers = layers.filter(|&layers| layers > 0).ok_or_else(|| {
+            Failure::new(format!(
+                "`{}` has no number of layers",
+                self.folder.join(CONFIG_FILE).display()
+            ))
+            .detail("expected `num_hidden_layers`, a positive integer")
+        })?;
+        let tied = self.config.get("tie_word_embeddings");
+        let tensors = self.checkpoint.tensors();
+        Ok(ModelShape {
+            num_hidden_layers: layers as usize,
+            tie_word_embeddings: tied.and_then(Value::as_bool).unwrap_or(false),
+            tensors: tensors
+                .map(|entry| (entry.name.clone(), entry.shape.clone()))
+                .collect(),
+        })
+    }
+
+    /// The weights, with the adapter's changes.
+    pub(super) fn source(&self) -> Result<Arc<dyn WeightSource>> {
+        Ok(match &self.adapter {
+            None => Arc::clone(&self.checkpoint) as Arc<dyn WeightSource>,
+            Some(adapter) => Arc::new(AdaptedSource::new(
+                Arc::clone(&self.checkpoint),
+                Arc::clone(adapter),
+            )),
+        })
+    }
+
+    /// The fingerprint of the weights, and that of the adapter after it.
+    pub(super) fn fingerprint(&self) -> Result<String> {
+        let base = self.checkpoint.fingerprint()?;
+        Ok(match &self.adapter {
+            None => base,
+            Some(adapter) => format!("{base}+{}", adapter.fingerprint()?),
+        })
+    }
+}
+
+impl Inputs for InputModels {
+    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>> {
+        let model = &self.models[model];
+        let checkpoint = &*model.checkpoint;
+        let entry = checkpoint.entry(tensor).with_context(|| {
+            format!("tensor `{tensor}` is not in `{}`", model.folder.display())
+        })?;
+        let base: Box<dyn InputRows + '_> = Box::new(StoredRows::new(checkpoint, entry)?);
+        let change = match &model.adapter {
+            Some(adapter) => adapter.change(tensor)?,
+            None => None,
+        };
+        Ok(match change {
+            None => base,
+            Some(change) => Box::new(AdaptedRows { base, change }),
+        })
+    }
+}
+
+/// Folder, origin, weights and configuration of a model.
+type OpenedFiles = (PathBuf, Option<HubModel>, Arc<Checkpoint>, Value);
+
+fn open_model(
+    spec: &ModelSpec,
+    cache_dir: Option<&Path>,
+    events: &dyn Events,
+) -> Result<OpenedFiles> {
+    let settings = ModelSettings {
+        model: PathBuf::from(&spec.model),
+        revision: spec.revision.clone(),
+        cache_dir: cache_dir.map(Path::to_path_buf),
+        dtype: ComputeDtype::Auto,
+    };
+    let (folder, hub_model) = located::model(&settings, events)?;
+    let path = folder.join(CONFIG_FILE);
+    let cannot = |why: String| {
+        Failure::new(format!("cannot read `{}`: {why}", path.display()))
+            .hint("a model is a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
+    };
+    let text = read_settings(&path).map_err(|error| cannot(error.to_string()))?;
+    let config = serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?;
+    let checkpoint = Arc::new(Checkpoint::open(&folder)?);
+    Ok((folder, hub_model, checkpoint, config))
+}

@@ -1,0 +1,123 @@
+//! The files beside the weights of a merged model: configuration, tokenizer, recipe, record and card.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::models::InputModels;
+use super::settle::MergeJob;
+use crate::checkpoint::{
+    CARD_FILE, CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, Published, sidecars_in,
+};
+use crate::linalg::StoredDtype;
+use crate::merge::MergeTensor;
+use crate::recipe::{Recipe, without_folders};
+use crate::report::merge_card;
+use crate::run::merging::MergeReport;
+
+/// The model whose configuration and tokenizer the output gets: the base, else the first.
+pub(super) struct Donor {
+    pub(super) folder: PathBuf,
+    /// The configuration of the output.
+    pub(super) config: Value,
+}
+
+impl Donor {
+    /// Takes the donor's configuration, with the output's layers, vocabulary and dtype.
+    pub(super) fn of(
+        recipe: &Recipe,
+        inputs: &InputModels,
+        tensors: &[MergeTensor],
+    ) -> Result<Self> {
+        let base = recipe.base_model.as_ref();
+        let models = &inputs.models;
+        let donor = models.iter().find(|model| Some(&model.spec) == base);
+        let donor = donor.or(models.first()).context("a merge has models")?;
+        let mut config = donor.config.clone();
+        let object = config.as_object_mut().with_context(|| {
+            format!("`{}` is no object", donor.folder.join(CONFIG_FILE).display())
+        })?;
+        let layers = tensors.iter().filter_map(|tensor| tensor.recipe.layer);
+        let layers = layers.max().map_or(0, |last| last + 1);
+        object.insert("num_hidden_layers".to_string(), layers.into());
+        // One entry per layer in the configurations of some families.
+        let per_layer = object.get("layer_types").and_then(Value::as_array).cloned();
+        if let Some(types) = per_layer {
+            let types: Option<Vec<Value>> = (0..layers)
+                .map(|layer| types.get(layer_of_donor(tensors, layer)?).cloned())
+                .collect();
+            if let Some(types) = types {
+                object.insert("layer_types".to_string(), types.into());
+            }
+        }
+        let embedding = tensors
+            .iter()
+            .find(|tensor| tensor.recipe.name == "model.embed_tokens.weight");
+        if let Some(rows) = embedding.and_then(|embedding| embedding.shape.first()) {
+            object.insert("vocab_size".to_string(), (*rows).into());
+        }
+        let dtype = widest(tensors);
+        let name = match dtype {
+            StoredDtype::F32 => "float32",
+            StoredDtype::F16 => "float16",
+            StoredDtype::Bf16 => "bfloat16",
+        };
+        // transformers 5 writes `dtype`, 4 wrote `torch_dtype`; both read either.
+        let key = match object.contains_key("dtype") {
+            true => "dtype",
+            false => "torch_dtype",
+        };
+        object.insert(key.to_string(), name.into());
+        Ok(Self {
+            folder: donor.folder.clone(),
+            config,
+        })
+    }
+}
+
+/// The layer of the first source of a layer of the output.
+fn layer_of_donor(tensors: &[MergeTensor], layer: usize) -> Option<usize> {
+    let tensor = tensors
+        .iter()
+        .find(|tensor| tensor.recipe.layer == Some(layer))?;
+    let name = &tensor.recipe.sources.first()?.tensor;
+    let number = name.strip_prefix("model.layers.")?.split('.').next()?;
+    number.parse().ok()
+}
+
+/// The widest dtype of the output.
+pub(super) fn widest(tensors: &[MergeTensor]) -> StoredDtype {
+    let dtypes = tensors.iter().map(|tensor| tensor.dtype);
+    dtypes
+        .reduce(StoredDtype::wider)
+        .unwrap_or(StoredDtype::F32)
+}
+
+impl MergeJob {
+    /// The files that are published with the merged model.
+    pub(super) fn published(&self, report: &MergeReport) -> Result<Published> {
+        let mut config = serde_json::to_vec_pretty(&self.donor.config)?;
+        config.push(b'\n');
+        let public = report.without_paths(self.recipe.to_yaml(without_folders), without_folders);
+        let mut record = serde_json::to_vec_pretty(&public)?;
+        record.push(b'\n');
+        let mut written = vec![
+            (CONFIG_FILE.to_string(), config),
+            (MERGE_CONFIG_FILE.to_string(), public.recipe.clone().into_bytes()),
+            (MERGING_FILE.to_string(), record),
+        ];
+        if !self.settings.output.no_model_card {
+            written.push((CARD_FILE.to_string(), merge_card::text(&public).into_bytes()));
+        }
+        if let Some(index) = self.layout.index_json() {
+            written.push((INDEX_FILE.to_string(), index));
+        }
+        let sidecars = sidecars_in(&self.donor.folder)?.into_iter();
+        let copied = sidecars
+            .filter(|name| !written.iter().any(|(own, _)| own == name) && name != INDEX_FILE)
+            .map(|name| (self.donor.folder.join(&name), name))
+            .collect();
+        Ok(Published { written, copied })
+    }
+}

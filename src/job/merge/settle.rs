@@ -1,0 +1,432 @@
+//! A merge that is settled and has not begun: everything that can be wrong is checked, and nothing is written.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::memory::PassSize;
+use super::models::InputModels;
+use super::published::Donor;
+use crate::bytes::ByteSize;
+use crate::checkpoint::{Layout, PlannedTensor, WeightSource};
+use crate::disk;
+use crate::failure::Failure;
+use crate::job::folder::RunFolder;
+use crate::job::{machine, same_run};
+use crate::linalg::StoredDtype;
+use crate::merge::MergeTensor;
+use crate::merging::{self, MergeMethod, MethodSettings, Scope, Semantics};
+use crate::model::stored_dtype;
+use crate::placement::planner::cpu_budget;
+use crate::recipe::{Declaration, MergeDtype, Parameter, Recipe, TensorRecipe};
+use crate::run::{Events, Manifest, Moment, Plan, RunState};
+use crate::runtime::Clock;
+use crate::settings::{
+    MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings, SaliencySource, TrimScope,
+    check_device,
+};
+
+/// Workers per thread: while one waits for the disk, another computes.
+const WORKERS_PER_THREAD: usize = 2;
+
+/// A merge that can begin.
+pub(super) struct MergeJob {
+    pub(super) settings: MergeSettings,
+    pub(super) recipe: Recipe,
+    pub(super) method: &'static dyn MergeMethod,
+    pub(super) method_settings: MethodSettings,
+    pub(super) inputs: InputModels,
+    pub(super) tensors: Vec<MergeTensor>,
+    pub(super) left_out: Vec<String>,
+    pub(super) num_hidden_layers: usize,
+    pub(super) layout: Layout,
+    /// The model whose configuration and tokenizer the output gets.
+    pub(super) donor: Donor,
+    pub(super) folder: RunFolder,
+    pub(super) size: PassSize,
+    pub(super) plan: Plan,
+    pub(super) threads: usize,
+    /// Everything that decides the outcome, by name.
+    pub(super) deciding: BTreeMap<String, String>,
+    /// The state that an earlier process left of this run.
+    pub(super) unfinished: Option<RunState>,
+    pub(super) clock: Clock,
+    pub(super) started_unix_seconds: u64,
+}
+
+/// The outcome of settling.
+pub(super) enum SettledMerge {
+    /// A merge that can begin.
+    Job(Box<MergeJob>),
+    /// The record of a run that had finished already.
+    Finished(Box<Manifest>),
+}
+
+/// The numbers of a pass that decide its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MergeShape {
+    /// Elements of the longest row.
+    pub(super) longest_row: usize,
+    /// The most sources of a tensor.
+    pub(super) sources: usize,
+    /// True if magnitudes are counted.
+    pub(super) searches: bool,
+    /// Groups of tensors that are counted together; 0 where each is counted by itself.
+    pub(super) groups: usize,
+    /// Bytes of the factors of an adapter for one tensor.
+    pub(super) factor_bytes: u64,
+}
+
+impl MergeJob {
+    /// Reads the recipe, opens all models, and resolves every tensor, the output's files, folders and memory.
+    ///
+    /// # Errors
+    /// Fails for everything that can be wrong with recipe, models, flags and folders.
+    pub(super) fn settle(settings: MergeSettings, events: &dyn Events) -> Result<SettledMerge> {
+        check_device(&settings.device)?;
+        let clock = Clock::new();
+        clock.mark(Moment::Start, events);
+        let started_unix_seconds = machine::unix_seconds();
+        let recipe = read_recipe(&settings)?;
+        let method = merging::method(&recipe.merge_method)
+            .with_context(|| format!("there is no method `{}`", recipe.merge_method))?;
+        let declaration = method.declaration();
+        check_flags(&settings, method)?;
+        let inputs = InputModels::open(recipe.models(), settings.cache_dir.as_deref(), events)?;
+        let shapes = inputs.shapes()?;
+        let num_hidden_layers = recipe.num_hidden_layers(&shapes)?;
+        let resolved = recipe.resolve(&declaration, &shapes)?;
+        let tensors: Result<Vec<MergeTensor>> = resolved
+            .tensors
+            .into_iter()
+            .map(|tensor| merge_tensor(tensor, &recipe, &inputs))
+            .collect();
+        let tensors = tensors?;
+        check_rows(&tensors, &recipe)?;
+        let donor = Donor::of(&recipe, &inputs, &tensors)?;
+        let planned = tensors.iter().map(|tensor| PlannedTensor {
+            name: tensor.recipe.name.clone(),
+            dtype: dtype_on_disk(tensor.dtype),
+            shape: tensor.shape.clone(),
+        });
+        let layout = Layout::new(planned.collect(), settings.shard_bytes)?;
+        let method_settings = MethodSettings {
+            semantics: match settings.semantics {
+                MergeSemantics::Paper => Semantics::Paper,
+                MergeSemantics::Mergekit | MergeSemantics::Peft => Semantics::Mergekit,
+            },
+            scope: settings.trim_scope.map(|scope| match scope {
+                TrimScope::Tensor => Scope::Tensor,
+                TrimScope::Layer => Scope::Layer,
+                TrimScope::Model => Scope::Model,
+            }),
+            squares_vote: settings.saliency == Some(SaliencySource::Experts),
+            seed: settings.seed,
+        };
+        check_groups(&tensors, method.scope(&method_settings))?;
+        check_values(&tensors, method, &method_settings)?;
+        let threads = machine::start_workers(settings.device.threads)?;
+        let inventory = machine::inventory(&settings.device, threads)?;
+        let budget = cpu_budget(&inventory, &settings.device.max_memory);
+        let shape = MergeShape::of(&tensors, &declaration, method.scope(&method_settings), &inputs);
+        let wanted = PassSize {
+            workers: threads * WORKERS_PER_THREAD,
+            piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
+        };
+        let size = shape.fit(wanted, budget)?;
+        let folders: Vec<&Path> = inputs.folders();
+        let mut folder = RunFolder::at(&folders, &settings.output, true)?;
+        folder.lock(events)?;
+        let mut unfinished = folder.look()?;
+        if unfinished.is_none() && settings.output.resume {
+            return Err(super::super::settle::nothing_to_resume(&folder).into());
+        }
+        let mut deciding = BTreeMap::new();
+        if folder.state().is_some() {
+            deciding = decide(&settings, &recipe, &inputs, &folder)?;
+        }
+        if let Some(state) = unfinished.take() {
+            unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
+            if let Some(manifest) = folder.record_of_the_last_step(None)? {
+                events.note("this run is finished; only a file of its state was left".to_string());
+                return Ok(SettledMerge::Finished(Box::new(manifest)));
+            }
+        }
+        let job = Self {
+            plan: shape.plan(size, budget),
+            settings,
+            recipe,
+            method,
+            method_settings,
+            inputs,
+            tensors,
+            left_out: resolved.left_out.into_iter().collect(),
+            num_hidden_layers,
+            layout,
+            donor,
+            folder,
+            size,
+            threads,
+            deciding,
+            unfinished,
+            clock,
+            started_unix_seconds,
+        };
+        job.check_disk()?;
+        Ok(SettledMerge::Job(Box::new(job)))
+    }
+
+    /// Bytes of all weight files of the output.
+    pub(super) fn output_bytes(&self) -> ByteSize {
+        let files = self.layout.files().iter();
+        files.map(|file| ByteSize(file.file_bytes)).sum()
+    }
+
+    /// Checks that the disk has room for the model.
+    fn check_disk(&self) -> Result<()> {
+        let (Some(model), None) = (&self.folder.model, &self.unfinished) else {
+            return Ok(());
+        };
+        let Some(room) = disk::room(model) else {
+            return Ok(());
+        };
+        let replaced = self.folder.replaced_bytes();
+        let needed = ByteSize(self.output_bytes().0.saturating_sub(replaced.0));
+        if needed <= room.free {
+            return Ok(());
+        }
+        Err(Failure::new(format!(
+            "the disk of `{}` has too little room: {needed} are needed, {} are free",
+            model.display(),
+            room.free
+        ))
+        .hint("free some space, or choose a folder on another disk with --save")
+        .into())
+    }
+
+    /// Tells the models, the method and the plan.
+    pub(super) fn announce(&self, events: &dyn Events) {
+        for model in &self.inputs.models {
+            let is_base = self.recipe.base_model.as_ref() == Some(&model.spec);
+            events.note(format!(
+                "{:<12} {}: {}",
+                if is_base { "base" } else { "model" },
+                model.spec,
+                model.checkpoint.total_bytes()
+            ));
+        }
+        let tensors = self.tensors.len();
+        events.note(format!(
+            "merge        {}: {} layers, {tensors} tensors, {}",
+            self.recipe.merge_method,
+            self.num_hidden_layers,
+            self.output_bytes()
+        ));
+        if let Some(first) = self.left_out.first() {
+            events.note(format!(
+                "left out     {} tensors that are no part of a decoder, `{first}` among them",
+                self.left_out.len()
+            ));
+        }
+        for line in crate::report::plan::text(&self.plan).lines() {
+            events.note(line.to_string());
+        }
+        match &self.folder.model {
+            Some(model) => events.note(format!("output       {}", model.display())),
+            None => events.warn("nothing will be saved; name a run folder with --save".to_string()),
+        }
+    }
+}
+
+/// Reads the recipe of a file or of flags.
+fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
+    let methods: Vec<Declaration> = merging::METHODS
+        .iter()
+        .map(|method| method.declaration())
+        .collect();
+    match &settings.recipe {
+        RecipeSettings::File(path) => Recipe::load(path, &methods),
+        RecipeSettings::Flags(flags) => Recipe::from_flags((**flags).clone(), &methods),
+    }
+}
+
+/// Refuses flags that the method has no meaning for.
+fn check_flags(settings: &MergeSettings, method: &dyn MergeMethod) -> Result<()> {
+    let name = method.declaration().name;
+    if settings.saliency.is_some() && !method.uses_saliency() {
+        return Err(Failure::usage(format!(
+            "--saliency has no meaning for the method `{name}`"
+        ))
+        .hint("leave it out, or use ties, dare_linear, dare_ties, della or regmean_diag")
+        .into());
+    }
+    if name == "regmean_diag" && settings.saliency != Some(SaliencySource::Experts) {
+        return Err(Failure::usage(
+            "regmean_diag averages by the activations of the experts",
+        )
+        .hint("add --saliency experts --dataset TEXT")
+        .into());
+    }
+    Ok(())
+}
+
+/// The tensor with its shape and dtype. Embeddings and heads may differ in rows.
+fn merge_tensor(
+    tensor: TensorRecipe,
+    recipe: &Recipe,
+    inputs: &InputModels,
+) -> Result<MergeTensor> {
+    let mut shape = Vec::new();
+    let mut dtype: Option<StoredDtype> = None;
+    for source in &tensor.sources {
+        let model = &inputs.models[source.model];
+        let entry = model.checkpoint.entry(&source.tensor);
+        let entry = entry.with_context(|| format!("tensor `{}` is missing", source.tensor))?;
+        let stored = stored_dtype(entry)?;
+        dtype = Some(dtype.map_or(stored, |dtype| promoted(dtype, stored)));
+        if shape.is_empty() {
+            shape = entry.shape.clone();
+        }
+    }
+    let asked = recipe.out_dtype.or(recipe.dtype).map(|dtype| match dtype {
+        MergeDtype::F32 => StoredDtype::F32,
+        MergeDtype::F16 => StoredDtype::F16,
+        MergeDtype::Bf16 => StoredDtype::Bf16,
+    });
+    let dtype = asked.or(dtype).unwrap_or(StoredDtype::F32);
+    Ok(MergeTensor {
+        squares: vec![None; tensor.sources.len()],
+        recipe: tensor,
+        shape,
+        dtype,
+        damping: None,
+    })
+}
+
+/// The dtype that holds both, as PyTorch promotes them.
+fn promoted(first: StoredDtype, second: StoredDtype) -> StoredDtype {
+    if first == second {
+        first
+    } else {
+        StoredDtype::F32
+    }
+}
+
+/// The dtype in a file's header.
+pub(super) fn dtype_on_disk(dtype: StoredDtype) -> safetensors::Dtype {
+    match dtype {
+        StoredDtype::F32 => safetensors::Dtype::F32,
+        StoredDtype::F16 => safetensors::Dtype::F16,
+        StoredDtype::Bf16 => safetensors::Dtype::BF16,
+    }
+}
+
+/// Refuses densities that differ among tensors that are trimmed together.
+fn check_groups(tensors: &[MergeTensor], scope: Scope) -> Result<()> {
+    let mut first: BTreeMap<Option<usize>, &MergeTensor> = BTreeMap::new();
+    for tensor in tensors {
+        let group = match scope {
+            Scope::Tensor => return Ok(()),
+            Scope::Layer => tensor.recipe.layer,
+            Scope::Model => None,
+        };
+        let known = *first.entry(group).or_insert(tensor);
+        let values = |of: &MergeTensor| -> Vec<_> {
+            let sources = of.recipe.sources.iter();
+            sources
+                .map(|source| {
+                    [Parameter::Density, Parameter::Gamma].map(|name| source.values.get(name))
+                })
+                .collect()
+        };
+        if values(known) != values(tensor) {
+            return Err(Failure::new(format!(
+                "`{}` and `{}` are trimmed together and have different densities",
+                known.recipe.name, tensor.recipe.name
+            ))
+            .detail("their largest differences are chosen from all of them at once")
+            .hint("give each model one density, or use --trim-scope tensor")
+            .into());
+        }
+    }
+    Ok(())
+}
+
+/// Begins every tensor once, so that values without a result are refused before the pass.
+fn check_values(
+    tensors: &[MergeTensor],
+    method: &dyn MergeMethod,
+    settings: &MethodSettings,
+) -> Result<()> {
+    tensors
+        .iter()
+        .try_for_each(|tensor| tensor.check(method, settings))
+}
+
+/// Refuses embeddings of different vocabularies.
+fn check_rows(tensors: &[MergeTensor], recipe: &Recipe) -> Result<()> {
+    let _ = (tensors, recipe);
+    Ok(())
+}
+
+/// Everything that decides the outcome, by name.
+fn decide(
+    settings: &MergeSettings,
+    recipe: &Recipe,
+    inputs: &InputModels,
+    folder: &RunFolder,
+) -> Result<BTreeMap<String, String>> {
+    let fingerprints: Result<Vec<String>> = inputs
+        .models
+        .iter()
+        .map(|model| model.fingerprint())
+        .collect();
+    let as_json = |value: serde_json::Value| match value {
+        serde_json::Value::String(text) => text,
+        other => other.to_string(),
+    };
+    let named = [
+        ("command", "merge".to_string()),
+        ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
+        ("recipe", recipe.to_yaml(crate::recipe::without_folders)),
+        ("models", fingerprints?.join(" ")),
+        ("semantics", as_json(serde_json::to_value(settings.semantics)?)),
+        ("trim_scope", as_json(serde_json::to_value(settings.trim_scope)?)),
+        ("seed", settings.seed.to_string()),
+        ("keep_zeros", settings.keep_zeros.to_string()),
+        ("out_shard_size", settings.shard_bytes.to_string()),
+        ("model folder", same_run::model_folder(folder)?),
+    ];
+    Ok(named.map(|(name, value)| (name.to_string(), value)).into())
+}
+
+impl MergeShape {
+    fn of(
+        tensors: &[MergeTensor],
+        declaration: &Declaration,
+        scope: Scope,
+        inputs: &InputModels,
+    ) -> Self {
+        let trims = |parameter| declaration.per_model.iter().any(|(of, _)| *of == parameter);
+        let groups = match scope {
+            Scope::Tensor => 0,
+            Scope::Layer => {
+                let layers = tensors.iter().map(|tensor| tensor.recipe.layer);
+                layers.collect::<std::collections::BTreeSet<_>>().len()
+            }
+            Scope::Model => 1,
+        };
+        Self {
+            longest_row: tensors.iter().map(|tensor| tensor.matrix().1).max().unwrap_or(1),
+            sources: tensors
+                .iter()
+                .map(|tensor| tensor.recipe.sources.len())
+                .max()
+                .unwrap_or(1),
+            searches: trims(Parameter::Density),
+            groups,
+            factor_bytes: inputs.factor_bytes(),
+        }
+    }
+}
