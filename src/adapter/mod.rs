@@ -1,1 +1,36 @@
 //! LoRA adapters of peft: read, checked, and added to the rows of a base model.
+//!
+//! ```text
+//! W' = W + s·B·A                          s = α / r, or α / √r with rsLoRA
+//! W' = m / ‖W + s·B·A‖ ∘ (W + s·B·A)      DoRA
+//! ```
+//!
+//! The change of a tensor is computed in f32 row by row, when rows are asked for. So neither a full copy of the adapted model nor a
+//! full s·B·A exists. The semantics are those of peft 0.21.2 with `merge_and_unload`, except that no product is rounded to f16 or bf16.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `config` | `adapter_config.json`: rank and scale of a module, refusals |
+//! | `keys` | keys of the file: tensor of the base, part of its change |
+//! | `stored` | one tensor of the file, widened to f32 |
+//! | `parts` | the parts of one change, checked against one another and the base |
+//! | `opened` | [`Adapter`], an opened folder |
+//! | `low_rank` | [`LowRank`], two factors, and their product added to rows |
+//! | `change` | [`TensorChange`], the change of one tensor |
+
+mod change;
+mod config;
+mod keys;
+mod low_rank;
+mod opened;
+mod parts;
+mod stored;
+
+#[cfg(test)]
+mod opened_tests;
+#[cfg(test)]
+mod test_files;
+
+pub use change::TensorChange;
+pub use low_rank::LowRank;
+pub use opened::Adapter;

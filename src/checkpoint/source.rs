@@ -165,6 +165,25 @@ impl Checkpoint {
         })
     }
 
+    /// Opens one safetensors file of a folder by itself. Reads only its header.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be opened, and when its header disagrees with itself or with the length of the file.
+    pub fn open_file(folder: &Path, file_name: &str) -> anyhow::Result<Self> {
+        let (shard, entries) = open_shard(&folder.join(file_name), file_name.to_owned(), 0)?;
+        let by_name = entries
+            .iter()
+            .enumerate()
+            .map(|(at, entry)| (entry.name.clone(), at))
+            .collect();
+        Ok(Self {
+            folder: folder.to_path_buf(),
+            shards: vec![shard],
+            entries,
+            by_name,
+        })
+    }
+
     /// The folder, as the user gave it.
     pub fn folder(&self) -> &Path {
         &self.folder

@@ -1,0 +1,426 @@
+//! `adapter_config.json`: rank and scale of every module, and the refusal of adapters that are no change of weights.
+//!
+//! s = α / r, or α / √r with `use_rslora` (Kalajdzievski 2023, arXiv 2312.03732), in f64
+//!
+//! r and α of a module: the first entry of `rank_pattern` or `alpha_pattern` whose key, a regular expression, matches the end of the
+//! module's path, else `r` and `lora_alpha`. The two patterns are independent of one another, as in peft 0.21.2.
+//!
+//! The tensors in the file say which modules are changed, so `target_modules` and its relatives are not read.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+use anyhow::Result;
+use regex::Regex;
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde_json::Value;
+
+use crate::bytes::read_settings;
+use crate::failure::Failure;
+
+/// The name of the file in an adapter's folder.
+pub(super) const CONFIG_FILE: &str = "adapter_config.json";
+
+/// The largest rank that is read. Adapters have ranks of 4 to 1024; the factors of a larger one are larger than the base's tensor.
+const MAX_RANK: usize = 16384;
+
+/// Settings that make an adapter something else than a change of weights, and the reason.
+const REFUSED: &[(&str, &str)] = &[
+    ("layer_replication", "it repeats layers of its base"),
+    (
+        "target_parameters",
+        "it changes parameters that are not the weight of a module",
+    ),
+    (
+        "fan_in_fan_out",
+        "its base has transposed weights, which Llamas have not",
+    ),
+    ("use_qalora", "it fits only its quantised base"),
+    (
+        "alora_invocation_tokens",
+        "it acts on some tokens only, so it cannot be added to weights",
+    ),
+    (
+        "arrow_config",
+        "it chooses between adapters token by token, so it cannot be added to weights",
+    ),
+    ("use_bdlora", "its factors are block-diagonal"),
+    ("kasa_config", "its initialisation changed the base"),
+    ("megatron_config", "its weights are split over devices"),
+];
+
+/// The parts of the file that are read.
+#[derive(serde::Deserialize)]
+struct Raw {
+    peft_type: Option<String>,
+    base_model_name_or_path: Option<String>,
+    r: Option<usize>,
+    lora_alpha: Option<f64>,
+    use_rslora: Option<bool>,
+    use_dora: Option<bool>,
+    init_lora_weights: Option<Value>,
+    rank_pattern: Option<InOrder<usize>>,
+    alpha_pattern: Option<InOrder<f64>>,
+    trainable_token_indices: Option<Tokens>,
+    #[serde(flatten)]
+    rest: BTreeMap<String, Value>,
+}
+
+/// `trainable_token_indices`: rows of the embedding, or rows by the name of a module.
+#[derive(Debug, Clone, serde::Deserialize)]
+#[serde(untagged)]
+enum Tokens {
+    OfEmbedding(Vec<usize>),
+    ByModule(BTreeMap<String, Vec<usize>>),
+}
+
+/// The entries of an object in the order of the file: the first match counts.
+struct InOrder<T>(Vec<(String, T)>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for InOrder<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Collect<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Collect<T> {
+            type Value = InOrder<T>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("an object of patterns and numbers")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<InOrder<T>, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    entries.push(entry);
+                }
+                Ok(InOrder(entries))
+            }
+        }
+        deserializer.deserialize_map(Collect(std::marker::PhantomData))
+    }
+}
+
+/// The checked settings of an adapter.
+#[derive(Debug, Clone)]
+pub(super) struct AdapterConfig {
+    /// `base_model_name_or_path`.
+    pub(super) base_model: Option<String>,
+    /// Every module with factors has a magnitude vector.
+    pub(super) use_dora: bool,
+    use_rslora: bool,
+    rank: usize,
+    alpha: f64,
+    ranks: Vec<(Regex, usize)>,
+    alphas: Vec<(Regex, f64)>,
+    tokens: Option<Tokens>,
+}
+
+impl AdapterConfig {
+    /// Reads and checks the file of `folder`.
+    ///
+    /// # Errors
+    /// Fails when the file is missing or not valid, is not of a LoRA, or has a setting that no change of weights can follow.
+    pub(super) fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(CONFIG_FILE);
+        let cannot = |why: String| {
+            Failure::new(format!("cannot read `{}`", path.display()))
+                .detail(why)
+                .hint("download the adapter again")
+        };
+        let text = read_settings(&path).map_err(|error| cannot(error.to_string()))?;
+        let raw = serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?;
+        Self::check(raw, folder)
+    }
+
+    fn check(raw: Raw, folder: &Path) -> Result<Self> {
+        let refused = |what: String, why: &str| {
+            Failure::new(format!(
+                "the adapter `{}` cannot be merged: {what}",
+                folder.display()
+            ))
+            .detail(why)
+        };
+        match raw.peft_type.as_deref() {
+            Some("LORA") => {}
+            other => {
+                let kind = other.unwrap_or("nothing");
+                return Err(refused(
+                    format!("its `peft_type` is `{kind}`"),
+                    "only adapters of type `LORA` are read",
+                )
+                .into());
+            }
+        }
+        for (name, why) in REFUSED {
+            if raw.rest.get(*name).is_some_and(is_set) {
+                return Err(refused(format!("it uses `{name}`"), why).into());
+            }
+        }
+        if let Some(failure) = changed_base(raw.init_lora_weights.as_ref(), &refused) {
+            return Err(failure.into());
+        }
+        let compiled = |patterns: &str, key: &str| {
+            // As peft's `get_pattern_key`, whose match begins at the start of the path.
+            Regex::new(&format!(r"^(?:(.*\.)?({key})$)")).map_err(|error| {
+                let last = error.to_string();
+                let last = last.lines().last().unwrap_or_default().to_owned();
+                refused(
+                    format!("the pattern `{key}` of `{patterns}` cannot be matched"),
+                    &last,
+                )
+            })
+        };
+        let mut ranks = Vec::new();
+        for (key, rank) in raw.rank_pattern.map_or(Vec::new(), |all| all.0) {
+            ranks.push((compiled("rank_pattern", &key)?, rank));
+        }
+        let mut alphas = Vec::new();
+        for (key, alpha) in raw.alpha_pattern.map_or(Vec::new(), |all| all.0) {
+            alphas.push((compiled("alpha_pattern", &key)?, alpha));
+        }
+        Ok(Self {
+            base_model: raw.base_model_name_or_path,
+            use_dora: raw.use_dora.unwrap_or(false),
+            use_rslora: raw.use_rslora.unwrap_or(false),
+            // The defaults of peft.
+            rank: raw.r.unwrap_or(8),
+            alpha: raw.lora_alpha.unwrap_or(8.0),
+            ranks,
+            alphas,
+            tokens: raw.trainable_token_indices,
+        })
+    }
+
+    /// The rank r of `module` and its scale s.
+    ///
+    /// # Errors
+    /// Fails when r is zero or impossibly large, and when s is not a positive number.
+    pub(super) fn rank_and_scale(&self, module: &str) -> Result<(usize, f32), Failure> {
+        let rank = first_match(&self.ranks, module).unwrap_or(self.rank);
+        let alpha = first_match(&self.alphas, module).unwrap_or(self.alpha);
+        if rank == 0 || rank > MAX_RANK {
+            return Err(
+                Failure::new(format!("`{module}` of the adapter has rank {rank}"))
+                    .detail(format!("ranks of 1 to {MAX_RANK} are read")),
+            );
+        }
+        let divisor = match self.use_rslora {
+            true => (rank as f64).sqrt(),
+            false => rank as f64,
+        };
+        let scale = (alpha / divisor) as f32;
+        if !(scale.is_finite() && scale > 0.0) {
+            return Err(Failure::new(format!(
+                "`{module}` of the adapter is scaled by {scale}, which is not a positive number"
+            ))
+            .detail(format!("`lora_alpha` is {alpha}, the rank is {rank}")));
+        }
+        Ok((rank, scale))
+    }
+
+    /// The rows of `module` that the adapter replaces.
+    pub(super) fn token_rows(&self, module: &str) -> Option<&[usize]> {
+        match self.tokens.as_ref()? {
+            Tokens::OfEmbedding(rows) => Some(rows),
+            Tokens::ByModule(modules) => {
+                let is_named = |name: &str| {
+                    let before = module.strip_suffix(name);
+                    before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
+                };
+                let mut found = modules.iter().filter(|(name, _)| is_named(name));
+                found.next().map(|(_, rows)| rows.as_slice())
+            }
+        }
+    }
+}
+
+fn first_match<T: Copy>(patterns: &[(Regex, T)], module: &str) -> Option<T> {
+    let mut found = patterns.iter().filter(|(key, _)| key.is_match(module));
+    found.next().map(|(_, value)| *value)
+}
+
+fn is_set(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::Bool(flag) => *flag,
+        Value::Array(items) => !items.is_empty(),
+        Value::Object(_) | Value::String(_) | Value::Number(_) => true,
+    }
+}
+
+/// The refusal of an initialisation that moved a part of the base's weights into the factors. When peft converts such an adapter
+/// (`path_initial_model_for_weight_conversion`), it doubles r and writes `init_lora_weights: true`, so a converted one is read.
+fn changed_base(
+    init: Option<&Value>,
+    refused: &dyn Fn(String, &str) -> Failure,
+) -> Option<Failure> {
+    let kind = match init {
+        None | Some(Value::Null | Value::Bool(_)) => return None,
+        Some(Value::String(kind)) => kind.to_lowercase(),
+        Some(other) => other.to_string(),
+    };
+    let what = format!("its `init_lora_weights` is `{kind}`");
+    let why = "this initialisation changed the base: the adapter fits only that changed base";
+    match kind.as_str() {
+        // MiCA and EVA choose the first factors by the base or by data and leave the base as it is.
+        "gaussian" | "orthogonal" | "eva" | "mica" => None,
+        "loftq" => Some(refused(what, why)),
+        "olora" | "lora_ga" => Some(refused(what, why).hint(CONVERT)),
+        _ if kind.starts_with("pissa") || kind.starts_with("corda") => {
+            Some(refused(what, why).hint(CONVERT))
+        }
+        _ => Some(refused(
+            what,
+            "this initialisation is not known, it may have changed the base",
+        )),
+    }
+}
+
+const CONVERT: &str = "convert it with peft, which needs the adapter as it was before training: \
+     model.save_pretrained('converted', path_initial_model_for_weight_conversion='INITIAL')";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(json: &str) -> Result<AdapterConfig> {
+        let raw = serde_json::from_str(json)?;
+        AdapterConfig::check(raw, Path::new("a"))
+    }
+
+    fn message(json: &str) -> String {
+        config(json).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn patterns_match_the_end_of_a_path_and_the_first_counts() {
+        let config = config(
+            r#"{"peft_type": "LORA", "r": 4, "lora_alpha": 8,
+                "rank_pattern": {"layers\\.[34]\\.mlp\\.down_proj": 6, "q_proj": 2, "z": 9, "down_proj": 5},
+                "alpha_pattern": {"mlp.gate_proj": 12, "_proj": 99}}"#,
+        )
+        .unwrap();
+        for (module, rank, scale) in [
+            ("model.layers.3.mlp.down_proj", 6, 8.0 / 6.0),
+            ("model.layers.2.mlp.down_proj", 5, 8.0 / 5.0),
+            ("model.layers.0.self_attn.q_proj", 2, 4.0),
+            ("model.layers.0.mlp.gate_proj", 4, 3.0),
+            // `_proj` is not the whole last name, so it does not match.
+            ("model.layers.0.self_attn.v_proj", 4, 2.0),
+            ("q_proj", 2, 4.0),
+        ] {
+            let found = config.rank_and_scale(module).unwrap();
+            assert_eq!(found, (rank, scale as f32), "{module}");
+        }
+    }
+
+    #[test]
+    fn rslora_divides_by_the_root() {
+        let config =
+            config(r#"{"peft_type": "LORA", "r": 9, "lora_alpha": 6, "use_rslora": true}"#);
+        assert_eq!(config.unwrap().rank_and_scale("x").unwrap(), (9, 2.0));
+    }
+
+    #[test]
+    fn defaults_are_those_of_peft() {
+        let config = config(r#"{"peft_type": "LORA"}"#).unwrap();
+        assert_eq!(config.rank_and_scale("x").unwrap(), (8, 1.0));
+        assert!(!config.use_dora && config.base_model.is_none());
+    }
+
+    #[test]
+    fn ranks_and_scales_are_positive_numbers() {
+        for settings in [
+            r#""r": 0"#,
+            r#""r": 1000000000000"#,
+            r#""lora_alpha": 0"#,
+            r#""lora_alpha": -16"#,
+            r#""lora_alpha": 1e300"#,
+            r#""lora_alpha": 1e-300"#,
+            r#""rank_pattern": {"q_proj": 0}"#,
+            r#""alpha_pattern": {"q_proj": -1}"#,
+        ] {
+            let config = config(&format!(r#"{{"peft_type": "LORA", {settings}}}"#)).unwrap();
+            let error = config.rank_and_scale("m.q_proj").unwrap_err().to_string();
+            assert!(error.contains("`m.q_proj`"), "{settings}: {error}");
+        }
+        for settings in [r#""r": -1"#, r#""r": 1.5"#, r#""lora_alpha": NaN"#] {
+            config(&format!(r#"{{"peft_type": "LORA", {settings}}}"#)).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn adapters_that_are_no_change_of_weights_are_refused_by_name() {
+        for (name, value) in [
+            ("layer_replication", "[[0, 2]]"),
+            ("target_parameters", r#"["experts.gate"]"#),
+            ("fan_in_fan_out", "true"),
+            ("kasa_config", r#"{"beta": 1}"#),
+            ("alora_invocation_tokens", "[1]"),
+        ] {
+            let found = message(&format!(r#"{{"peft_type": "LORA", "{name}": {value}}}"#));
+            assert!(found.contains(name), "{found}");
+        }
+        for kind in [r#""IA3""#, r#""ADALORA""#, "null"] {
+            let found = message(&format!(r#"{{"peft_type": {kind}}}"#));
+            assert!(found.contains("`peft_type`"), "{found}");
+        }
+    }
+
+    #[test]
+    fn initialisations_that_changed_the_base_are_refused() {
+        let with = |kind: &str| {
+            config(&format!(
+                r#"{{"peft_type": "LORA", "init_lora_weights": {kind}}}"#
+            ))
+        };
+        for kind in [
+            "true",
+            "false",
+            "null",
+            r#""gaussian""#,
+            r#""eva""#,
+            r#""mica""#,
+        ] {
+            with(kind).unwrap();
+        }
+        for kind in [
+            "pissa",
+            "pissa_niter_4",
+            "OLoRA",
+            "corda",
+            "lora_ga",
+            "loftq",
+            "new",
+        ] {
+            let found = with(&format!("\"{kind}\"")).unwrap_err().to_string();
+            assert!(found.contains(&kind.to_lowercase()), "{found}");
+            assert!(found.contains("changed"), "{found}");
+        }
+    }
+
+    #[test]
+    fn a_pattern_that_cannot_be_matched_is_named() {
+        for key in ["(", "(?=q)", r"(a)\\1"] {
+            let json = format!(r#"{{"peft_type": "LORA", "rank_pattern": {{"{key}": 1}}}}"#);
+            let found = message(&json);
+            assert!(found.contains("`rank_pattern`"), "{found}");
+        }
+    }
+
+    #[test]
+    fn token_rows_belong_to_the_module_that_is_named() {
+        let of = |tokens: &str| {
+            config(&format!(
+                r#"{{"peft_type": "LORA", "trainable_token_indices": {tokens}}}"#
+            ))
+            .unwrap()
+        };
+        let module = "model.embed_tokens";
+        assert_eq!(of("[3, 1]").token_rows(module), Some(&[3, 1][..]));
+        let by_name = of(r#"{"tokens": [1], "embed_tokens": [7]}"#);
+        assert_eq!(by_name.token_rows(module), Some(&[7][..]));
+        assert_eq!(by_name.token_rows("lm_head"), None);
+        assert_eq!(of("null").token_rows(module), None);
+    }
+}

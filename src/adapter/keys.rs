@@ -1,0 +1,123 @@
+//! Keys of an adapter's file: the tensor of the base, and the part of its change.
+//!
+//! peft writes `base_model.model.<module>.lora_A.weight` and its relatives, without the name of the adapter. A key that does not
+//! belong to a LoRA is the full name of a tensor that replaces the base's.
+
+/// A part of the change of one tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Part {
+    /// A of a linear layer: `[r, in_features]`.
+    Down,
+    /// B of a linear layer: `[out_features, r]`.
+    Up,
+    /// A of an embedding: `[r, rows]`.
+    EmbeddingDown,
+    /// B of an embedding: `[columns, r]`.
+    EmbeddingUp,
+    /// The bias of B, which is added to the base's bias: `[out_features]`.
+    UpBias,
+    /// Row norms of DoRA: `[out_features]`.
+    Magnitude,
+    /// Copy of the base's tensor under the factors. peft loads it in place of the base's.
+    Copy,
+    /// A tensor of `modules_to_save`, or a bias that was trained.
+    Whole,
+    /// A tensor of `modules_to_save` in an older spelling.
+    SavedModule,
+    /// The base's tensor next to one of `modules_to_save`. peft does not use it.
+    Original,
+    /// Rows of `trainable_token_indices`.
+    Tokens,
+}
+
+/// Beginning of every key.
+const PREFIX: &str = "base_model.model.";
+
+/// Ending of a key, ending of the base's tensor, part.
+const ENDINGS: &[(&str, &str, Part)] = &[
+    (".lora_A.weight", ".weight", Part::Down),
+    (".lora_B.weight", ".weight", Part::Up),
+    (".lora_B.bias", ".bias", Part::UpBias),
+    (".lora_embedding_A", ".weight", Part::EmbeddingDown),
+    (".lora_embedding_B", ".weight", Part::EmbeddingUp),
+    (".lora_magnitude_vector", ".weight", Part::Magnitude),
+    (".lora_magnitude_vector.weight", ".weight", Part::Magnitude),
+    (".base_layer.weight", ".weight", Part::Copy),
+    (".base_layer.bias", ".bias", Part::Copy),
+    (".modules_to_save.weight", ".weight", Part::SavedModule),
+    (
+        ".modules_to_save.default.weight",
+        ".weight",
+        Part::SavedModule,
+    ),
+    (".original_module.weight", ".weight", Part::Original),
+    (
+        ".token_adapter.trainable_tokens_delta",
+        ".weight",
+        Part::Tokens,
+    ),
+];
+
+/// Returns the name of the base's tensor and the part of its change; `None` for a key of another form.
+pub(super) fn parse(key: &str) -> Option<(String, Part)> {
+    let rest = key.strip_prefix(PREFIX)?;
+    for (ending, tensor, part) in ENDINGS {
+        if let Some(module) = rest.strip_suffix(ending) {
+            return Some((format!("{module}{tensor}"), *part));
+        }
+    }
+    let is_parameter = rest.ends_with(".weight") || rest.ends_with(".bias");
+    (is_parameter && !rest.contains("lora_")).then(|| (rest.to_owned(), Part::Whole))
+}
+
+/// The module of a tensor: its name without `.weight` or `.bias`.
+pub(super) fn module_of(tensor: &str) -> &str {
+    tensor.rsplit_once('.').map_or(tensor, |(module, _)| module)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_name_a_tensor_of_the_base_and_a_part() {
+        let q = "base_model.model.model.layers.0.self_attn.q_proj";
+        let cases = [
+            ("lora_A.weight", "weight", Part::Down),
+            ("lora_B.weight", "weight", Part::Up),
+            ("lora_B.bias", "bias", Part::UpBias),
+            ("lora_magnitude_vector", "weight", Part::Magnitude),
+            ("lora_magnitude_vector.weight", "weight", Part::Magnitude),
+            ("base_layer.weight", "weight", Part::Copy),
+            ("base_layer.bias", "bias", Part::Copy),
+            ("bias", "bias", Part::Whole),
+            ("weight", "weight", Part::Whole),
+            ("modules_to_save.weight", "weight", Part::SavedModule),
+        ];
+        for (ending, tensor, part) in cases {
+            assert_eq!(
+                parse(&format!("{q}.{ending}")),
+                Some((format!("model.layers.0.self_attn.q_proj.{tensor}"), part))
+            );
+        }
+        assert_eq!(
+            parse("base_model.model.model.embed_tokens.lora_embedding_A"),
+            Some(("model.embed_tokens.weight".into(), Part::EmbeddingDown))
+        );
+    }
+
+    #[test]
+    fn other_keys_have_no_meaning() {
+        let q = "base_model.model.model.layers.0.self_attn.q_proj";
+        for key in [
+            "model.layers.0.self_attn.q_proj.lora_A.weight".to_owned(),
+            format!("{q}.lora_A.default.weight"),
+            format!("{q}.lora_C.weight"),
+            format!("{q}.lora_diag"),
+            format!("{q}.weight.absmax"),
+            String::new(),
+        ] {
+            assert_eq!(parse(&key), None, "{key}");
+        }
+    }
+}

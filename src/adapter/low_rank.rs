@@ -1,0 +1,198 @@
+//! [`LowRank`]: a change as the product of two factors, s · up · down, added to rows.
+//!
+//! ```text
+//! W[i, j] ← W[i, j] + s · Σ_k up[i, k] · down[k, j]      up [rows, r], down [r, columns], k ascending, all in f32
+//! ```
+//!
+//! A linear layer has up = B and down = A. An embedding's change is (B A)ᵀ: up = Aᵀ and down = Bᵀ.
+//!
+//! `down` is cut into panels of [`WIDTH`] columns. The sums of a panel stay in registers over k, and a panel stays in the cache over
+//! rows. Products and sums are rounded one by one, so every CPU gives the same bits.
+
+use pulp::{Arch, Simd, WithSimd};
+
+/// Columns of a panel.
+const WIDTH: usize = 32;
+
+/// Two factors in f32 and their scale.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LowRank {
+    /// Rows of the base's tensor; a vector has one.
+    pub rows: usize,
+    /// Columns of the base's tensor.
+    pub columns: usize,
+    /// The rank r.
+    pub rank: usize,
+    /// The scale s.
+    pub scale: f32,
+    /// `[rows, rank]`.
+    pub up: Vec<f32>,
+    /// `[rank, columns]`.
+    pub down: Vec<f32>,
+    /// The base's tensor is an embedding, so `up` is `lora_embedding_A` and `down` is `lora_embedding_B`, both transposed.
+    pub is_embedding: bool,
+}
+
+/// A [`LowRank`] with `down` in panels.
+#[derive(Debug)]
+pub(super) struct Panels {
+    columns: usize,
+    rank: usize,
+    scale: f32,
+    up: Vec<f32>,
+    /// `[panels, rank, WIDTH]`; the last panel ends with zeros.
+    panels: Vec<f32>,
+}
+
+impl Panels {
+    pub(super) fn new(factors: LowRank) -> Self {
+        let LowRank {
+            columns,
+            rank,
+            scale,
+            up,
+            down,
+            ..
+        } = factors;
+        let mut panels = vec![0.0; columns.div_ceil(WIDTH) * rank * WIDTH];
+        for (panel, first) in panels.chunks_mut(rank * WIDTH).zip((0..).step_by(WIDTH)) {
+            let width = WIDTH.min(columns - first);
+            for (step, row) in panel.chunks_mut(WIDTH).zip(down.chunks(columns)) {
+                step[..width].copy_from_slice(&row[first..first + width]);
+            }
+        }
+        Self {
+            columns,
+            rank,
+            scale,
+            up,
+            panels,
+        }
+    }
+
+    /// Bytes that it holds.
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&self.up[..]) + size_of_val(&self.panels[..])
+    }
+
+    /// Adds the change to `values`, rows of the tensor from `first_row`.
+    pub(super) fn add_to(&self, first_row: usize, values: &mut [f32]) {
+        let count = values.len() / self.columns;
+        let up = &self.up[first_row * self.rank..(first_row + count) * self.rank];
+        Arch::new().dispatch(Add {
+            of: self,
+            up,
+            values,
+        });
+    }
+}
+
+struct Add<'a> {
+    of: &'a Panels,
+    up: &'a [f32],
+    values: &'a mut [f32],
+}
+
+impl WithSimd for Add<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Panels {
+            columns,
+            rank,
+            scale,
+            panels,
+            ..
+        } = self.of;
+        for (panel, first) in panels.chunks(rank * WIDTH).zip((0..).step_by(WIDTH)) {
+            let place = first..(first + WIDTH).min(*columns);
+            let pairs = self
+                .values
+                .chunks_mut(2 * columns)
+                .zip(self.up.chunks(2 * rank));
+            for (rows, up) in pairs {
+                let (one, two) = rows.split_at_mut(*columns);
+                let (up_one, up_two) = up.split_at(*rank);
+                if two.is_empty() {
+                    let [sums] = products(panel, [up_one]);
+                    add(&mut one[place.clone()], &sums, *scale);
+                } else {
+                    let [sums_one, sums_two] = products(panel, [up_one, up_two]);
+                    add(&mut one[place.clone()], &sums_one, *scale);
+                    add(&mut two[place.clone()], &sums_two, *scale);
+                }
+            }
+        }
+    }
+}
+
+/// Σ_k up[k] · panel[k, ·] for some rows at once.
+#[inline(always)]
+fn products<const ROWS: usize>(panel: &[f32], up: [&[f32]; ROWS]) -> [[f32; WIDTH]; ROWS] {
+    let mut sums = [[0.0f32; WIDTH]; ROWS];
+    let (steps, _) = panel.as_chunks::<WIDTH>();
+    let up = up.map(|up| &up[..steps.len()]);
+    for (k, step) in steps.iter().enumerate() {
+        for (sums, up) in sums.iter_mut().zip(up) {
+            for (sum, value) in sums.iter_mut().zip(step) {
+                *sum += up[k] * value;
+            }
+        }
+    }
+    sums
+}
+
+#[inline(always)]
+fn add(values: &mut [f32], sums: &[f32; WIDTH], scale: f32) {
+    for (value, sum) in values.iter_mut().zip(sums) {
+        *value += sum * scale;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn factors(rows: usize, columns: usize, rank: usize) -> LowRank {
+        let some = |count: usize, step: f32| (0..count).map(|i| (i as f32 * step).sin()).collect();
+        LowRank {
+            rows,
+            columns,
+            rank,
+            scale: 0.75,
+            up: some(rows * rank, 0.37),
+            down: some(rank * columns, 0.11),
+            is_embedding: false,
+        }
+    }
+
+    /// The formula, element by element.
+    fn plain(of: &LowRank, row: usize, column: usize, base: f32) -> f32 {
+        let mut sum = 0.0;
+        for k in 0..of.rank {
+            sum += of.up[row * of.rank + k] * of.down[k * of.columns + column];
+        }
+        base + sum * of.scale
+    }
+
+    #[test]
+    fn rows_get_the_bits_of_the_formula_however_they_are_cut() {
+        for (rows, columns, rank) in [(5, 70, 3), (1, 32, 1), (4, 31, 8), (7, 64, 2)] {
+            let factors = factors(rows, columns, rank);
+            let base: Vec<f32> = (0..rows * columns).map(|i| (i as f32).cos()).collect();
+            let expected: Vec<u32> = (0..rows * columns)
+                .map(|i| plain(&factors, i / columns, i % columns, base[i]).to_bits())
+                .collect();
+            let panels = Panels::new(factors);
+            for step in 1..=rows {
+                let mut values = base.clone();
+                for (piece, first) in values.chunks_mut(step * columns).zip((0..).step_by(step)) {
+                    panels.add_to(first, piece);
+                }
+                let found: Vec<u32> = values.iter().map(|value| value.to_bits()).collect();
+                assert_eq!(found, expected, "{rows} x {columns}, r {rank}, {step} rows");
+            }
+        }
+    }
+}

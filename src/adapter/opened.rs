@@ -1,0 +1,209 @@
+//! [`Adapter`]: an opened adapter of peft, every key understood and every shape checked.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::change::TensorChange;
+use super::config::{AdapterConfig, CONFIG_FILE};
+use super::keys::{self, Part};
+use super::low_rank::LowRank;
+use super::parts::Parts;
+use super::stored::Stored;
+use crate::checkpoint::{CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource};
+use crate::failure::Failure;
+
+/// The weights of an adapter.
+const WEIGHTS_FILE: &str = "adapter_model.safetensors";
+
+/// The weights of an adapter as a pickle, which is never opened: loading a pickle can run code.
+const PICKLE_FILE: &str = "adapter_model.bin";
+
+/// A change of a base model: an adapter's folder, or a combination of several.
+#[derive(Debug, Clone)]
+pub struct Adapter {
+    place: PathBuf,
+    base_model: Option<String>,
+    /// Changes by the name of the base's tensor.
+    parts: BTreeMap<String, Parts>,
+}
+
+impl Adapter {
+    /// Opens a folder with `adapter_config.json` and `adapter_model.safetensors`. Reads the config and the header.
+    ///
+    /// # Errors
+    /// Fails when a file is missing or damaged, when the config has a setting that no change of weights can follow, when a tensor of the
+    /// file is not understood, and when factors do not fit one another or their rank.
+    pub fn open(folder: &Path) -> Result<Self> {
+        find_files(folder)?;
+        let config = AdapterConfig::read(folder)?;
+        let file = Arc::new(Checkpoint::open_file(folder, WEIGHTS_FILE)?);
+        let mut found: BTreeMap<String, BTreeMap<Part, Stored>> = BTreeMap::new();
+        for entry in file.tensors() {
+            let in_file =
+                |failure: Failure| failure.detail(format!("it is in `{}`", file.file_of(entry)));
+            let Some((tensor, part)) = keys::parse(&entry.name) else {
+                return Err(in_file(Failure::new(format!(
+                    "the adapter's tensor `{}` has an unknown name",
+                    entry.name
+                )))
+                .detail("known: base_model.model.<module> with .lora_A.weight, .lora_B.weight, .weight and their relatives of peft 0.21")
+                .hint("save the adapter with peft: model.save_pretrained(FOLDER)")
+                .into());
+            };
+            if part == Part::Original {
+                continue;
+            }
+            let stored = Stored::new(&file, entry)?;
+            let parts = found.entry(tensor).or_default();
+            if let Some(other) = parts.insert(part, stored) {
+                return Err(in_file(Failure::new(format!(
+                    "the adapter's tensors `{}` and `{}` have the same meaning",
+                    other.key(),
+                    entry.name
+                )))
+                .into());
+            }
+        }
+        let mut parts = BTreeMap::new();
+        for (tensor, found) in found {
+            let of = Parts::new(&tensor, found, &config).map_err(|failure| {
+                failure.detail(format!("the adapter is `{}`", folder.display()))
+            })?;
+            parts.insert(tensor, of);
+        }
+        if parts.is_empty() {
+            return Err(Failure::new(format!(
+                "the adapter `{}` holds no tensors",
+                folder.display()
+            ))
+            .hint("download the adapter again")
+            .into());
+        }
+        Ok(Self {
+            place: folder.to_path_buf(),
+            base_model: config.base_model,
+            parts,
+        })
+    }
+
+    /// An adapter in memory.
+    pub(super) fn held(place: PathBuf, parts: BTreeMap<String, Parts>) -> Self {
+        Self {
+            place,
+            base_model: None,
+            parts,
+        }
+    }
+
+    /// The folder in messages.
+    pub(super) fn place(&self) -> &Path {
+        &self.place
+    }
+
+    pub(super) fn parts(&self) -> &BTreeMap<String, Parts> {
+        &self.parts
+    }
+
+    /// The base that the config names (`base_model_name_or_path`): an id of the hub, or a folder as it was during training.
+    pub fn base_model_name(&self) -> Option<&str> {
+        self.base_model.as_deref()
+    }
+
+    /// Checks every tensor against the base.
+    ///
+    /// # Errors
+    /// Fails when the base does not have a tensor that the adapter changes, or has it in another shape.
+    pub fn check(&self, base: &dyn WeightSource) -> Result<()> {
+        for (tensor, parts) in &self.parts {
+            let here = |failure: Failure| {
+                failure.detail(format!(
+                    "the adapter is `{}`, the base `{}`",
+                    self.place.display(),
+                    base.place()
+                ))
+            };
+            match base.entry(tensor) {
+                Some(entry) => parts.check(entry).map_err(here)?,
+                None => return Err(here(missing(tensor)).into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Names of the base's tensors that the adapter changes or replaces, sorted.
+    pub fn changed(&self) -> impl Iterator<Item = &str> {
+        self.parts.keys().map(String::as_str)
+    }
+
+    /// Reads the change of one tensor; `None` if the adapter leaves it as it is.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read, or holds a number that is not finite.
+    pub fn change(&self, tensor: &str) -> Result<Option<TensorChange>> {
+        let parts = self.parts.get(tensor);
+        parts.map(|parts| parts.change(tensor)).transpose()
+    }
+
+    /// Reads the factors of one tensor; `None` if the adapter has none for it.
+    ///
+    /// # Errors
+    /// Fails as [`Adapter::change`] does.
+    pub fn factors(&self, tensor: &str) -> Result<Option<LowRank>> {
+        let parts = self.parts.get(tensor);
+        let product = parts.and_then(|parts| parts.product.as_ref());
+        product.map(|product| product.read()).transpose()
+    }
+}
+
+/// The refusal of a change of a tensor that the base does not have.
+fn missing(tensor: &str) -> Failure {
+    let failure = Failure::new(format!(
+        "the adapter changes `{tensor}`, which the base does not have"
+    ));
+    if tensor.ends_with(".bias") {
+        failure.detail("a bias cannot be merged into a layer without one")
+    } else if tensor == "lm_head.weight" {
+        failure.detail("the head of this base is its embedding (`tie_word_embeddings`); with a head of its own, the model would be another one")
+    } else {
+        failure.hint("check that the adapter was trained on this base")
+    }
+}
+
+/// Checks that the two files are there, and says what is there instead.
+fn find_files(folder: &Path) -> Result<(), Failure> {
+    let shown = folder.display();
+    if !folder.is_dir() {
+        let what = match folder.exists() {
+            true => "a file, not an adapter's folder",
+            false => "not there",
+        };
+        return Err(Failure::new(format!("the adapter `{shown}` is {what}")));
+    }
+    let has = |name: &str| folder.join(name).is_file();
+    if !has(CONFIG_FILE) {
+        let failure = Failure::new(format!("`{shown}` is not an adapter"))
+            .detail(format!("`{CONFIG_FILE}` is not there"));
+        return Err(match has(MODEL_CONFIG) {
+            true => failure.detail(format!("it is a model: `{MODEL_CONFIG}` is there")),
+            false => failure.hint("download the adapter again"),
+        });
+    }
+    if has(WEIGHTS_FILE) {
+        return Ok(());
+    }
+    let failure = Failure::new(format!("the adapter `{shown}` has no `{WEIGHTS_FILE}`"));
+    Err(match has(PICKLE_FILE) {
+        true => failure
+            .detail(format!("`{PICKLE_FILE}` is a pickle, and loading a pickle can run code"))
+            .hint(format!(
+                "convert it where you trust it: python -c \"import torch, safetensors.torch as s; \
+                 s.save_file(torch.load('{shown}/{PICKLE_FILE}', map_location='cpu', weights_only=True), '{shown}/{WEIGHTS_FILE}')\""
+            )),
+        false => failure
+            .detail("peft writes one file; adapters in several files are not read")
+            .hint("download the adapter again"),
+    })
+}

@@ -1,0 +1,416 @@
+//! [`Parts`]: the tensors of an adapter's file that change one tensor of the base, checked against one another.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::change::{TensorChange, TokenRows};
+use super::config::AdapterConfig;
+use super::keys::{Part, module_of};
+use super::low_rank::{LowRank, Panels};
+use super::stored::Stored;
+use crate::checkpoint::TensorEntry;
+use crate::failure::Failure;
+
+/// The change of one tensor of the base, before its factors are read.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Parts {
+    /// A tensor in place of the base's.
+    pub(super) whole: Option<Stored>,
+    pub(super) product: Option<Product>,
+    magnitude: Option<Stored>,
+    /// Rows in place of the base's: `[tokens, columns]`, and where they belong.
+    tokens: Option<(Stored, Vec<usize>)>,
+}
+
+/// Factors in a file, or in memory.
+#[derive(Debug, Clone)]
+pub(super) enum Product {
+    /// A and B.
+    Stored {
+        down: Stored,
+        up: Stored,
+        is_embedding: bool,
+        rank: usize,
+        scale: f32,
+    },
+    /// The bias of B; as a product, it has one row and rank 1.
+    Bias { bias: Stored, scale: f32 },
+    /// Combined factors.
+    Held(Arc<LowRank>),
+}
+
+impl Parts {
+    /// Puts the parts of `tensor` together.
+    ///
+    /// # Errors
+    /// Fails when a factor has no partner, when two parts exclude one another, and when shapes or ranks do not fit.
+    pub(super) fn new(
+        tensor: &str,
+        mut found: BTreeMap<Part, Stored>,
+        config: &AdapterConfig,
+    ) -> Result<Self, Failure> {
+        let linear = pair(&mut found, [Part::Down, Part::Up])?;
+        let embedding = pair(&mut found, [Part::EmbeddingDown, Part::EmbeddingUp])?;
+        let bias = found.remove(&Part::UpBias);
+        let magnitude = found.remove(&Part::Magnitude);
+        let copy = found.remove(&Part::Copy);
+        let saved = found.remove(&Part::SavedModule);
+        let saved = found.remove(&Part::Whole).or(saved);
+        let tokens = found.remove(&Part::Tokens);
+        let others = usize::from(saved.is_some()) + usize::from(tokens.is_some());
+        let ways = usize::from(linear.is_some()) + usize::from(embedding.is_some()) + others;
+        // The bias of B may come on top of a bias that was trained.
+        if ways > 1 || (copy.is_some() && others > 0) {
+            return Err(
+                Failure::new(format!("the adapter changes `{tensor}` in two ways"))
+                    .detail("factors, a saved module and trained tokens exclude one another"),
+            );
+        }
+        let product = match (linear, embedding, bias) {
+            (Some(pair), _, _) => Some(Product::of_pair(tensor, pair, false, config)?),
+            (_, Some(pair), _) => Some(Product::of_pair(tensor, pair, true, config)?),
+            (_, _, Some(bias)) => {
+                let (_, scale) = config.rank_and_scale(module_of(tensor))?;
+                Some(Product::Bias { bias, scale })
+            }
+            _ => None,
+        };
+        let tokens = tokens.map(|stored| token_rows(tensor, stored, config));
+        let parts = Self {
+            whole: copy.or(saved),
+            product,
+            magnitude,
+            tokens: tokens.transpose()?,
+        };
+        parts.check_magnitude(tensor, config)?;
+        parts.check_copy(tensor)?;
+        Ok(parts)
+    }
+
+    /// Combined factors, and the base's copy that came with the originals.
+    pub(super) fn held(factors: LowRank, whole: Option<Stored>) -> Self {
+        Self {
+            whole,
+            product: Some(Product::Held(Arc::new(factors))),
+            ..Self::default()
+        }
+    }
+
+    /// Checks that linear layers have magnitudes if the adapter is of DoRA, and nothing else has.
+    fn check_magnitude(&self, tensor: &str, config: &AdapterConfig) -> Result<(), Failure> {
+        let is_embedding = match &self.product {
+            Some(Product::Stored { is_embedding, .. }) => Some(*is_embedding),
+            _ => None,
+        };
+        match (&self.magnitude, is_embedding, config.use_dora) {
+            (_, Some(true), true) => Err(Failure::new(format!(
+                "the adapter changes the embedding `{tensor}` by DoRA"
+            ))
+            .detail("DoRA of linear layers is read; that of an embedding has a norm per column")
+            .hint("fold this adapter into its base with peft: model.merge_and_unload()")),
+            (None, Some(false), true) => Err(Failure::new(format!(
+                "the adapter has no magnitude vector for `{tensor}`"
+            ))
+            .detail("`use_dora` is set in its config")
+            .hint("download the adapter again")),
+            (Some(magnitude), Some(false), true) => {
+                let rows = self.product.as_ref().map_or(0, |product| product.shape().0);
+                match magnitude.entry.elements() == rows {
+                    true => Ok(()),
+                    false => Err(Failure::new(format!(
+                        "the adapter's tensor `{}` does not fit its factors",
+                        magnitude.key()
+                    ))
+                    .detail(format!(
+                        "it is {:?}, the factors make {rows} rows",
+                        magnitude.entry.shape
+                    ))),
+                }
+            }
+            (Some(magnitude), _, use_dora) => Err(Failure::new(format!(
+                "the adapter's tensor `{}` has no meaning",
+                magnitude.key()
+            ))
+            .detail(match use_dora {
+                true => "there are no factors for it",
+                false => "`use_dora` is not set in its config",
+            })),
+            (None, _, _) => Ok(()),
+        }
+    }
+
+    /// Checks that a tensor in place of the base's has the shape that the factors make.
+    fn check_copy(&self, tensor: &str) -> Result<(), Failure> {
+        let (Some(whole), Some(product)) = (&self.whole, &self.product) else {
+            return Ok(());
+        };
+        if product.fits(&whole.entry.shape) {
+            return Ok(());
+        }
+        let (rows, columns) = product.shape();
+        Err(
+            Failure::new(format!("the adapter's parts of `{tensor}` do not fit"))
+                .detail(format!("`{}` is {:?}", whole.key(), whole.entry.shape))
+                .detail(format!("its factors make [{rows}, {columns}]")),
+        )
+    }
+
+    /// Checks that the parts fit `base`, the tensor they change.
+    pub(super) fn check(&self, base: &TensorEntry) -> Result<(), Failure> {
+        super::stored::stored_dtype(base)?;
+        let misfit = |what: String| {
+            Failure::new(format!(
+                "the adapter does not fit `{}` of the base",
+                base.name
+            ))
+            .detail(format!("{what}, the base's tensor is {:?}", base.shape))
+        };
+        if let Some(whole) = &self.whole
+            && whole.entry.shape != base.shape
+        {
+            let failure = misfit(format!("`{}` is {:?}", whole.key(), whole.entry.shape));
+            // Only the number of rows differs.
+            let is_vocabulary =
+                base.shape.len() > 1 && whole.entry.shape.get(1..) == base.shape.get(1..);
+            return Err(match is_vocabulary {
+                true => failure.hint(
+                    "if tokens were added: give the base these rows first, as the training did",
+                ),
+                false => failure,
+            });
+        }
+        if let Some(product) = &self.product
+            && !product.fits(&base.shape)
+        {
+            let (rows, columns) = product.shape();
+            return Err(misfit(format!("its factors make [{rows}, {columns}]")));
+        }
+        if let Some((tokens, rows)) = &self.tokens {
+            if base.shape.len() != 2 || base.shape[1] != tokens.entry.shape[1] {
+                return Err(misfit(format!(
+                    "`{}` is {:?}",
+                    tokens.key(),
+                    tokens.entry.shape
+                )));
+            }
+            if let Some(row) = rows.iter().find(|row| **row >= base.shape[0]) {
+                return Err(misfit(format!("it changes row {row}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the factors.
+    pub(super) fn change(&self, tensor: &str) -> Result<TensorChange> {
+        let product = self.product.as_ref();
+        let columns = match (product, &self.whole, &self.tokens) {
+            (Some(product), _, _) => product.shape().1,
+            (_, Some(of), _) | (_, _, Some((of, _))) => of.entry.shape.last().copied().unwrap_or(1),
+            (None, None, None) => 0,
+        };
+        let tokens = match &self.tokens {
+            None => None,
+            Some((stored, rows)) => {
+                let mut places: Vec<_> = rows.iter().copied().zip(0..).collect();
+                places.sort_unstable();
+                let values = stored.read()?;
+                Some(TokenRows { places, values })
+            }
+        };
+        Ok(TensorChange {
+            tensor: tensor.to_owned(),
+            columns,
+            whole: self.whole.clone(),
+            tokens,
+            product: product.map(Product::read).transpose()?.map(Panels::new),
+            magnitude: self.magnitude.as_ref().map(Stored::read).transpose()?,
+        })
+    }
+
+    /// The change consists of factors alone, at most with the base's copy under them.
+    pub(super) fn is_plain(&self) -> bool {
+        let has_factors = matches!(
+            self.product,
+            Some(Product::Stored { .. } | Product::Held(_))
+        );
+        has_factors && self.magnitude.is_none()
+    }
+}
+
+impl Product {
+    /// Checks a pair of factors.
+    fn of_pair(
+        tensor: &str,
+        [down, up]: [Stored; 2],
+        is_embedding: bool,
+        config: &AdapterConfig,
+    ) -> Result<Self, Failure> {
+        let (rank, scale) = config.rank_and_scale(module_of(tensor))?;
+        let shapes = (down.matrix(), up.matrix());
+        let fits = match shapes {
+            (Some((r_down, columns)), Some((rows, r_up))) => {
+                r_down == r_up && r_up == rank && columns > 0 && rows > 0
+            }
+            _ => false,
+        };
+        if !fits {
+            return Err(
+                Failure::new(format!("the adapter's factors of `{tensor}` do not fit"))
+                    .detail(format!("`{}` is {:?}", down.key(), down.entry.shape))
+                    .detail(format!("`{}` is {:?}", up.key(), up.entry.shape))
+                    .detail(format!(
+                        "the adapter's config gives the module rank {rank}: [{rank}, ·] and [·, {rank}] are expected"
+                    )),
+            );
+        }
+        Ok(Self::Stored {
+            down,
+            up,
+            is_embedding,
+            rank,
+            scale,
+        })
+    }
+
+    /// Rows and columns of the change.
+    fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Stored {
+                down,
+                up,
+                is_embedding,
+                ..
+            } => {
+                let (inner, outer) = (down.entry.shape[1], up.entry.shape[0]);
+                match is_embedding {
+                    true => (inner, outer),
+                    false => (outer, inner),
+                }
+            }
+            Self::Bias { bias, .. } => (1, bias.entry.elements()),
+            Self::Held(factors) => (factors.rows, factors.columns),
+        }
+    }
+
+    /// The change is one of a tensor of this shape.
+    fn fits(&self, shape: &[usize]) -> bool {
+        let (rows, columns) = self.shape();
+        match self {
+            Self::Bias { .. } => shape == [columns],
+            Self::Stored { .. } | Self::Held(_) => shape == [rows, columns],
+        }
+    }
+
+    /// Reads the factors in f32.
+    pub(super) fn read(&self) -> Result<LowRank> {
+        let (rows, columns) = self.shape();
+        Ok(match self {
+            Self::Held(factors) => LowRank::clone(factors),
+            Self::Bias { bias, scale } => LowRank {
+                rows,
+                columns,
+                rank: 1,
+                scale: *scale,
+                up: vec![1.0],
+                down: bias.read()?,
+                is_embedding: false,
+            },
+            Self::Stored {
+                down,
+                up,
+                is_embedding,
+                rank,
+                scale,
+            } => {
+                let (rank, scale, is_embedding) = (*rank, *scale, *is_embedding);
+                let (up, down) = match is_embedding {
+                    false => (up.read()?, down.read()?),
+                    // (B A)ᵀ = Aᵀ Bᵀ
+                    true => (
+                        transposed(&down.read()?, rows),
+                        transposed(&up.read()?, rank),
+                    ),
+                };
+                LowRank {
+                    rows,
+                    columns,
+                    rank,
+                    scale,
+                    up,
+                    down,
+                    is_embedding,
+                }
+            }
+        })
+    }
+}
+
+/// Takes both of two factors, or none.
+fn pair(
+    found: &mut BTreeMap<Part, Stored>,
+    parts: [Part; 2],
+) -> Result<Option<[Stored; 2]>, Failure> {
+    match parts.map(|part| found.remove(&part)) {
+        [Some(down), Some(up)] => Ok(Some([down, up])),
+        [None, None] => Ok(None),
+        [Some(lonely), None] | [None, Some(lonely)] => Err(Failure::new(format!(
+            "the adapter's tensor `{}` has no partner",
+            lonely.key()
+        ))
+        .detail("factors come in pairs: `lora_A` and `lora_B`")
+        .hint("download the adapter again")),
+    }
+}
+
+/// Trained tokens of `tensor` with the rows that `trainable_token_indices` names.
+fn token_rows(
+    tensor: &str,
+    stored: Stored,
+    config: &AdapterConfig,
+) -> Result<(Stored, Vec<usize>), Failure> {
+    let wrong = |why: String| {
+        Failure::new(format!(
+            "the adapter's trained tokens of `{tensor}` are not clear"
+        ))
+        .detail(why)
+        .detail(format!("`{}` is {:?}", stored.key(), stored.entry.shape))
+    };
+    let Some(rows) = config.token_rows(module_of(tensor)) else {
+        return Err(wrong(
+            "`trainable_token_indices` does not name this module".into(),
+        ));
+    };
+    if stored
+        .matrix()
+        .is_none_or(|(tokens, _)| tokens != rows.len())
+    {
+        return Err(wrong(format!(
+            "`trainable_token_indices` names {} tokens",
+            rows.len()
+        )));
+    }
+    let mut sorted = rows.to_vec();
+    sorted.sort_unstable();
+    if let Some(two) = sorted.windows(2).find(|two| two[0] == two[1]) {
+        return Err(wrong(format!(
+            "`trainable_token_indices` names token {} twice",
+            two[0]
+        )));
+    }
+    let rows = rows.to_vec();
+    Ok((stored, rows))
+}
+
+/// The transpose of a matrix with these `columns`.
+fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
+    let rows = values.len() / columns.max(1);
+    let mut out = vec![0.0; values.len()];
+    for (row, from) in values.chunks(columns.max(1)).enumerate() {
+        for (column, value) in from.iter().enumerate() {
+            out[column * rows + row] = *value;
+        }
+    }
+    out
+}

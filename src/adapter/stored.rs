@@ -1,0 +1,115 @@
+//! [`Stored`]: one tensor of an adapter's file, widened to f32 when it is read.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::Result;
+use safetensors::Dtype;
+
+use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource};
+use crate::failure::Failure;
+use crate::linalg::select::first_not_finite;
+use crate::linalg::{StoredDtype, StoredMatrix};
+
+/// A tensor of an open file.
+#[derive(Debug, Clone)]
+pub(super) struct Stored {
+    file: Arc<Checkpoint>,
+    pub(super) entry: TensorEntry,
+    dtype: StoredDtype,
+}
+
+impl Stored {
+    /// # Errors
+    /// Fails when its elements are not f32, f16 or bf16.
+    pub(super) fn new(file: &Arc<Checkpoint>, entry: &TensorEntry) -> Result<Self, Failure> {
+        Ok(Self {
+            file: Arc::clone(file),
+            entry: entry.clone(),
+            dtype: stored_dtype(entry)
+                .map_err(|failure| failure.detail(format!("it is in `{}`", file.file_of(entry))))?,
+        })
+    }
+
+    /// Its key in the file.
+    pub(super) fn key(&self) -> &str {
+        &self.entry.name
+    }
+
+    /// Returns its dimensions if there are two.
+    pub(super) fn matrix(&self) -> Option<(usize, usize)> {
+        match self.entry.shape[..] {
+            [rows, columns] => Some((rows, columns)),
+            _ => None,
+        }
+    }
+
+    /// Reads all elements.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read, and for an element that is not finite.
+    pub(super) fn read(&self) -> Result<Vec<f32>> {
+        let count = self.entry.elements();
+        let mut values = vec![0.0; count];
+        self.read_rows(0..1, count, &mut values)?;
+        Ok(values)
+    }
+
+    /// Reads some rows of `columns` elements.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read, and for an element that is not finite.
+    pub(super) fn read_rows(
+        &self,
+        rows: Range<usize>,
+        columns: usize,
+        values: &mut [f32],
+    ) -> Result<()> {
+        read_rows(&*self.file, &self.entry, self.dtype, rows, columns, values)?;
+        let Some(at) = first_not_finite(values) else {
+            return Ok(());
+        };
+        Err(
+            Failure::new(format!("the adapter's tensor `{}` is broken", self.key()))
+                .detail(format!(
+                    "an element is {}; it is in `{}`",
+                    values[at],
+                    self.file.file_of(&self.entry)
+                ))
+                .hint("download the adapter again, or use an earlier state of its training")
+                .into(),
+        )
+    }
+}
+
+/// Reads rows of `columns` elements of a tensor, in f32.
+pub(super) fn read_rows(
+    source: &dyn WeightSource,
+    entry: &TensorEntry,
+    dtype: StoredDtype,
+    rows: Range<usize>,
+    columns: usize,
+    values: &mut [f32],
+) -> Result<()> {
+    let start = rows.start as u64 * columns as u64 * dtype.bytes() as u64;
+    if dtype == StoredDtype::F32 {
+        return source.read(entry, start, bytemuck::cast_slice_mut(values));
+    }
+    let mut stored = StoredMatrix::zeros(dtype, rows.len(), columns)?;
+    source.read(entry, start, stored.as_bytes_mut())?;
+    stored.widen_rows(0, values);
+    Ok(())
+}
+
+/// The dtype of a tensor's elements.
+pub(super) fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype, Failure> {
+    match entry.dtype {
+        Dtype::F32 => Ok(StoredDtype::F32),
+        Dtype::F16 => Ok(StoredDtype::F16),
+        Dtype::BF16 => Ok(StoredDtype::Bf16),
+        other => Err(
+            Failure::new(format!("tensor `{}` has elements of {other}", entry.name))
+                .detail("f32, f16 and bf16 can be merged"),
+        ),
+    }
+}
