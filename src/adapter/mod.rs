@@ -11,6 +11,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `config` | `adapter_config.json`: rank and scale of a module, refusals |
+//! | `identity` | the hash of an adapter, and the memory of its factors |
 //! | `keys` | keys of the file: tensor of the base, part of its change |
 //! | `stored` | one tensor of the file, widened to f32 |
 //! | `parts` | the parts of one change, checked against one another and the base |
@@ -20,6 +21,7 @@
 
 mod change;
 mod config;
+mod identity;
 mod keys;
 mod low_rank;
 mod opened;

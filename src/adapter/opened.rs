@@ -16,7 +16,7 @@ use crate::checkpoint::{CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource};
 use crate::failure::Failure;
 
 /// The weights of an adapter.
-const WEIGHTS_FILE: &str = "adapter_model.safetensors";
+pub(super) const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 
 /// The weights of an adapter as a pickle, which is never opened: loading a pickle can run code.
 const PICKLE_FILE: &str = "adapter_model.bin";

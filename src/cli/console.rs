@@ -350,6 +350,15 @@ impl State {
                     &format!("layer {layer} sparsity {sparsity:.6} ({seconds:.1} s)"),
                 );
             }
+            Event::MatrixMerged {
+                name,
+                done,
+                of,
+                seconds_left,
+            } if level >= Level::Normal && (done % MERGED_LINES == 0 || done == of) => {
+                let line = format!("[{done}/{of}] {name} | ETA {seconds_left:.0}s");
+                self.print(form, "", &line);
+            }
             Event::MatrixPruned(matrix) if level >= Level::Verbose => {
                 self.print(form, "", &matrix_line(matrix));
             }
@@ -377,7 +386,7 @@ impl State {
     fn tell_json(&mut self, level: Level, event: &Event) {
         let is_told = match event {
             Event::Warning { .. } | Event::Fallback(_) => true,
-            Event::MatrixPruned(_) => level >= Level::Verbose,
+            Event::MatrixPruned(_) | Event::MatrixMerged { .. } => level >= Level::Verbose,
             Event::Progress { .. } => level >= Level::Normal && self.progress.is_due(JSON_INTERVAL),
             _ => level >= Level::Normal,
         };
@@ -386,6 +395,9 @@ impl State {
         }
     }
 }
+
+/// Linears between two lines of a merge.
+const MERGED_LINES: usize = 10;
 
 fn matrix_line(matrix: &MatrixReport) -> String {
     let weights = matrix.shape[0] * matrix.shape[1];

@@ -12,6 +12,7 @@ pub mod inspect;
 mod interrupt;
 #[cfg(feature = "synthetic")]
 pub mod make_checkpoint;
+pub mod merge;
 mod mistake;
 pub mod model;
 pub mod outcome;
@@ -98,6 +99,9 @@ enum Command {
     Generate(generate::GenerateArgs),
     /// Show the sparsity of a checkpoint, and whether it is a pruned copy of a dense one
     Inspect(inspect::InspectArgs),
+    /// Merge models, tensor by tensor, by a recipe or flags
+    #[command(after_help = merge::EXAMPLES)]
+    Merge(Box<merge::MergeArgs>),
     /// Show what a run would take: memory per phase and device, and time
     #[command(after_help = plan::EXAMPLES)]
     Plan(plan::PlanArgs),
@@ -127,6 +131,7 @@ impl Cli {
             Some(Command::Demo(args)) => args.messages,
             Some(Command::Generate(args)) => args.messages,
             Some(Command::Inspect(args)) => args.messages,
+            Some(Command::Merge(args)) => args.messages,
             Some(Command::Plan(args)) => args.messages,
             Some(Command::Report(args)) => args.messages,
             Some(_) => MessageArgs::default(),
@@ -194,6 +199,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
     let done = match &cli.command {
         None => return prune::command(&cli.prune, arguments, console),
         Some(Command::Eval(args)) => return eval::command(args, arguments, console),
+        Some(Command::Merge(args)) => return merge::command(args, arguments, console),
         Some(Command::Demo(args)) => demo::command(args, console),
         Some(Command::Generate(args)) => generate::command(args, console),
         Some(Command::Inspect(args)) => inspect::command(args, console),

@@ -4,7 +4,9 @@ use clap::ValueEnum;
 use clap::builder::PossibleValue;
 
 use crate::run::verification::VerifyLevel;
-use crate::settings::{ComputeDtype, EvalSides};
+use crate::settings::{
+    ComputeDtype, EvalSides, MergeEval, MergeSemantics, SaliencySource, TrimScope,
+};
 
 /// Other names of f32.
 pub(super) const F32: &[&str] = &["float32", "fp32", "torch.float32"];
@@ -79,6 +81,74 @@ impl ValueEnum for VerifyLevel {
         let (name, help) = match self {
             Self::Quick => ("quick", "Hashes, zeros, N:M groups"),
             Self::Full => ("full", "Also every kept weight against the source"),
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
+}
+
+impl ValueEnum for MergeSemantics {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Mergekit, Self::Paper, Self::Peft]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Self::Mergekit => ("mergekit", "mergekit 0.1.5"),
+            Self::Paper => (
+                "paper",
+                "The method's paper: ties trims over the whole model, dare divides by the density",
+            ),
+            Self::Peft => (
+                "peft",
+                "Adapters of one base are combined factor by factor, as add_weighted_adapter does",
+            ),
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
+}
+
+impl ValueEnum for TrimScope {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Tensor, Self::Layer, Self::Model]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Self::Tensor => ("tensor", "Each tensor alone"),
+            Self::Layer => ("layer", "The tensors of one layer"),
+            Self::Model => ("model", "All tensors"),
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
+}
+
+impl ValueEnum for SaliencySource {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Base, Self::Experts]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Self::Base => ("base", "The base model: they decide trimming"),
+            Self::Experts => (
+                "experts",
+                "Each expert: they also weigh signs and averages",
+            ),
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
+}
+
+impl ValueEnum for MergeEval {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::None, Self::Merged, Self::All]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Self::None => ("none", "Nothing; needs no evaluation text"),
+            Self::Merged => ("merged", "The merged model"),
+            Self::All => ("all", "The base, the experts and the merged model"),
         };
         Some(PossibleValue::new(name).help(help))
     }

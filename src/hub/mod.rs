@@ -66,8 +66,29 @@ impl Hub {
     /// # Errors
     /// Fails when the hub cannot be reached or refuses, and offline when the file is not in the cache.
     pub fn dataset_file(&self, id: &str, file: &str, events: &dyn Events) -> Result<PathBuf> {
-        let repo = HubRepo::dataset(id);
-        let transfer = Transfer::new(self, &repo, events);
+        self.file(&HubRepo::dataset(id), file, events)
+    }
+
+    /// Downloads some files of a model's repository into the cache, unless they are there. Returns their folder.
+    ///
+    /// # Errors
+    /// Fails as [`Hub::dataset_file`].
+    pub fn model_files(
+        &self,
+        repo: &HubRepo,
+        files: &[&str],
+        events: &dyn Events,
+    ) -> Result<PathBuf> {
+        let mut folder = PathBuf::new();
+        for file in files {
+            folder = self.file(repo, file, events)?;
+        }
+        Ok(folder)
+    }
+
+    /// Downloads one file, unless it is in the cache.
+    fn file(&self, repo: &HubRepo, file: &str, events: &dyn Events) -> Result<PathBuf> {
+        let transfer = Transfer::new(self, repo, events);
         let cache = &transfer.cache;
         if self.settings.is_offline {
             let commit = cache.commit().filter(|commit| cache.has(commit, file));
@@ -77,7 +98,7 @@ impl Hub {
         let remote = transfer.describe(None, file)?;
         if !cache.has(&remote.commit, file) {
             let total = remote.bytes.unwrap_or_default();
-            let mut meter = Meter::start(events, format!("download {id}"), total);
+            let mut meter = Meter::start(events, format!("download {}", repo.id()), total);
             transfer.fetch(&remote, Some(&mut meter))?;
             meter.finish();
         }

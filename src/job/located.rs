@@ -57,6 +57,39 @@ pub(super) fn model(
     Ok((snapshot.folder, Some(model)))
 }
 
+/// The files of a LoRA adapter.
+const ADAPTER_FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
+
+/// Returns the folder of a LoRA adapter: a local folder, or a repository of the hub.
+///
+/// # Errors
+/// Fails when it is neither, and when the download fails.
+pub(super) fn adapter(
+    adapter: &str,
+    revision: Option<&str>,
+    cache_dir: Option<&Path>,
+    events: &dyn Events,
+) -> Result<PathBuf> {
+    let folder = PathBuf::from(adapter);
+    if folder.exists() {
+        return match revision {
+            None => Ok(folder),
+            Some(revision) => Err(Failure::new(format!(
+                "the adapter `{adapter}` is a local folder and has no revision `{revision}`"
+            ))
+            .hint("leave the revision out")
+            .into()),
+        };
+    }
+    let repo = HubRepo::model(adapter).ok_or_else(|| {
+        Failure::new(format!("the adapter folder `{adapter}` does not exist"))
+            .detail("neither is it an id on the hub, which is like owner/name")
+            .hint("name a folder with adapter_config.json and adapter_model.safetensors")
+    })?;
+    let repo = repo.at(revision.unwrap_or("main"))?;
+    hub(cache_dir)?.model_files(&repo, &ADAPTER_FILES, events)
+}
+
 /// Shape and dtype of a checkpoint from `config.json` and headers alone; where it will be evaluated, its ends are looked at, too.
 ///
 /// # Errors

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `prune` | the main job: settle → outputs → streams → sweep → finish → record |
 //! | `eval` | the same without outputs and editor |
+//! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
 //! | `generate`, `inspect`, `plan`, `demo` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
@@ -24,6 +25,7 @@ pub mod inspect;
 mod interruption;
 mod located;
 pub mod machine;
+mod merge;
 mod opened;
 mod outputs;
 pub mod plan;
@@ -41,5 +43,6 @@ mod texts;
 pub use eval::eval;
 pub use generate::generate;
 pub use inspect::inspect;
+pub use merge::merge;
 pub use plan::plan;
 pub use prune::prune;

@@ -27,24 +27,28 @@ pub(super) fn early(
     model: &OpenedModel,
     folder: &RunFolder,
 ) -> Result<BTreeMap<String, String>> {
-    let model_folder = match (&folder.run, &folder.model) {
-        (Some(run), Some(model)) => match model.strip_prefix(run) {
-            Ok(inside) => inside.display().to_string(),
-            Err(_) => std::path::absolute(model)?.display().to_string(),
-        },
-        _ => "in the run's folder".to_string(),
-    };
     let mut deciding = settings.deciding()?;
     deciding.extend(
         [
             ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
             ("source", model.checkpoint.fingerprint()?),
             ("config", serde_json::to_string(&*model.config)?),
-            ("model folder", model_folder),
+            ("model folder", model_folder(folder)?),
         ]
         .map(|(name, value)| (name.to_string(), value)),
     );
     Ok(deciding)
+}
+
+/// The model's folder, seen from the run folder where it lies inside.
+pub(super) fn model_folder(folder: &RunFolder) -> Result<String> {
+    Ok(match (&folder.run, &folder.model) {
+        (Some(run), Some(model)) => match model.strip_prefix(run) {
+            Ok(inside) => inside.display().to_string(),
+            Err(_) => std::path::absolute(model)?.display().to_string(),
+        },
+        _ => "in the run's folder".to_string(),
+    })
 }
 
 /// Returns what decides the outcome and is known once texts are tokenized and the work is planned.

@@ -66,7 +66,7 @@ impl Job {
         let model = OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
         settings.seqlen = Some(model.seqlen);
         let prunes = settings.sparsity.is_some();
-        let mut folder = RunFolder::at(&model.folder, &settings.output, prunes)?;
+        let mut folder = RunFolder::at(&[&model.folder], &settings.output, prunes)?;
         if folder.model.is_some() {
             check_sidecars(&model.folder)?;
         }
@@ -317,7 +317,7 @@ fn check_gate(settings: &Settings) -> Result<()> {
     Ok(())
 }
 
-fn nothing_to_resume(folder: &RunFolder) -> Failure {
+pub(super) fn nothing_to_resume(folder: &RunFolder) -> Failure {
     match folder.state() {
         Some(folder) => Failure::new(format!(
             "--resume: there is no unfinished run in `{}`",

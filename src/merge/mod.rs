@@ -11,4 +11,4 @@ mod rows;
 mod worker;
 
 pub use pass::{MergeJournal, MergePass, MergeTensor};
-pub use rows::{AdaptedRows, InputRows, Inputs, ReadBuffer, StoredRows};
+pub use rows::{AdaptedRows, InputRows, Inputs, StoredRows};

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use super::rows::Inputs;
-use super::worker::Worker;
+use super::worker::{Worker, source_tasks, task_of};
 use crate::checkpoint::MergedWriter;
 use crate::linalg::StoredDtype;
 use crate::merging::{Group, MergeMethod, MethodSettings, Scope};
@@ -55,6 +55,18 @@ impl MergeTensor {
     pub fn elements(&self) -> u64 {
         let (rows, columns) = self.matrix();
         rows as u64 * columns as u64
+    }
+
+    /// Begins the merge and ends it, so that values without a result are found before the pass.
+    ///
+    /// # Errors
+    /// Fails as [`MergeMethod::begin`].
+    pub fn check(&self, method: &dyn MergeMethod, settings: &MethodSettings) -> Result<()> {
+        let tasks = source_tasks(self);
+        let group = Group::new(self.elements());
+        method
+            .begin(&task_of(self, &tasks, settings), &group)
+            .map(drop)
     }
 
     /// True for a linear of a decoder layer, which progress counts.

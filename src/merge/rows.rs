@@ -10,22 +10,13 @@ use crate::linalg::StoredDtype;
 use crate::linalg::convert::widen;
 use crate::model::stored_dtype;
 
-/// Memory of a read that is reused.
-#[derive(Debug, Default)]
-pub struct ReadBuffer {
-    /// Stored bytes.
-    pub bytes: Vec<u8>,
-    /// Rows of products of factors.
-    pub products: Vec<f32>,
-}
-
 /// The rows of one tensor of one input model. Vectors have one row.
 pub trait InputRows: Send + Sync {
-    /// Fills `values` with some rows in f32, `[rows, columns]`.
+    /// Fills `values` with some rows in f32, `[rows, columns]`. Stored bytes are read into `bytes`, which is scratch memory.
     ///
     /// # Errors
     /// Fails when the rows cannot be read.
-    fn read(&self, rows: Range<usize>, values: &mut [f32], buffer: &mut ReadBuffer) -> Result<()>;
+    fn read(&self, rows: Range<usize>, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()>;
 }
 
 /// The input models of a merge.
@@ -61,12 +52,12 @@ impl<'a> StoredRows<'a> {
 }
 
 impl InputRows for StoredRows<'_> {
-    fn read(&self, rows: Range<usize>, values: &mut [f32], buffer: &mut ReadBuffer) -> Result<()> {
+    fn read(&self, rows: Range<usize>, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()> {
         let row_bytes = self.columns * self.dtype.bytes();
-        buffer.bytes.resize(values.len() * self.dtype.bytes(), 0);
+        bytes.resize(values.len() * self.dtype.bytes(), 0);
         let start = (rows.start * row_bytes) as u64;
-        self.source.read(self.entry, start, &mut buffer.bytes)?;
-        widen(self.dtype, &buffer.bytes, values);
+        self.source.read(self.entry, start, bytes)?;
+        widen(self.dtype, bytes, values);
         Ok(())
     }
 }
@@ -80,8 +71,8 @@ pub struct AdaptedRows<'a> {
 }
 
 impl InputRows for AdaptedRows<'_> {
-    fn read(&self, rows: Range<usize>, values: &mut [f32], buffer: &mut ReadBuffer) -> Result<()> {
-        self.base.read(rows.clone(), values, buffer)?;
-        self.change.apply(rows, values, &mut buffer.products)
+    fn read(&self, rows: Range<usize>, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()> {
+        self.base.read(rows.clone(), values, bytes)?;
+        self.change.apply(rows, values)
     }
 }

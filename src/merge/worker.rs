@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Result;
 
 use super::pass::{Groups, MergePass, MergeTensor};
-use super::rows::{InputRows, ReadBuffer};
+use super::rows::InputRows;
 use crate::failure::Failure;
 use crate::linalg::convert::narrow;
 use crate::linalg::select::first_not_finite;
 use crate::linalg::StoredDtype;
-use crate::merging::{RowBlock, SourceTask, TensorMerge, TensorTask, weighted_square_distance};
+use crate::merging::{MethodSettings, RowBlock, SourceTask, TensorMerge, TensorTask, weighted_square_distance};
 use crate::run::Stopped;
 use crate::run::merging::{MergedTensor, OutputErrors};
 
@@ -22,7 +22,8 @@ pub(super) struct Worker<'p> {
     pass: &'p MergePass<'p>,
     /// Set when another worker has failed.
     ends: &'p AtomicBool,
-    buffer: ReadBuffer,
+    /// Stored bytes that are read.
+    stored: Vec<u8>,
     /// Per source the rows of the current piece.
     sources: Vec<Vec<f32>>,
     merged: Vec<f32>,
@@ -37,7 +38,7 @@ impl<'p> Worker<'p> {
         Self {
             pass,
             ends,
-            buffer: ReadBuffer::default(),
+            stored: Vec::new(),
             sources: Vec::new(),
             merged: Vec::new(),
             bytes: Vec::new(),
@@ -48,7 +49,7 @@ impl<'p> Worker<'p> {
     pub(super) fn measure(&mut self, at: usize, groups: &Groups, read: usize) -> Result<usize> {
         let tensor = &self.pass.tensors[at];
         let tasks = source_tasks(tensor);
-        let task = task_of(tensor, &tasks, self.pass);
+        let task = task_of(tensor, &tasks, &self.pass.settings);
         let mut merge = self.pass.method.begin(&task, groups.of(at))?;
         let reads = merge.reads();
         if read < reads {
@@ -63,7 +64,7 @@ impl<'p> Worker<'p> {
     pub(super) fn merge(&mut self, at: usize, groups: &Groups) -> Result<MergedTensor> {
         let tensor = &self.pass.tensors[at];
         let tasks = source_tasks(tensor);
-        let task = task_of(tensor, &tasks, self.pass);
+        let task = task_of(tensor, &tasks, &self.pass.settings);
         let group = groups.of(at);
         let mut merge = self.pass.method.begin(&task, group)?;
         let opened = self.open(tensor)?;
@@ -130,7 +131,7 @@ impl<'p> Worker<'p> {
         let sources = opened.iter().zip(&mut self.sources).enumerate();
         for (at, (source, values)) in sources {
             values.resize(rows.len() * columns, 0.0);
-            source.read(rows.clone(), values, &mut self.buffer)?;
+            source.read(rows.clone(), values, &mut self.stored)?;
             if checks && let Some(bad) = first_not_finite(values) {
                 let source = &tensor.recipe.sources[at];
                 let (row, column) = (rows.start + bad / columns, bad % columns);
@@ -183,7 +184,8 @@ impl<'p> Worker<'p> {
     }
 }
 
-fn source_tasks(tensor: &MergeTensor) -> Vec<SourceTask<'_>> {
+/// What the method is told of the sources.
+pub(super) fn source_tasks(tensor: &MergeTensor) -> Vec<SourceTask<'_>> {
     let sources = tensor.recipe.sources.iter().zip(&tensor.squares);
     sources
         .map(|(source, squares)| SourceTask {
@@ -194,10 +196,11 @@ fn source_tasks(tensor: &MergeTensor) -> Vec<SourceTask<'_>> {
         .collect()
 }
 
-fn task_of<'a>(
+/// What the method is told of a tensor.
+pub(super) fn task_of<'a>(
     tensor: &'a MergeTensor,
     sources: &'a [SourceTask<'a>],
-    pass: &'a MergePass<'_>,
+    settings: &'a MethodSettings,
 ) -> TensorTask<'a> {
     let (rows, columns) = tensor.matrix();
     TensorTask {
@@ -207,7 +210,7 @@ fn task_of<'a>(
         sources,
         base: tensor.recipe.base,
         shared: &tensor.recipe.shared,
-        settings: &pass.settings,
+        settings,
     }
 }
 

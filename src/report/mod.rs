@@ -21,6 +21,7 @@ pub mod log;
 #[cfg(test)]
 pub(crate) mod made_up;
 pub mod memory_log;
+pub mod merge_card;
 pub mod page;
 pub mod plan;
 pub mod plots;

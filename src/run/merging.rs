@@ -43,6 +43,25 @@ pub struct MergeReport {
 }
 
 impl MergeReport {
+    /// The same without the paths of this machine, for files that are published.
+    #[must_use]
+    pub fn without_paths(&self, recipe: String, shown: impl Fn(&str) -> String) -> Self {
+        let models = self.models.iter().map(|model| InputModel {
+            name: match model.name.split_once('+') {
+                Some((base, adapter)) => format!("{}+{}", shown(base), shown(adapter)),
+                None => shown(&model.name),
+            },
+            path: shown(&model.path),
+            adapter: model.adapter.as_deref().map(&shown),
+            ..model.clone()
+        });
+        Self {
+            models: models.collect(),
+            recipe,
+            ..self.clone()
+        }
+    }
+
     /// The output errors over all linears; `None` without statistics.
     pub fn output_errors(&self) -> Option<OutputErrors> {
         let errors = self

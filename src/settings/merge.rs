@@ -8,9 +8,6 @@ use super::{CalibrationSettings, DeviceSettings, EvaluationSettings, OutputSetti
 use crate::data::DatasetSpec;
 use crate::recipe::FlagRecipe;
 
-/// The largest shard of an output, as in transformers and mergekit.
-pub const SHARD_BYTES: u64 = 5_000_000_000;
-
 /// Elements of a piece per model: its widened rows stay in a cache of the CPU.
 pub const PIECE_ELEMENTS: usize = 1 << 16;
 

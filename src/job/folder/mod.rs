@@ -54,9 +54,9 @@ impl RunFolder {
     /// Checks where results would go. Writes nothing.
     ///
     /// # Errors
-    /// Fails when either folder is a file or lies in the `source` folder, whose files would otherwise be replaced.
+    /// Fails when either folder is a file or lies in the folder of a source, whose files would otherwise be replaced.
     pub(in crate::job) fn at(
-        source: &Path,
+        sources: &[&Path],
         output: &OutputSettings,
         writes_model: bool,
     ) -> Result<Self> {
@@ -75,7 +75,13 @@ impl RunFolder {
                 .hint("choose another --save or --save-model folder")
                 .into());
             }
-            resolved.push(refuse_source_folder(source, folder)?);
+            let mut places = sources
+                .iter()
+                .map(|source| refuse_source_folder(source, folder));
+            // Every source gives the same place.
+            let place = places.next().transpose()?;
+            places.try_for_each(|place| place.map(drop))?;
+            resolved.extend(place);
         }
         if let Some(record) = save
             .map(|save| save.join(MANIFEST))

@@ -18,7 +18,8 @@ use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
-use crate::run::{Events, RunState};
+use crate::run::merging::MergedTensor;
+use crate::run::{Events, Phase, RunState};
 use crate::runtime::Clock;
 
 /// The largest state that is read: a model of 1000 layers has a few MiB.
@@ -111,6 +112,32 @@ impl<'a> StateFile<'a> {
         self.state.perplexity = Some(perplexity);
         self.state.layers = layers.to_vec();
         self.write()
+    }
+
+    /// Records finished tensors of a merge; `digests` are those of all finished tensors.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written; the state before is still there.
+    pub(in crate::job) fn merged(
+        &mut self,
+        tensors: Vec<MergedTensor>,
+        digests: BTreeMap<String, String>,
+    ) -> Result<()> {
+        self.state.merged.extend(tensors);
+        self.state.tensors = digests;
+        self.write()
+    }
+
+    /// The finished tensors of a merge, in the order in which they were finished.
+    pub(in crate::job) fn merged_tensors(&self) -> &[MergedTensor] {
+        &self.state.merged
+    }
+
+    /// Seconds of a phase, all sessions together.
+    pub(in crate::job) fn seconds_of(&self, phase: Phase) -> f64 {
+        let phases = self.now().phases.into_iter();
+        let of = phases.filter(|report| report.phase == phase);
+        of.map(|report| report.seconds).sum()
     }
 
     /// The state with this session as it is now.

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use crate::adapter::{Adapter, AdaptedSource};
+use crate::adapter::Adapter;
 use crate::bytes::read_settings;
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, WeightSource};
 use crate::failure::Failure;
 use crate::job::located::{self, HubModel};
 use crate::merge::{AdaptedRows, InputRows, Inputs, StoredRows};
-use crate::recipe::{ModelShape, ModelSpec};
+use crate::recipe::{ModelShape, ModelSpec, TensorSource};
 use crate::run::Events;
 use crate::settings::{ComputeDtype, ModelSettings};
 
@@ -83,6 +83,32 @@ impl InputModels {
         Ok(Self { models })
     }
 
+    /// The folders that are read.
+    pub(super) fn folders(&self) -> Vec<&Path> {
+        let adapters = self
+            .models
+            .iter()
+            .filter_map(|model| model.adapter.as_ref());
+        let models = self.models.iter().map(|model| model.folder.as_path());
+        models
+            .chain(adapters.map(|adapter| adapter.folder()))
+            .collect()
+    }
+
+    /// Bytes of the factors of the largest change of a tensor, in f32; several adapters of a tensor are held together.
+    pub(super) fn factor_bytes(&self) -> u64 {
+        let adapters = self.models.iter().filter_map(|model| model.adapter.as_ref());
+        adapters.map(|adapter| adapter.largest_change_bytes()).sum()
+    }
+
+    /// Stored bytes of one source of a tensor.
+    pub(super) fn stored_bytes(&self, source: &TensorSource) -> u64 {
+        let checkpoint = &self.models[source.model].checkpoint;
+        checkpoint
+            .entry(&source.tensor)
+            .map_or(0, |entry| entry.bytes)
+    }
+
     /// The shapes of all models.
     ///
     /// # Errors
@@ -110,17 +136,6 @@ impl InputModelFiles {
             tensors: tensors
                 .map(|entry| (entry.name.clone(), entry.shape.clone()))
                 .collect(),
-        })
-    }
-
-    /// The weights, with the adapter's changes.
-    pub(super) fn source(&self) -> Result<Arc<dyn WeightSource>> {
-        Ok(match &self.adapter {
-            None => Arc::clone(&self.checkpoint) as Arc<dyn WeightSource>,
-            Some(adapter) => Arc::new(AdaptedSource::new(
-                Arc::clone(&self.checkpoint),
-                Arc::clone(adapter),
-            )),
         })
     }
 

@@ -11,7 +11,7 @@ use crate::bytes::ByteSize;
 use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
 use crate::linalg::kernel;
-use crate::merging::{MergeMethod, Scope};
+use crate::merging::Scope;
 use crate::recipe::Parameter;
 use crate::run::manifest::{
     Arithmetic, Manifest, ModelReport, OutputReport, Perplexities, SCHEMA,
