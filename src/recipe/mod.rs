@@ -2,8 +2,40 @@
 //!
 //! | file | content |
 //! | --- | --- |
+//! | `contents` | [`Recipe`] and its parts, as mergekit's YAML says them |
+//! | `flags` | a recipe from flags of the command line |
+//! | `write` | a recipe as YAML that mergekit reads |
 //! | `parameter` | names of parameters, declarations of methods, values |
+//! | `setting` | values over depth and by filter; the parameters of one scope |
+//! | `model_spec` | `model@revision+adapter` |
+//! | `tokenizer` | the vocabulary that a recipe asks for |
+//! | `check` | what a method can have |
+//! | `fields`, `yaml`, `place` | typed reading of YAML with lines |
 
+mod check;
+mod contents;
+mod fields;
+mod flags;
+mod model_spec;
 mod parameter;
+mod place;
+mod setting;
+mod tokenizer;
+mod write;
+mod yaml;
 
+#[cfg(test)]
+mod contents_tests;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod yaml_tests;
+
+pub use contents::{Inputs, MergeDtype, ModelInput, Recipe, SliceRecipe, SliceSource};
+pub use flags::FlagRecipe;
+pub use model_spec::ModelSpec;
 pub use parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, Values};
+pub use place::Place;
+pub use setting::{Case, Parameters, Setting};
+pub use tokenizer::{TokenName, TokenRecipe, TokenRow, TokenizerRecipe, TokenizerSource};
+pub use write::without_folders;

@@ -1,0 +1,188 @@
+//! The checks of a recipe against the declaration of its method, before any file of a model is opened.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
+
+use super::contents::{Inputs, Recipe, SliceRecipe, SliceSource};
+use super::model_spec::ModelSpec;
+use super::parameter::{BaseModel, Declaration, Declared, Parameter};
+use super::place::{Place, listed};
+use super::setting::Parameters;
+use crate::failure::Failure;
+
+impl Recipe {
+    /// Refuses parameters, models and slices that the method cannot have.
+    pub(super) fn check(&self, declaration: &Declaration) -> Result<(), Failure> {
+        for parameters in [&self.module_parameters, &self.parameters] {
+            check_shared_scope(declaration, parameters)?;
+        }
+        for slice in self.slices(1).iter() {
+            check_shared_scope(declaration, &slice.parameters)?;
+            for source in &slice.sources {
+                check_model_scope(declaration, &source.parameters)?;
+            }
+            self.check_models(declaration, slice)?;
+            check_lengths(slice)?;
+        }
+        Ok(())
+    }
+
+    /// The slices of the output. `models` are one slice over `num_hidden_layers` layers, with the base model at the end if it is not
+    /// in the list.
+    pub(super) fn slices(&self, num_hidden_layers: usize) -> Cow<'_, [SliceRecipe]> {
+        let inputs = match &self.inputs {
+            Inputs::Slices(slices) => return Cow::Borrowed(slices),
+            Inputs::Models(inputs) => inputs,
+        };
+        let place = inputs.first().map_or(&Place::Flags, |input| &input.place);
+        let source = |place: &Place, model: &ModelSpec, parameters: &Parameters| SliceSource {
+            place: place.clone(),
+            model: model.clone(),
+            layer_range: 0..num_hidden_layers,
+            parameters: parameters.clone(),
+        };
+        let mut sources: Vec<SliceSource> = inputs
+            .iter()
+            .map(|input| source(&input.place, &input.model, &input.parameters))
+            .collect();
+        if let Some(base) = &self.base_model
+            && inputs.iter().all(|input| input.model != *base)
+        {
+            sources.push(source(place, base, &Parameters::default()));
+        }
+        Cow::Owned(vec![SliceRecipe {
+            place: place.clone(),
+            sources,
+            base_model: None,
+            parameters: Parameters::default(),
+        }])
+    }
+
+    /// The base model of a slice.
+    pub(super) fn base_of<'a>(&'a self, slice: &'a SliceRecipe) -> Option<&'a ModelSpec> {
+        slice.base_model.as_ref().or(self.base_model.as_ref())
+    }
+
+    fn check_models(&self, declaration: &Declaration, slice: &SliceRecipe) -> Result<(), Failure> {
+        let method = declaration.name;
+        let mut models = BTreeSet::new();
+        for source in &slice.sources {
+            if !models.insert(&source.model) {
+                return Err(source
+                    .place
+                    .failure(format!("`{}` is merged with itself", source.model)));
+            }
+        }
+        if declaration.base_model == BaseModel::Required {
+            let Some(base) = self.base_of(slice) else {
+                let hint = match slice.place {
+                    Place::Line(..) => "add `base_model: MODEL`",
+                    Place::Flags => "add --base MODEL",
+                };
+                return Err(slice
+                    .place
+                    .failure(format!("the method `{method}` needs a base model"))
+                    .hint(hint));
+            };
+            if !models.contains(base) {
+                return Err(slice
+                    .place
+                    .failure(format!(
+                        "the base model `{base}` is no source of this slice"
+                    ))
+                    .hint("add it with the layer range of the others"));
+            }
+        }
+        let count = models.len();
+        if declaration.models.contains(&count) {
+            return Ok(());
+        }
+        let failure = slice.place.failure(format!(
+            "the method `{method}` merges {} models, found {count}",
+            shown(&declaration.models)
+        ));
+        let models: Vec<String> = models.iter().map(ToString::to_string).collect();
+        Err(failure.detail(listed(models.iter().map(String::as_str))))
+    }
+}
+
+/// `2`, `at least 3` or `1 to 4`.
+fn shown(models: &RangeInclusive<usize>) -> String {
+    match (*models.start(), *models.end()) {
+        (start, end) if start == end => start.to_string(),
+        (start, usize::MAX) => format!("at least {start}"),
+        (start, end) => format!("{start} to {end}"),
+    }
+}
+
+fn check_lengths(slice: &SliceRecipe) -> Result<(), Failure> {
+    let Some(first) = slice.sources.first() else {
+        return Ok(());
+    };
+    match slice
+        .sources
+        .iter()
+        .find(|source| source.layer_range.len() != first.layer_range.len())
+    {
+        None => Ok(()),
+        Some(other) => Err(other.place.failure(format!(
+            "the sources of a slice have different numbers of layers: {} of `{}`, {} of `{}`",
+            first.layer_range.len(),
+            first.model,
+            other.layer_range.len(),
+            other.model
+        ))),
+    }
+}
+
+/// Checks a scope that holds parameters of both kinds.
+fn check_shared_scope(declaration: &Declaration, parameters: &Parameters) -> Result<(), Failure> {
+    for (parameter, setting) in parameters.iter() {
+        if !is_in(parameter, declaration.shared) && !is_in(parameter, declaration.per_model) {
+            return Err(not_of(declaration, parameter, &setting.place));
+        }
+    }
+    Ok(())
+}
+
+/// Checks the scope of a model. A value for all models would be ignored there.
+fn check_model_scope(declaration: &Declaration, parameters: &Parameters) -> Result<(), Failure> {
+    for (parameter, setting) in parameters.iter() {
+        if is_in(parameter, declaration.per_model) {
+            continue;
+        }
+        let name = parameter.name();
+        if is_in(parameter, declaration.shared) {
+            return Err(setting
+                .place
+                .failure(format!("`{name}` has one value for all models of a slice"))
+                .hint(format!(
+                    "move `{name}` to the `parameters` of the slice or of the recipe"
+                )));
+        }
+        return Err(not_of(declaration, parameter, &setting.place));
+    }
+    Ok(())
+}
+
+/// True for a parameter of the list, and for the one that changes no result.
+fn is_in(parameter: Parameter, declared: &[Declared]) -> bool {
+    parameter == Parameter::Int8Mask || declared.iter().any(|(of, _)| *of == parameter)
+}
+
+/// The refusal of a parameter that a method does not have.
+pub(super) fn not_of(declaration: &Declaration, parameter: Parameter, place: &Place) -> Failure {
+    let (method, name) = (declaration.name, parameter.name());
+    let known: Vec<&str> = declaration
+        .per_model
+        .iter()
+        .chain(declaration.shared)
+        .map(|(parameter, _)| parameter.name())
+        .collect();
+    let failure = place.failure(format!("the method `{method}` has no parameter `{name}`"));
+    match known.as_slice() {
+        [] => failure.detail("it has no parameters"),
+        _ => failure.detail(format!("it has {}", listed(known.iter().copied()))),
+    }
+}

@@ -1,0 +1,305 @@
+//! A recipe from flags of the command line: `--base B --model E1 --model E2 --method ties --density 0.5 --weight 0.6,0.4`.
+
+use anyhow::Result;
+
+use super::check::not_of;
+use super::contents::{Inputs, MergeDtype, ModelInput, Recipe, declaration};
+use super::model_spec::ModelSpec;
+use super::parameter::{BaseModel, Declaration, Otherwise, Parameter};
+use super::place::Place;
+use super::setting::{Parameters, Setting, check_range};
+use super::tokenizer::{TokenizerRecipe, TokenizerSource};
+use crate::failure::Failure;
+
+/// The flags of a merge without a file. Lists hold no value, one for all models, or one per model.
+#[derive(Debug, Clone, Default)]
+pub struct FlagRecipe {
+    /// `--base`
+    pub base: Option<String>,
+    /// `--model`, once or more.
+    pub models: Vec<String>,
+    /// `--method`
+    pub method: String,
+    /// `--density`
+    pub density: Vec<f64>,
+    /// `--weight`; 1 for every model where the method needs weights.
+    pub weight: Vec<f64>,
+    /// `--gamma`
+    pub gamma: Vec<f64>,
+    /// `--epsilon`
+    pub epsilon: Vec<f64>,
+    /// `--lambda`
+    pub lambda: Option<f64>,
+    /// `--t`
+    pub t: Option<f64>,
+    /// `--normalize`
+    pub normalize: Option<bool>,
+    /// `--rescale`
+    pub rescale: Option<bool>,
+    /// `--dtype`
+    pub dtype: Option<MergeDtype>,
+    /// `--out-dtype`
+    pub out_dtype: Option<MergeDtype>,
+    /// The vocabulary of the output.
+    pub tokenizer: Option<TokenizerSource>,
+}
+
+impl Recipe {
+    /// Builds the recipe that flags describe.
+    ///
+    /// A method without a base model (`linear`) averages the models alone: `--base` is not one of them then, unless `--model` repeats
+    /// it. In a file, `base_model` is always one of the models, as in mergekit.
+    ///
+    /// # Errors
+    /// Fails for a method that does not exist, a flag that the method does not have, a value out of range, another count of values than
+    /// one or one per model, and models that the method cannot have.
+    pub fn from_flags(flags: FlagRecipe, methods: &[Declaration]) -> Result<Self> {
+        let place = Place::Flags;
+        let declaration = declaration(&flags.method, methods, &place)?;
+        let specs = flags.models.iter().map(|model| spec(model));
+        let specs: Vec<ModelSpec> = specs.collect::<Result<_, _>>()?;
+        if specs.is_empty() {
+            return Err(place
+                .failure("a merge needs models")
+                .hint("add --model MODEL, once per model")
+                .into());
+        }
+        let per_model = model_parameters(&flags, declaration, specs.len())?;
+        let base = flags.base.as_deref().map(spec).transpose()?;
+        let is_input = |base: &ModelSpec| {
+            declaration.base_model == BaseModel::Required || specs.contains(base)
+        };
+        let base_model = base.clone().filter(is_input);
+        let tokenizer = flags.tokenizer.clone().map(|source| match (source, &base) {
+            // The recipe does not name this base.
+            (TokenizerSource::Base, Some(base)) if base_model.is_none() => {
+                TokenizerSource::Model(base.clone())
+            }
+            (source, _) => source,
+        });
+        let inputs = specs.into_iter().zip(per_model);
+        let inputs = inputs.map(|(model, parameters)| ModelInput {
+            place: Place::Flags,
+            model,
+            parameters,
+        });
+        let recipe = Self {
+            inputs: Inputs::Models(inputs.collect()),
+            base_model,
+            module_parameters: Parameters::default(),
+            parameters: shared_parameters(&flags, declaration)?,
+            merge_method: flags.method,
+            dtype: flags.dtype,
+            out_dtype: flags.out_dtype,
+            tokenizer: tokenizer.map(TokenizerRecipe::of),
+            chat_template: None,
+        };
+        recipe.check(declaration)?;
+        Ok(recipe)
+    }
+}
+
+fn spec(text: &str) -> Result<ModelSpec, Failure> {
+    text.parse().map_err(|failure| Failure {
+        is_usage: true,
+        ..failure
+    })
+}
+
+/// The parameters of each of `count` models.
+fn model_parameters(
+    flags: &FlagRecipe,
+    declaration: &Declaration,
+    count: usize,
+) -> Result<Vec<Parameters>, Failure> {
+    let needs_weight = declaration
+        .per_model
+        .contains(&(Parameter::Weight, Otherwise::Required));
+    let weight = match flags.weight.as_slice() {
+        [] if needs_weight => &[1.0],
+        given => given,
+    };
+    let mut per_model = vec![Parameters::default(); count];
+    for (parameter, values) in [
+        (Parameter::Weight, weight),
+        (Parameter::Density, &flags.density),
+        (Parameter::Gamma, &flags.gamma),
+        (Parameter::Epsilon, &flags.epsilon),
+    ] {
+        if values.is_empty() {
+            continue;
+        }
+        if ![1, count].contains(&values.len()) {
+            return Err(Place::Flags
+                .failure(format!(
+                    "--{} has {} values for {count} models",
+                    parameter.name(),
+                    values.len()
+                ))
+                .hint("give one value for all models, or one per model in the order of --model"));
+        }
+        for (parameters, value) in per_model.iter_mut().zip(values.iter().cycle()) {
+            set(parameters, declaration, parameter, *value)?;
+        }
+    }
+    Ok(per_model)
+}
+
+/// The parameters of the whole recipe.
+fn shared_parameters(flags: &FlagRecipe, declaration: &Declaration) -> Result<Parameters, Failure> {
+    let switch = |is_on: Option<bool>| is_on.map(|is_on| f64::from(u8::from(is_on)));
+    let mut parameters = Parameters::default();
+    for (parameter, value) in [
+        (Parameter::Lambda, flags.lambda),
+        (Parameter::T, flags.t),
+        (Parameter::Normalize, switch(flags.normalize)),
+        (Parameter::Rescale, switch(flags.rescale)),
+    ] {
+        if let Some(value) = value {
+            set(&mut parameters, declaration, parameter, value)?;
+        }
+    }
+    Ok(parameters)
+}
+
+fn set(
+    parameters: &mut Parameters,
+    declaration: &Declaration,
+    parameter: Parameter,
+    value: f64,
+) -> Result<(), Failure> {
+    let mut declared = declaration.per_model.iter().chain(declaration.shared);
+    if declared.all(|(of, _)| *of != parameter) {
+        return Err(not_of(declaration, parameter, &Place::Flags));
+    }
+    check_range(parameter, value, &Place::Flags)?;
+    parameters.set(parameter, Setting::scalar(value, Place::Flags));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{methods, read};
+    use super::*;
+
+    fn model(text: &str) -> ModelSpec {
+        text.parse().unwrap()
+    }
+
+    fn flags(method: &str, models: &[&str]) -> FlagRecipe {
+        FlagRecipe {
+            base: Some("base".into()),
+            models: models.iter().map(|model| model.to_string()).collect(),
+            method: method.into(),
+            ..FlagRecipe::default()
+        }
+    }
+
+    #[test]
+    fn flags_give_the_recipe_of_a_file() {
+        let given = FlagRecipe {
+            density: vec![0.5],
+            weight: vec![0.6, 0.4],
+            lambda: Some(1.0),
+            normalize: Some(false),
+            dtype: Some(MergeDtype::F32),
+            tokenizer: Some(TokenizerSource::Base),
+            ..flags("ties", &["a", "b+c"])
+        };
+        let recipe = Recipe::from_flags(given, &methods()).unwrap();
+        let same = "merge_method: ties
+base_model: base
+models:
+  - {model: a, parameters: {weight: 0.6, density: 0.5}}
+  - {model: b+c, parameters: {weight: 0.4, density: 0.5}}
+parameters: {lambda: 1, normalize: false}
+dtype: float32
+tokenizer_source: base
+";
+        assert_eq!(Ok(recipe), read(same));
+    }
+
+    #[test]
+    fn weights_are_one_without_a_flag_and_a_base_is_no_average() {
+        let recipe = Recipe::from_flags(flags("linear", &["base+lora"]), &methods()).unwrap();
+        let same = "merge_method: linear\nmodels: [{model: base+lora, parameters: {weight: 1}}]\n";
+        assert_eq!(Ok(recipe), read(same));
+        let with_base = flags("linear", &["base", "a"]);
+        let recipe = Recipe::from_flags(with_base, &methods()).unwrap();
+        assert_eq!(recipe.base_model, Some(model("base")));
+        assert_eq!(recipe.models().len(), 2);
+        let vocabulary = FlagRecipe {
+            tokenizer: Some(TokenizerSource::Base),
+            ..flags("linear", &["a", "b"])
+        };
+        let recipe = Recipe::from_flags(vocabulary, &methods()).unwrap();
+        let tokenizer = recipe.tokenizer.unwrap();
+        assert_eq!(tokenizer.source, TokenizerSource::Model(model("base")));
+        // A method without weights gets none.
+        let recipe = Recipe::from_flags(flags("model_stock", &["a", "b"]), &methods()).unwrap();
+        let Inputs::Models(inputs) = &recipe.inputs else {
+            panic!("models")
+        };
+        assert!(inputs.iter().all(|input| input.parameters.is_empty()));
+    }
+
+    #[test]
+    fn flags_that_do_not_fit_are_refused_as_usage() {
+        for (given, error) in [
+            (flags("ties", &[]), "a merge needs models"),
+            (
+                flags("sce", &["a"]),
+                "the method `sce` does not exist in this version",
+            ),
+            (
+                FlagRecipe {
+                    base: None,
+                    ..flags("ties", &["a"])
+                },
+                "the method `ties` needs a base model\nhint: add --base MODEL",
+            ),
+            (
+                FlagRecipe {
+                    weight: vec![1.0, 2.0, 3.0],
+                    ..flags("ties", &["a", "b"])
+                },
+                "--weight has 3 values for 2 models",
+            ),
+            (
+                FlagRecipe {
+                    density: vec![0.5],
+                    ..flags("linear", &["a"])
+                },
+                "the method `linear` has no parameter `density`",
+            ),
+            (
+                FlagRecipe {
+                    density: vec![1.5],
+                    ..flags("ties", &["a"])
+                },
+                "`density` is 1.5; it lies between 0 and 1",
+            ),
+            (
+                FlagRecipe {
+                    lambda: Some(f64::NAN),
+                    ..flags("ties", &["a"])
+                },
+                "`lambda` is NaN; it must be a finite number",
+            ),
+            (
+                FlagRecipe {
+                    t: Some(0.5),
+                    ..flags("ties", &["a"])
+                },
+                "the method `ties` has no parameter `t`",
+            ),
+            (flags("ties", &["a+b+c"]), "`a+b+c` does not name a model"),
+            (flags("ties", &["a", "a"]), "`a` is merged with itself"),
+        ] {
+            let refused = Recipe::from_flags(given, &methods()).unwrap_err();
+            let failure = refused.downcast_ref::<crate::failure::Failure>().unwrap();
+            assert!(failure.is_usage, "{failure}");
+            assert!(failure.to_string().contains(error), "{failure}");
+        }
+    }
+}
