@@ -5,6 +5,7 @@
 //! | `contents` | [`Recipe`] and its parts, as mergekit's YAML says them |
 //! | `flags` | a recipe from flags of the command line |
 //! | `write` | a recipe as YAML that mergekit reads |
+//! | `resolve` | the inputs and the values of every tensor of the output |
 //! | `parameter` | names of parameters, declarations of methods, values |
 //! | `setting` | values over depth and by filter; the parameters of one scope |
 //! | `model_spec` | `model@revision+adapter` |
@@ -19,6 +20,7 @@ mod flags;
 mod model_spec;
 mod parameter;
 mod place;
+mod resolve;
 mod setting;
 mod tokenizer;
 mod write;
@@ -26,6 +28,8 @@ mod yaml;
 
 #[cfg(test)]
 mod contents_tests;
+#[cfg(test)]
+mod resolve_tests;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
@@ -36,6 +40,7 @@ pub use flags::FlagRecipe;
 pub use model_spec::ModelSpec;
 pub use parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, Values};
 pub use place::Place;
+pub use resolve::{ModelShape, Resolved, TensorRecipe, TensorSource};
 pub use setting::{Case, Parameters, Setting};
 pub use tokenizer::{TokenName, TokenRecipe, TokenRow, TokenizerRecipe, TokenizerSource};
 pub use write::without_folders;

@@ -1,10 +1,12 @@
-//! Declarations of mergekit's methods for tests.
+//! Declarations of mergekit's methods and shapes of small models, for tests.
+
+use std::collections::BTreeMap;
 
 use super::Otherwise::{Absent, Is, Required};
 use super::Parameter::{
     Density, Epsilon, FilterWise, Gamma, Lambda, Normalize, Rescale, Scale, T, Weight,
 };
-use super::{BaseModel, Declaration, Declared, Recipe};
+use super::{BaseModel, Declaration, Declared, ModelShape, Recipe};
 
 const DIFFERENCES: &[Declared] = &[(Weight, Required), (Density, Is(1.0))];
 const WITH_GAMMA: &[Declared] = &[(Weight, Required), (Density, Is(1.0)), (Gamma, Is(0.01))];
@@ -62,4 +64,27 @@ pub(super) fn method(name: &str) -> Declaration {
 /// Reads a recipe of the file `x.yml`.
 pub(super) fn read(text: &str) -> Result<Recipe, String> {
     Recipe::from_yaml(text, "x.yml", &methods()).map_err(|error| error.to_string())
+}
+
+/// A model of `layers` layers with three tensors each, and a head.
+pub(super) fn shape(layers: usize) -> ModelShape {
+    let mut tensors = BTreeMap::from([
+        ("model.embed_tokens.weight".to_string(), vec![32, 8]),
+        ("model.norm.weight".to_string(), vec![8]),
+        ("lm_head.weight".to_string(), vec![32, 8]),
+    ]);
+    for layer in 0..layers {
+        for (name, shape) in [
+            ("self_attn.o_proj", vec![8, 8]),
+            ("mlp.down_proj", vec![8, 16]),
+            ("input_layernorm", vec![8]),
+        ] {
+            tensors.insert(format!("model.layers.{layer}.{name}.weight"), shape);
+        }
+    }
+    ModelShape {
+        num_hidden_layers: layers,
+        tie_word_embeddings: false,
+        tensors,
+    }
 }

@@ -1,0 +1,465 @@
+//! From a recipe and the shapes of its models to the tensors of the output: the inputs of each, and the values of its parameters.
+//!
+//! The semantics are mergekit's:
+//!
+//! - The layers of the slices are stacked. Layer `start + i` of a source becomes layer `j` of the output, and j counts on over the
+//!   slices. The depth of a layer in its slice of n layers is t = i / (n − 1), or 1 for n = 1.
+//! - Tensors outside the layers have t = 0. The embedding has the sources and parameters of the first slice; the final norm and the
+//!   head have those of the last. (mergekit takes from the last slice only as many sources as the first one has; here it has all.)
+//! - The narrowest scope that has a value decides: source, slice, module, recipe. Values per model are looked up with the name of the
+//!   input tensor, shared ones with that of the output.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::Result;
+
+use super::contents::{Inputs, Recipe, SliceRecipe};
+use super::model_spec::ModelSpec;
+use super::parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, Values};
+use super::place::{Place, listed};
+use super::setting::Parameters;
+use crate::failure::Failure;
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const NORM: &str = "model.norm.weight";
+const HEAD: &str = "lm_head.weight";
+const LAYERS: &str = "model.layers.";
+
+/// Layers of the largest output; more are a mistake.
+const MOST_LAYERS: usize = 4096;
+
+/// Differences that an error lists.
+const LISTED: usize = 10;
+
+/// A model as its headers and its config describe it, an adapter included.
+#[derive(Debug, Clone)]
+pub struct ModelShape {
+    /// Layers, of the config.
+    pub num_hidden_layers: usize,
+    /// The head is the embedding, of the config.
+    pub tie_word_embeddings: bool,
+    /// Names and shapes of all tensors.
+    pub tensors: BTreeMap<String, Vec<usize>>,
+}
+
+/// The tensors of the output.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Resolved {
+    /// Embedding, layers, norm, head. Within a layer in the order of names.
+    pub tensors: Vec<TensorRecipe>,
+    /// Tensors of the inputs that are no part of a decoder or are not used, such as `rotary_emb.inv_freq`.
+    pub left_out: BTreeSet<String>,
+}
+
+/// A tensor of the output.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TensorRecipe {
+    /// Its name in the output.
+    pub name: String,
+    /// Its layer in the output; none for embedding, norm and head.
+    pub layer: Option<usize>,
+    /// Its inputs, in the order of the recipe. Shapes are equal, but the numbers of rows of embeddings and heads may differ.
+    pub sources: Vec<TensorSource>,
+    /// The index of the base model in `sources`.
+    pub base: Option<usize>,
+    /// The values of the declaration's shared parameters.
+    pub shared: Values,
+}
+
+/// An input of a tensor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TensorSource {
+    /// The index in [`Recipe::models`].
+    pub model: usize,
+    /// The name of the tensor in that model.
+    pub tensor: String,
+    /// The values of the declaration's parameters per model; none for a base model that the method subtracts.
+    pub values: Values,
+}
+
+impl Recipe {
+    /// Returns the number of layers of the output. `shapes` are those of [`Recipe::models`], in that order.
+    ///
+    /// # Errors
+    /// Fails when a range ends behind the last layer of its model, when models that are merged whole have different numbers of layers,
+    /// and for more than 4096 layers.
+    pub fn num_hidden_layers(&self, shapes: &[ModelShape]) -> Result<usize> {
+        let models = self.models();
+        Ok(self.count_layers(&by_model(&models, shapes))?)
+    }
+
+    /// Returns the tensors of the output. `shapes` are those of [`Recipe::models`], in that order.
+    ///
+    /// # Errors
+    /// Fails as [`Recipe::num_hidden_layers`]; for tensors that only some models have, and tensors of different shapes, with a list; for
+    /// a head that only some models have; and for a parameter that is required and has no value.
+    pub fn resolve(&self, declaration: &Declaration, shapes: &[ModelShape]) -> Result<Resolved> {
+        let models = self.models();
+        let models = by_model(&models, shapes);
+        self.count_layers(&models)?;
+        // All of them have as many if there are no slices.
+        let num_hidden_layers = shapes.first().map_or(0, |shape| shape.num_hidden_layers);
+        let slices = self.slices(num_hidden_layers);
+        let mut resolver = Resolver {
+            recipe: self,
+            declaration,
+            models,
+            differences: Differences::default(),
+            tensors: Vec::new(),
+        };
+        let (Some(first), Some(last)) = (slices.first(), slices.last()) else {
+            return Ok(Resolved {
+                tensors: Vec::new(),
+                left_out: BTreeSet::new(),
+            });
+        };
+        let has_head = resolver.has_head(first, last)?;
+        resolver.outside(EMBEDDING, first)?;
+        let mut layer = 0;
+        for slice in slices.iter() {
+            resolver.slice(slice, &mut layer)?;
+        }
+        resolver.outside(NORM, last)?;
+        if has_head {
+            resolver.outside(HEAD, last)?;
+        }
+        resolver.differences.refuse(layer)?;
+        Ok(Resolved {
+            left_out: left_out(shapes),
+            tensors: resolver.tensors,
+        })
+    }
+
+    fn count_layers(&self, models: &ByModel<'_>) -> Result<usize, Failure> {
+        let layers_of = |model: &ModelSpec| models[model].1.num_hidden_layers;
+        let slices = match &self.inputs {
+            Inputs::Slices(slices) => slices,
+            Inputs::Models(_) => {
+                let counts: BTreeSet<usize> = models.keys().map(|model| layers_of(model)).collect();
+                if let &[count] = counts.iter().copied().collect::<Vec<_>>().as_slice() {
+                    return Ok(count);
+                }
+                let failure = Failure::new(
+                    "the models have different numbers of layers, and no slices are given",
+                );
+                let failure = models.keys().fold(failure, |failure, model| {
+                    failure.detail(format!("`{model}`: {} layers", layers_of(model)))
+                });
+                return Err(failure.hint("write `slices` with a `layer_range` for each model"));
+            }
+        };
+        let mut count = 0;
+        for slice in slices {
+            for source in &slice.sources {
+                let (range, layers) = (&source.layer_range, layers_of(&source.model));
+                if range.end > layers {
+                    return Err(source.place.failure(format!(
+                        "the layer range [{}, {}] ends behind the last layer of `{}`, which has {layers} layers",
+                        range.start, range.end, source.model
+                    )));
+                }
+            }
+            count += slice
+                .sources
+                .first()
+                .map_or(0, |source| source.layer_range.len());
+            if count > MOST_LAYERS {
+                return Err(slice.place.failure(format!(
+                    "the output has more than {MOST_LAYERS} layers up to here"
+                )));
+            }
+        }
+        Ok(count)
+    }
+}
+
+/// Index and shape of a model.
+type ByModel<'a> = BTreeMap<&'a ModelSpec, (usize, &'a ModelShape)>;
+
+fn by_model<'a>(models: &'a [ModelSpec], shapes: &'a [ModelShape]) -> ByModel<'a> {
+    assert_eq!(models.len(), shapes.len(), "one shape per model");
+    let indexed = shapes.iter().enumerate();
+    models.iter().zip(indexed).collect()
+}
+
+struct Resolver<'a> {
+    recipe: &'a Recipe,
+    declaration: &'a Declaration,
+    models: ByModel<'a>,
+    differences: Differences,
+    tensors: Vec<TensorRecipe>,
+}
+
+impl Resolver<'_> {
+    /// Adds a tensor outside the layers.
+    fn outside(&mut self, name: &str, slice: &SliceRecipe) -> Result<(), Failure> {
+        for source in &slice.sources {
+            let (_, shape) = self.models[&source.model];
+            match shape.tensors.get(name) {
+                Some(shape) => self.differences.compare(name, name, &source.model, shape),
+                None => self.differences.lacks(name, &source.model),
+            }
+        }
+        let names = vec![name.to_string(); slice.sources.len()];
+        self.tensor(name.to_string(), None, 0.0, slice, names)
+    }
+
+    /// Adds the layers of a slice, from layer `layer` of the output on.
+    fn slice(&mut self, slice: &SliceRecipe, layer: &mut usize) -> Result<(), Failure> {
+        let count = slice
+            .sources
+            .first()
+            .map_or(0, |source| source.layer_range.len());
+        for i in 0..count {
+            let t = if count > 1 {
+                i as f64 / (count - 1) as f64
+            } else {
+                1.0
+            };
+            let prefixes = slice.sources.iter();
+            let prefixes: Vec<String> = prefixes
+                .map(|source| format!("{LAYERS}{}.", source.layer_range.start + i))
+                .collect();
+            for suffix in self.layer_tensors(slice, &prefixes) {
+                let name = format!("{LAYERS}{layer}.{suffix}");
+                let names = prefixes.iter().map(|prefix| format!("{prefix}{suffix}"));
+                self.tensor(name, Some(*layer), t, slice, names.collect())?;
+            }
+            *layer += 1;
+        }
+        Ok(())
+    }
+
+    /// The tensors of a layer that any source has, without the beginning of their names. Differences are recorded.
+    fn layer_tensors(&mut self, slice: &SliceRecipe, prefixes: &[String]) -> BTreeSet<String> {
+        let mut names = BTreeSet::new();
+        for (source, prefix) in slice.sources.iter().zip(prefixes) {
+            let (_, shape) = self.models[&source.model];
+            let tensors = shape.tensors.range(prefix.clone()..);
+            let tensors = tensors.take_while(|(name, _)| name.starts_with(prefix.as_str()));
+            for (name, shape) in tensors.filter(|(name, _)| !is_buffer(name)) {
+                let suffix = &name[prefix.len()..];
+                self.differences.compare(suffix, name, &source.model, shape);
+                names.insert(suffix.to_string());
+            }
+        }
+        for name in &names {
+            for (source, prefix) in slice.sources.iter().zip(prefixes) {
+                let (_, shape) = self.models[&source.model];
+                let tensor = format!("{prefix}{name}");
+                if !shape.tensors.contains_key(&tensor) {
+                    self.differences.lacks(&tensor, &source.model);
+                }
+            }
+            *self
+                .differences
+                .layers_with
+                .entry(name.clone())
+                .or_default() += 1;
+        }
+        names
+    }
+
+    /// Adds a tensor; `names` are those in the sources of the slice.
+    fn tensor(
+        &mut self,
+        name: String,
+        layer: Option<usize>,
+        t: f64,
+        slice: &SliceRecipe,
+        names: Vec<String>,
+    ) -> Result<(), Failure> {
+        let base = self.recipe.base_of(slice);
+        let wide = [
+            &slice.parameters,
+            &self.recipe.module_parameters,
+            &self.recipe.parameters,
+        ];
+        let mut sources = Vec::with_capacity(names.len());
+        for (source, tensor) in slice.sources.iter().zip(names) {
+            let is_subtracted =
+                self.declaration.base_model == BaseModel::Required && base == Some(&source.model);
+            let declared = if is_subtracted {
+                &[]
+            } else {
+                self.declaration.per_model
+            };
+            let scopes = std::iter::once(&source.parameters).chain(wide);
+            let values = values(declared, scopes, &tensor, t).map_err(|parameter| {
+                self.missing(parameter, &tensor, Some(&source.model), &source.place)
+            })?;
+            sources.push(TensorSource {
+                model: self.models[&source.model].0,
+                tensor,
+                values,
+            });
+        }
+        let shared = values(self.declaration.shared, wide, &name, t)
+            .map_err(|parameter| self.missing(parameter, &name, None, &slice.place))?;
+        let mut models = slice.sources.iter().map(|source| &source.model);
+        self.tensors.push(TensorRecipe {
+            name,
+            layer,
+            base: models.position(|model| Some(model) == base),
+            sources,
+            shared,
+        });
+        Ok(())
+    }
+
+    /// The refusal of a recipe without a value for a required parameter, of `model` or shared.
+    fn missing(
+        &self,
+        parameter: Parameter,
+        tensor: &str,
+        model: Option<&ModelSpec>,
+        place: &Place,
+    ) -> Failure {
+        let (method, name) = (self.declaration.name, parameter.name());
+        let of = model.map_or(String::new(), |model| format!(" of `{model}`"));
+        let failure = place.failure(format!(
+            "the method `{method}` needs `{name}`, which has no value for `{tensor}`{of}"
+        ));
+        let is_base = model.is_some() && model == self.recipe.base_model.as_ref();
+        failure.hint(match place {
+            Place::Flags => format!("add --{name} NUMBER"),
+            Place::Line(..) if is_base => format!(
+                "`base_model` is one of the models: list it with a `{name}`, or remove `base_model`"
+            ),
+            Place::Line(..) => {
+                format!("add `{name}: NUMBER` to the `parameters` of the model or of the recipe")
+            }
+        })
+    }
+
+    /// Returns whether the output has a head of its own.
+    fn has_head(&self, first: &SliceRecipe, last: &SliceRecipe) -> Result<bool, Failure> {
+        let sources = first.sources.iter().chain(&last.sources);
+        let models: BTreeSet<&ModelSpec> = sources.map(|source| &source.model).collect();
+        let (with, without): (Vec<_>, Vec<_>) = models.into_iter().partition(|model| {
+            let (_, shape) = self.models[*model];
+            !shape.tie_word_embeddings && shape.tensors.contains_key(HEAD)
+        });
+        if with.is_empty() || without.is_empty() {
+            return Ok(without.is_empty());
+        }
+        let names = |models: Vec<&ModelSpec>| {
+            let names: Vec<String> = models.iter().map(ToString::to_string).collect();
+            listed(names.iter().map(String::as_str))
+        };
+        Err(Failure::new("some models have a head of their own and some use the embedding")
+            .detail(format!("with `{HEAD}`: {}", names(with)))
+            .detail(format!("with the embedding as head: {}", names(without)))
+            .hint(format!(
+                "save the latter with `tie_word_embeddings: false` and a copy of the embedding as `{HEAD}`"
+            )))
+    }
+}
+
+/// Tensors that models do not share.
+#[derive(Default)]
+struct Differences {
+    /// Tensors that a model lacks and others have.
+    lacking: Vec<String>,
+    shapes: Vec<String>,
+    /// The first shape seen of each tensor, and its place. Tensors of layers are known by the end of their names.
+    expected: BTreeMap<String, (Vec<usize>, String)>,
+    /// Layers of the output that have a tensor.
+    layers_with: BTreeMap<String, usize>,
+}
+
+impl Differences {
+    fn lacks(&mut self, tensor: &str, model: &ModelSpec) {
+        self.lacking.push(format!("`{model}` has no `{tensor}`"));
+    }
+
+    /// Records a shape unlike that of the same tensor of another layer or model: all layers of a model are alike.
+    fn compare(&mut self, suffix: &str, name: &str, model: &ModelSpec, shape: &[usize]) {
+        let Some((expected, at)) = self.expected.get(suffix) else {
+            let at = format!("`{name}` of `{model}`");
+            self.expected
+                .insert(suffix.to_string(), (shape.to_vec(), at));
+            return;
+        };
+        // Vocabularies may differ; the merge decides on that.
+        let has_tokens = [EMBEDDING, HEAD].contains(&name);
+        let skip = usize::from(has_tokens);
+        if expected.len() != shape.len() || expected.iter().skip(skip).ne(shape.iter().skip(skip)) {
+            self.shapes.push(format!(
+                "`{name}` of `{model}` is {shape:?}, {at} is {expected:?}"
+            ));
+        }
+    }
+
+    fn refuse(mut self, layers: usize) -> Result<(), Failure> {
+        if self.lacking.is_empty() {
+            let some = self
+                .layers_with
+                .iter()
+                .filter(|(_, count)| **count != layers);
+            let some = some.map(|(name, count)| format!("`{name}`: in {count} of {layers} layers"));
+            self.lacking.extend(some);
+        }
+        for (differences, message) in [
+            (self.lacking, "some models have tensors that others lack"),
+            (self.shapes, "the models have tensors of different shapes"),
+        ] {
+            if differences.is_empty() {
+                continue;
+            }
+            let shown = differences.iter().take(LISTED);
+            let failure = shown.fold(Failure::new(message), Failure::detail);
+            return Err(match differences.len() {
+                ..=LISTED => failure,
+                more => failure.detail(format!("and {} more", more - LISTED)),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Values of the declared parameters, from the narrowest scope that has one. The error is a required parameter without a value.
+fn values<'a>(
+    declared: &[Declared],
+    scopes: impl IntoIterator<Item = &'a Parameters> + Clone,
+    tensor: &str,
+    t: f64,
+) -> Result<Values, Parameter> {
+    let mut values = Values::default();
+    for (parameter, otherwise) in declared {
+        let given = scopes.clone().into_iter().find_map(|scope| {
+            let setting = scope.get(*parameter)?;
+            setting.at(tensor, t, parameter.is_switch())
+        });
+        match (given, otherwise) {
+            (Some(value), _) => values.set(*parameter, value),
+            (None, Otherwise::Is(value)) => values.set(*parameter, *value),
+            (None, Otherwise::Absent) => {}
+            (None, Otherwise::Required) => return Err(*parameter),
+        }
+    }
+    Ok(values)
+}
+
+/// Returns true for a buffer that old checkpoints store with the weights.
+fn is_buffer(name: &str) -> bool {
+    name.ends_with("rotary_emb.inv_freq")
+}
+
+fn left_out(shapes: &[ModelShape]) -> BTreeSet<String> {
+    let is_used = |shape: &ModelShape, name: &str| match name {
+        EMBEDDING | NORM => true,
+        HEAD => !shape.tie_word_embeddings,
+        _ => {
+            let layer = name
+                .strip_prefix(LAYERS)
+                .and_then(|name| name.split_once('.'));
+            let layer = layer.and_then(|(layer, _)| layer.parse::<usize>().ok());
+            layer.is_some_and(|layer| layer < shape.num_hidden_layers) && !is_buffer(name)
+        }
+    };
+    let names = shapes
+        .iter()
+        .flat_map(|shape| shape.tensors.keys().filter(|name| !is_used(shape, name)));
+    names.cloned().collect()
+}
