@@ -176,3 +176,130 @@ fn set(
     parameters.set(parameter, Setting::scalar(value, Place::Flags));
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{methods, read};
+    use super::*;
+
+    fn model(text: &str) -> ModelSpec {
+        text.parse().unwrap()
+    }
+
+    fn flags(method: &str, models: &[&str]) -> FlagRecipe {
+        FlagRecipe {
+            base: Some("base".into()),
+            models: models.iter().map(|model| model.to_string()).collect(),
+            method: method.into(),
+            ..FlagRecipe::default()
+        }
+    }
+
+    #[test]
+    fn flags_give_the_recipe_of_a_file() {
+        let given = FlagRecipe {
+            density: vec![0.5],
+            weight: vec![0.6, 0.4],
+            lambda: Some(1.0),
+            normalize: Some(false),
+            dtype: Some(MergeDtype::F32),
+            tokenizer: Some(TokenizerSource::Base),
+            ..flags("ties", &["a", "b+c"])
+        };
+        let recipe = Recipe::from_flags(given, &methods()).unwrap();
+        let same = "merge_method: ties
+base_model: base
+models:
+  - {model: a, parameters: {weight: 0.6, density: 0.5}}
+  - {model: b+c, parameters: {weight: 0.4, density: 0.5}}
+parameters: {lambda: 1, normalize: false}
+dtype: float32
+tokenizer_source: base
+";
+        assert_eq!(Ok(recipe), read(same));
+    }
+
+    #[test]
+    fn weights_are_one_without_a_flag_and_a_base_is_no_average() {
+        let recipe = Recipe::from_flags(flags("linear", &["base+lora"]), &methods()).unwrap();
+        let same = "merge_method: linear\nmodels: [{model: base+lora, parameters: {weight: 1}}]\n";
+        assert_eq!(Ok(recipe), read(same));
+        let with_base = flags("linear", &["base", "a"]);
+        let recipe = Recipe::from_flags(with_base, &methods()).unwrap();
+        assert_eq!(recipe.base_model, Some(model("base")));
+        assert_eq!(recipe.models().len(), 2);
+        let vocabulary = FlagRecipe {
+            tokenizer: Some(TokenizerSource::Base),
+            ..flags("linear", &["a", "b"])
+        };
+        let recipe = Recipe::from_flags(vocabulary, &methods()).unwrap();
+        let tokenizer = recipe.tokenizer.unwrap();
+        assert_eq!(tokenizer.source, TokenizerSource::Model(model("base")));
+        // A method without weights gets none.
+        let recipe = Recipe::from_flags(flags("model_stock", &["a", "b"]), &methods()).unwrap();
+        let Inputs::Models(inputs) = &recipe.inputs else {
+            panic!("models")
+        };
+        assert!(inputs.iter().all(|input| input.parameters.is_empty()));
+    }
+
+    #[test]
+    fn flags_that_do_not_fit_are_refused_as_usage() {
+        for (given, error) in [
+            (flags("ties", &[]), "a merge needs models"),
+            (
+                flags("sce", &["a"]),
+                "the method `sce` does not exist in this version",
+            ),
+            (
+                FlagRecipe {
+                    base: None,
+                    ..flags("ties", &["a"])
+                },
+                "the method `ties` needs a base model\nhint: add --base MODEL",
+            ),
+            (
+                FlagRecipe {
+                    weight: vec![1.0, 2.0, 3.0],
+                    ..flags("ties", &["a", "b"])
+                },
+                "--weight has 3 values for 2 models",
+            ),
+            (
+                FlagRecipe {
+                    density: vec![0.5],
+                    ..flags("linear", &["a"])
+                },
+                "the method `linear` has no parameter `density`",
+            ),
+            (
+                FlagRecipe {
+                    density: vec![1.5],
+                    ..flags("ties", &["a"])
+                },
+                "`density` is 1.5; it lies between 0 and 1",
+            ),
+            (
+                FlagRecipe {
+                    lambda: Some(f64::NAN),
+                    ..flags("ties", &["a"])
+                },
+                "`lambda` is NaN; it must be a finite number",
+            ),
+            (
+                FlagRecipe {
+                    t: Some(0.5),
+                    ..flags("ties", &["a"])
+                },
+                "the method `ties` has no parameter `t`",
+            ),
+            (flags("ties", &["a+b+c"]), "`a+b+c` does not name a model"),
+            (flags("ties", &["a", "a"]), "`a` is merged with itself"),
+        ] {
+            let refused = Recipe::from_flags(given, &methods()).unwrap_err();
+            let failure = refused.downcast_ref::<crate::failure::Failure>().unwrap();
+            assert!(failure.is_usage, "{failure}");
+            assert!(failure.to_string().contains(error), "{failure}");
+        }
+    }
+}

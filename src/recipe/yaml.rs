@@ -226,8 +226,8 @@ impl Composer<'_> {
                 self.check_depth(&place, node.depth())?;
                 let size = node.size();
                 self.grow(&place, size)?;
-                let node = self.anchors[&anchor].clone();
-                self.put(node, 0)
+                let content = self.anchors[&anchor].content.clone();
+                self.put(Node { place, content }, 0)
             }
             _ => Ok(()),
         }

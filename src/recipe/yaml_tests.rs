@@ -120,7 +120,7 @@ fn hostile_files_give_one_error_with_the_line() {
             "a: [1, 2\nb: 3\n".into(),
             "`x.yml` line 2: this is not YAML",
         ),
-        ("a: 'x\n".into(), "`x.yml` line 2: this is not YAML"),
+        ("a: 'x\n".into(), "`x.yml` line 1: this is not YAML"),
         (
             "a: *b\n".into(),
             "`x.yml` line 1: this is not YAML: while parsing node, found unknown anchor",
@@ -164,8 +164,12 @@ fn hostile_files_give_one_error_with_the_line() {
             "once its aliases are unfolded",
         ),
         (
-            "[".repeat(100_000),
+            "[".repeat(100),
             "`x.yml` line 1: lists and maps stand in more than 32 others",
+        ),
+        (
+            "[".repeat(100_000),
+            "`x.yml` line 1: this is not YAML: recursion limit exceeded",
         ),
         (
             "- ".repeat(100_000),
