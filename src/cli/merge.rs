@@ -77,15 +77,31 @@ struct RecipeArgs {
     method: Option<String>,
 
     /// Weights of the models: one for all, or one per model [default: 1]
-    #[arg(long, value_name = "W,...", value_delimiter = ',', allow_negative_numbers = true, conflicts_with = "config")]
+    #[arg(
+        long,
+        value_name = "W,...",
+        value_delimiter = ',',
+        allow_negative_numbers = true,
+        conflicts_with = "config"
+    )]
     weight: Vec<f64>,
 
     /// Shares of the differences that are kept: one for all, or one per model [default: 1]
-    #[arg(long, value_name = "D,...", value_delimiter = ',', conflicts_with = "config")]
+    #[arg(
+        long,
+        value_name = "D,...",
+        value_delimiter = ',',
+        conflicts_with = "config"
+    )]
     density: Vec<f64>,
 
     /// Factor of the merged difference from the base [default: 1]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, conflicts_with = "config")]
+    #[arg(
+        long,
+        value_name = "X",
+        allow_negative_numbers = true,
+        conflicts_with = "config"
+    )]
     lambda: Option<f64>,
 
     /// Divide by the sum of the weights, or not [default: as mergekit does for the method]
@@ -101,11 +117,21 @@ struct RecipeArgs {
     t: Option<f64>,
 
     /// Shares of the largest differences that breadcrumbs removes [default: 0.01]
-    #[arg(long, value_name = "G,...", value_delimiter = ',', conflicts_with = "config")]
+    #[arg(
+        long,
+        value_name = "G,...",
+        value_delimiter = ',',
+        conflicts_with = "config"
+    )]
     gamma: Vec<f64>,
 
     /// Half the spread of della's probabilities [default: 0.15]
-    #[arg(long, value_name = "E,...", value_delimiter = ',', conflicts_with = "config")]
+    #[arg(
+        long,
+        value_name = "E,...",
+        value_delimiter = ',',
+        conflicts_with = "config"
+    )]
     epsilon: Vec<f64>,
 
     /// Dtype of the output [default: that of the inputs; f32 where they differ]
@@ -315,7 +341,10 @@ impl MergeArgs {
             seqlen: self.saliency.seqlen,
             eval: evaluation.eval.unwrap_or(default),
             evaluation: EvaluationSettings {
-                eval_dataset: evaluation.eval_dataset.clone().unwrap_or(defaults.eval_dataset),
+                eval_dataset: evaluation
+                    .eval_dataset
+                    .clone()
+                    .unwrap_or(defaults.eval_dataset),
                 eval_windows: evaluation.eval_windows,
                 text_cache: evaluation.text_cache.clone(),
                 ..EvaluationSettings::default()

@@ -130,10 +130,7 @@ impl ValueEnum for SaliencySource {
     fn to_possible_value(&self) -> Option<PossibleValue> {
         let (name, help) = match self {
             Self::Base => ("base", "The base model: they decide trimming"),
-            Self::Experts => (
-                "experts",
-                "Each expert: they also weigh signs and averages",
-            ),
+            Self::Experts => ("experts", "Each expert: they also weigh signs and averages"),
         };
         Some(PossibleValue::new(name).help(help))
     }

@@ -1,6 +1,6 @@
 //! [`MergePass`]: the loop over the tensors of the output.
 //!
-//! Workers take tensors, the largest first. Each reads the rows of all sources in pieces, merges them and writes the merged rows. No
+//! Workers take tensors, embedding and head first. Each reads the rows of all sources in pieces, merges them and writes the merged rows. No
 //! tensor is ever whole in memory: a worker holds one piece per source, the merged piece and its bytes. While one worker waits for
 //! the disk, others compute.
 //!
@@ -162,8 +162,14 @@ impl MergePass<'_> {
     pub fn run(&self, journal: &mut dyn MergeJournal) -> Result<()> {
         let groups = Groups::new(self.tensors, self.method.scope(&self.settings));
         let mut order: Vec<usize> = (0..self.tensors.len()).collect();
-        // A large tensor that begins last would have one worker alone at the end.
-        order.sort_by_key(|&at| std::cmp::Reverse(self.tensors[at].elements()));
+        // Embedding and head are the largest; one that began last would keep a single worker busy at the end. The layers follow in
+        // their order.
+        order.sort_by_key(|&at| {
+            let tensor = &self.tensors[at];
+            let outside = tensor.recipe.layer.is_none();
+            let elements = if outside { tensor.elements() } else { 0 };
+            (std::cmp::Reverse(elements), tensor.recipe.layer, at)
+        });
         if groups.are_shared {
             self.measure_groups(&groups, &order)?;
         }
@@ -218,7 +224,9 @@ impl MergePass<'_> {
                 let merged = self.for_each(left, |worker, at| {
                     let merged = worker.merge(at, groups)?;
                     let tensor = &self.tensors[at];
-                    progress.elements_done.fetch_add(tensor.elements(), Ordering::Relaxed);
+                    progress
+                        .elements_done
+                        .fetch_add(tensor.elements(), Ordering::Relaxed);
                     if tensor.is_linear() {
                         self.events.emit(progress.step(&tensor.recipe.name));
                     }

@@ -7,7 +7,7 @@ use anyhow::Result;
 use crate::adapter::TensorChange;
 use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::linalg::StoredDtype;
-use crate::linalg::convert::widen;
+use crate::linalg::convert::{narrow, widen};
 use crate::model::stored_dtype;
 
 /// The rows of one tensor of one input model. Vectors have one row.
@@ -33,19 +33,28 @@ pub struct StoredRows<'a> {
     source: &'a dyn WeightSource,
     entry: &'a TensorEntry,
     dtype: StoredDtype,
+    /// The dtype that elements are rounded to when they are read.
+    rounds_to: Option<StoredDtype>,
     columns: usize,
 }
 
 impl<'a> StoredRows<'a> {
-    /// The rows of a tensor.
+    /// The rows of a tensor, rounded to a dtype where a recipe names one.
     ///
     /// # Errors
     /// Fails for tensors that are not f32, f16 or bf16.
-    pub fn new(source: &'a dyn WeightSource, entry: &'a TensorEntry) -> Result<Self> {
+    pub fn new(
+        source: &'a dyn WeightSource,
+        entry: &'a TensorEntry,
+        rounds_to: Option<StoredDtype>,
+    ) -> Result<Self> {
+        let dtype = stored_dtype(entry)?;
         Ok(Self {
             source,
             entry,
-            dtype: stored_dtype(entry)?,
+            dtype,
+            // Every f32 is itself, and so is a number in its own dtype.
+            rounds_to: rounds_to.filter(|of| ![dtype, StoredDtype::F32].contains(of)),
             columns: entry.shape.last().copied().unwrap_or(1),
         })
     }
@@ -58,6 +67,10 @@ impl InputRows for StoredRows<'_> {
         let start = (rows.start * row_bytes) as u64;
         self.source.read(self.entry, start, bytes)?;
         widen(self.dtype, bytes, values);
+        if let Some(dtype) = self.rounds_to {
+            narrow(dtype, values, bytes);
+            widen(dtype, bytes, values);
+        }
         Ok(())
     }
 }

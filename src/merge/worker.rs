@@ -7,10 +7,12 @@ use anyhow::Result;
 use super::pass::{Groups, MergePass, MergeTensor};
 use super::rows::InputRows;
 use crate::failure::Failure;
+use crate::linalg::StoredDtype;
 use crate::linalg::convert::narrow;
 use crate::linalg::select::first_not_finite;
-use crate::linalg::StoredDtype;
-use crate::merging::{MethodSettings, RowBlock, SourceTask, TensorMerge, TensorTask, weighted_square_distance};
+use crate::merging::{
+    MethodSettings, RowBlock, SourceTask, TensorMerge, TensorTask, weighted_square_distance,
+};
 use crate::run::Stopped;
 use crate::run::merging::{MergedTensor, OutputErrors};
 
@@ -101,7 +103,10 @@ impl<'p> Worker<'p> {
         let step = self.rows_of_a_piece(tensor);
         for first in (0..rows).step_by(step) {
             self.read(tensor, opened, first..(first + step).min(rows), checks)?;
-            let sources: Vec<&[f32]> = self.sources[..opened.len()].iter().map(|of| &of[..]).collect();
+            let sources: Vec<&[f32]> = self.sources[..opened.len()]
+                .iter()
+                .map(|of| &of[..])
+                .collect();
             take(&RowBlock {
                 first_row: first,
                 sources: &sources,
@@ -127,7 +132,8 @@ impl<'p> Worker<'p> {
             return Err(Stopped.into());
         }
         let columns = tensor.matrix().1;
-        self.sources.resize_with(opened.len().max(self.sources.len()), Vec::new);
+        self.sources
+            .resize_with(opened.len().max(self.sources.len()), Vec::new);
         let sources = opened.iter().zip(&mut self.sources).enumerate();
         for (at, (source, values)) in sources {
             values.resize(rows.len() * columns, 0.0);
@@ -162,8 +168,10 @@ impl<'p> Worker<'p> {
         let mut counts = Counted::new(tensor);
         for first in (0..rows).step_by(step) {
             self.read(tensor, opened, first..(first + step).min(rows), checks)?;
-            let sources: Vec<&[f32]> =
-                self.sources[..opened.len()].iter().map(|of| &of[..]).collect();
+            let sources: Vec<&[f32]> = self.sources[..opened.len()]
+                .iter()
+                .map(|of| &of[..])
+                .collect();
             let block = RowBlock {
                 first_row: first,
                 sources: &sources,
@@ -244,7 +252,11 @@ fn check_merged(tensor: &MergeTensor, first: usize, columns: usize, merged: &[f3
     let is_f16 = tensor.dtype == StoredDtype::F16;
     let bad = first_not_finite(merged).or_else(|| {
         // Half a step above the largest number rounds to infinity.
-        is_f16.then(|| merged.iter().position(|value| value.abs() >= LARGEST_F16 + 16.0))?
+        is_f16.then(|| {
+            merged
+                .iter()
+                .position(|value| value.abs() >= LARGEST_F16 + 16.0)
+        })?
     });
     let Some(at) = bad else { return Ok(()) };
     let failure = Failure::new(format!(

@@ -289,7 +289,11 @@ fn trim_of(
         Trimming::Random if source.squares.is_none() => Trim::Random {
             stream: stream(),
             probability: density,
-            factor: if is_paper { (1.0 / density) as f32 } else { 1.0 },
+            factor: if is_paper {
+                (1.0 / density) as f32
+            } else {
+                1.0
+            },
         },
         _ => {
             let epsilon = match source.values.get(Parameter::Epsilon) {
@@ -611,90 +615,114 @@ struct Mix<'a> {
     merged: &'a mut [f32],
 }
 
-/// Columns that are mixed at once.
+/// Columns that are mixed at once. Loops over arrays of this length become vector instructions.
 const LANES: usize = 64;
+
+type Lanes = [f32; LANES];
 
 impl WithSimd for Mix<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Self {
-            base,
-            experts,
-            elects,
-            divisor,
-            lambda,
-            tie,
-            merged,
-        } = self;
-        let sum_of_weights: f32 = experts.iter().map(|share| share.weight).sum();
-        let plain_divisor = if sum_of_weights.abs() < 1e-8 { 1.0 } else { sum_of_weights };
-        for (block, merged) in merged.chunks_mut(LANES).enumerate() {
+        let sum_of_weights: f32 = self.experts.iter().map(|share| share.weight).sum();
+        let has_votes = self.experts.iter().any(|share| !share.votes.is_empty());
+        // Without election and votes by column, one number divides all.
+        let plain = match (self.elects || has_votes, sum_of_weights.abs() < 1e-8) {
+            (true, _) => None,
+            (false, true) => Some(1.0),
+            (false, false) => Some(sum_of_weights),
+        };
+        let blocks = self.merged.chunks_mut(LANES).zip(self.base.chunks(LANES));
+        for (block, (merged, base)) in blocks.enumerate() {
             let start = block * LANES;
-            let range = start..start + merged.len();
-            let base = &base[range.clone()];
-            let (mut mixed, mut weights) = ([0.0f32; LANES], [0.0f32; LANES]);
-            let mut sums = [0.0f32; LANES];
-            if elects {
-                for share in &experts {
-                    share.votes_of(&range, |at, vote| sums[at] += vote * share.trimmed[start + at]);
+            let mut signs = [0.0; LANES];
+            if self.elects {
+                for share in &self.experts {
+                    let (_, values) = share.load(start);
+                    for (sum, value) in signs.iter_mut().zip(&values) {
+                        *sum += value;
+                    }
                 }
-                // The elected sign, +1 or −1; where all of them cancel, 0 agrees with no entry.
-                for sum in &mut sums {
-                    *sum = if *sum > 0.0 {
-                        1.0
-                    } else if *sum < 0.0 {
-                        -1.0
-                    } else if tie < 0.0 {
-                        -1.0
-                    } else if tie > 0.0 {
-                        1.0
-                    } else {
-                        // The reference's comparison takes the negative ones.
-                        -1.0
-                    };
+                elect(&mut signs, self.tie);
+            }
+            let (mut mixed, mut weights) = ([0.0; LANES], [0.0; LANES]);
+            for share in &self.experts {
+                let (mut votes, values) = share.load(start);
+                if self.divisor == Divisor::Count {
+                    votes = [1.0; LANES];
+                }
+                add_agreeing(
+                    (&mut mixed, &mut weights),
+                    (&votes, &values),
+                    self.elects.then_some(&signs),
+                );
+            }
+            match (self.divisor, plain) {
+                (Divisor::One, _) => weights = [1.0; LANES],
+                (_, Some(plain)) => weights = [plain; LANES],
+                _ => {
+                    for weight in &mut weights {
+                        *weight = if *weight == 0.0 { 1.0 } else { *weight };
+                    }
                 }
             }
-            for share in &experts {
-                share.votes_of(&range, |at, vote| {
-                    let value = vote * share.trimmed[start + at];
-                    let agrees = !elects || value * sums[at] > 0.0;
-                    mixed[at] += if agrees { value } else { 0.0 };
-                    let part = if divisor == Divisor::Count { 1.0 } else { vote };
-                    weights[at] += if agrees { part } else { 0.0 };
-                });
-            }
-            for (at, (merged, base)) in merged.iter_mut().zip(base).enumerate() {
-                let divided = match divisor {
-                    Divisor::One => mixed[at],
-                    _ if !elects && share_is_plain(&experts) => mixed[at] / plain_divisor,
-                    _ => mixed[at] / if weights[at] == 0.0 { 1.0 } else { weights[at] },
-                };
-                *merged = base + divided * lambda;
+            let sums = mixed.iter().zip(&weights);
+            for ((merged, base), (mixed, weight)) in merged.iter_mut().zip(base).zip(sums) {
+                *merged = base + mixed / weight * self.lambda;
             }
         }
     }
 }
 
-/// True if every expert has one weight for all columns.
+/// Turns sums into signs. Where entries cancel, 0 means the tie; without a tie, the reference's comparison takes the negative ones.
 #[inline(always)]
-fn share_is_plain(experts: &[Share<'_>]) -> bool {
-    experts.iter().all(|share| share.votes.is_empty())
+fn elect(sums: &mut Lanes, tie: f32) {
+    let tie = if tie > 0.0 { 1.0 } else { -1.0 };
+    for sum in sums {
+        let sign = if *sum < 0.0 { -1.0 } else { tie };
+        *sum = if *sum > 0.0 { 1.0 } else { sign };
+    }
+}
+
+/// Adds values and their votes where they agree with the signs, or everywhere.
+#[inline(always)]
+fn add_agreeing(
+    (mixed, weights): (&mut Lanes, &mut Lanes),
+    (votes, values): (&Lanes, &Lanes),
+    signs: Option<&Lanes>,
+) {
+    let ones = [0.0; LANES];
+    let is_plain = signs.is_none();
+    let signs = signs.unwrap_or(&ones);
+    for at in 0..LANES {
+        let agrees = is_plain | (values[at] * signs[at] > 0.0);
+        mixed[at] += if agrees { values[at] } else { 0.0 };
+        weights[at] += if agrees { votes[at] } else { 0.0 };
+    }
 }
 
 impl Share<'_> {
-    /// Calls `take` with each column of the block and its vote.
+    /// Votes and voted differences of the columns from `start` on; zeros beyond the last.
     #[inline(always)]
-    fn votes_of(&self, range: &std::ops::Range<usize>, mut take: impl FnMut(usize, f32)) {
-        if self.votes.is_empty() {
-            for at in 0..range.len() {
-                take(at, self.weight);
-            }
-        } else {
-            for (at, vote) in self.votes[range.clone()].iter().enumerate() {
-                take(at, *vote);
-            }
+    fn load(&self, start: usize) -> (Lanes, Lanes) {
+        let (mut votes, mut values) = ([self.weight; LANES], [0.0; LANES]);
+        copy(&mut values, &self.trimmed[start..]);
+        if !self.votes.is_empty() {
+            votes = [0.0; LANES];
+            copy(&mut votes, &self.votes[start..]);
         }
+        for (value, vote) in values.iter_mut().zip(&votes) {
+            *value *= vote;
+        }
+        (votes, values)
+    }
+}
+
+#[inline(always)]
+fn copy(lanes: &mut Lanes, from: &[f32]) {
+    match from.first_chunk::<LANES>() {
+        Some(whole) => *lanes = *whole,
+        None => lanes[..from.len()].copy_from_slice(from),
     }
 }

@@ -44,13 +44,12 @@ impl MergeMethod for Linear {
             1.0
         };
         if divisor == 0.0 {
-            return Err(Failure::new(format!(
-                "the weights of tensor `{}` add up to 0",
-                task.name
-            ))
-            .detail(format!("their sum is the divisor: {weights:?}"))
-            .hint("use other weights, or `normalize: false`")
-            .into());
+            return Err(
+                Failure::new(format!("the weights of tensor `{}` add up to 0", task.name))
+                    .detail(format!("their sum is the divisor: {weights:?}"))
+                    .hint("use other weights, or `normalize: false`")
+                    .into(),
+            );
         }
         Ok(Box::new(Average { weights, divisor }))
     }

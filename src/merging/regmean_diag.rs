@@ -49,12 +49,11 @@ impl MergeMethod for RegmeanDiag {
         let weight = |at: usize| experts[at].1.values.number(Parameter::Weight);
         let total: f64 = (0..experts.len()).map(weight).sum();
         if total == 0.0 {
-            return Err(Failure::new(format!(
-                "the weights of tensor `{}` add up to 0",
-                task.name
-            ))
-            .hint("use other weights")
-            .into());
+            return Err(
+                Failure::new(format!("the weights of tensor `{}` add up to 0", task.name))
+                    .hint("use other weights")
+                    .into(),
+            );
         }
         let mut shares: Vec<Vec<f32>> = experts
             .iter()

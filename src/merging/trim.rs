@@ -60,10 +60,7 @@ pub(super) enum Trim {
     /// None.
     Nothing,
     /// By magnitude.
-    Between {
-        lower: Edge,
-        upper: Option<Edge>,
-    },
+    Between { lower: Edge, upper: Option<Edge> },
     /// The `count` largest scores of each row; of equal ones those of the lower columns.
     Rows {
         count: usize,
@@ -179,10 +176,8 @@ impl Trimmer {
                     is_unbiased: *is_unbiased,
                 };
                 let rows = difference.chunks_mut(columns).enumerate();
-                rows.map(|(at, row)| {
-                    ramp.trim(row, first + (at * columns) as u64, roots, scratch)
-                })
-                .sum()
+                rows.map(|(at, row)| ramp.trim(row, first + (at * columns) as u64, roots, scratch))
+                    .sum()
             }
         };
     }
@@ -195,7 +190,12 @@ fn between(block: &mut [f32], lower: Edge, upper: Option<Edge>, seen: &mut [u64;
         from: 0,
         to: 0,
     });
-    let equal = |edge: Edge| block.iter().filter(|value| key(**value) == edge.key).count() as u64;
+    let equal = |edge: Edge| {
+        block
+            .iter()
+            .filter(|value| key(**value) == edge.key)
+            .count() as u64
+    };
     let equals = [equal(lower), equal(upper)];
     let sides = [
         side(lower, seen[0], equals[0]),

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::merging::MergedTensor;
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
+use super::merging::MergedTensor;
 
 /// The version of the schema. A run with another version cannot be continued.
 pub const SCHEMA: u32 = 1;

@@ -17,8 +17,8 @@ use crate::job::recorder::Recorder;
 use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
-use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
 use crate::run::merging::MergedTensor;
+use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
 use crate::run::{Events, Phase, RunState};
 use crate::runtime::Clock;
 

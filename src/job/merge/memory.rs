@@ -35,7 +35,11 @@ impl MergeShape {
         // Sources, trimmed differences, the merged rows; stored bytes that are read and written.
         let floats = 2 * self.sources as u64 + 3;
         let pieces = size.workers as u64 * piece * 4 * floats;
-        let searches = if self.searches { self.sources as u64 } else { 0 };
+        let searches = if self.searches {
+            self.sources as u64
+        } else {
+            0
+        };
         // Each worker counts, and so does each group.
         let counts = COUNTS * searches * (size.workers as u64 + self.groups as u64);
         let factors = size.workers as u64 * self.factor_bytes;
@@ -77,13 +81,15 @@ impl MergeShape {
             } else if size.piece_elements > self.longest_row {
                 size.piece_elements /= 2;
             } else {
-                return Err(Failure::new(format!("this merge does not fit into {budget}"))
-                    .detail(format!(
-                        "one worker with one row of {} elements per model needs {}",
-                        self.longest_row,
-                        self.bytes(size)
-                    ))
-                    .hint(format!("use --max-memory cpu={}", self.bytes(size))));
+                return Err(
+                    Failure::new(format!("this merge does not fit into {budget}"))
+                        .detail(format!(
+                            "one worker with one row of {} elements per model needs {}",
+                            self.longest_row,
+                            self.bytes(size)
+                        ))
+                        .hint(format!("use --max-memory cpu={}", self.bytes(size))),
+                );
             }
         }
         Ok(size)

@@ -20,8 +20,8 @@ use anyhow::Result;
 
 use super::recorder::Recorder;
 use crate::merge::MergePass;
-use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::run::command_line::quoted;
+use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
 use outputs::MergeOutputs;
 use settle::{MergeJob, SettledMerge};

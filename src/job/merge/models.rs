@@ -12,6 +12,7 @@ use crate::bytes::read_settings;
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, WeightSource};
 use crate::failure::Failure;
 use crate::job::located::{self, HubModel};
+use crate::linalg::StoredDtype;
 use crate::merge::{AdaptedRows, InputRows, Inputs, StoredRows};
 use crate::recipe::{ModelShape, ModelSpec, TensorSource};
 use crate::run::Events;
@@ -32,6 +33,8 @@ pub(super) struct InputModelFiles {
 /// All inputs, in the order of [`crate::recipe::Recipe::models`].
 pub(super) struct InputModels {
     pub(super) models: Vec<InputModelFiles>,
+    /// `dtype` of the recipe: elements are rounded to it when they are read, as in mergekit.
+    pub(super) dtype: Option<StoredDtype>,
 }
 
 impl InputModels {
@@ -41,6 +44,7 @@ impl InputModels {
     /// Fails for a folder that is missing or damaged, for a download that fails, and for an adapter that does not fit its base.
     pub(super) fn open(
         specs: Vec<ModelSpec>,
+        dtype: Option<StoredDtype>,
         cache_dir: Option<&Path>,
         events: &dyn Events,
     ) -> Result<Self> {
@@ -80,7 +84,7 @@ impl InputModels {
                 adapter,
             });
         }
-        Ok(Self { models })
+        Ok(Self { models, dtype })
     }
 
     /// The folders that are read.
@@ -97,7 +101,10 @@ impl InputModels {
 
     /// Bytes of the factors of the largest change of a tensor, in f32; several adapters of a tensor are held together.
     pub(super) fn factor_bytes(&self) -> u64 {
-        let adapters = self.models.iter().filter_map(|model| model.adapter.as_ref());
+        let adapters = self
+            .models
+            .iter()
+            .filter_map(|model| model.adapter.as_ref());
         adapters.map(|adapter| adapter.largest_change_bytes()).sum()
     }
 
@@ -153,10 +160,11 @@ impl Inputs for InputModels {
     fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>> {
         let model = &self.models[model];
         let checkpoint = &*model.checkpoint;
-        let entry = checkpoint.entry(tensor).with_context(|| {
-            format!("tensor `{tensor}` is not in `{}`", model.folder.display())
-        })?;
-        let base: Box<dyn InputRows + '_> = Box::new(StoredRows::new(checkpoint, entry)?);
+        let entry = checkpoint
+            .entry(tensor)
+            .with_context(|| format!("tensor `{tensor}` is not in `{}`", model.folder.display()))?;
+        let base: Box<dyn InputRows + '_> =
+            Box::new(StoredRows::new(checkpoint, entry, self.dtype)?);
         let change = match &model.adapter {
             Some(adapter) => adapter.change(tensor)?,
             None => None,

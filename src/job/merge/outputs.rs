@@ -116,7 +116,9 @@ fn reopen(job: &MergeJob, events: &dyn Events) -> Result<Option<(MergedWriter, R
         state.tensors.remove(name);
     }
     let tensors = &state.tensors;
-    state.merged.retain(|tensor| tensors.contains_key(&tensor.name));
+    state
+        .merged
+        .retain(|tensor| tensors.contains_key(&tensor.name));
     events.note(format!(
         "continuing an unfinished merge: {} of {} tensors are finished",
         state.merged.len(),

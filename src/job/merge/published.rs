@@ -36,7 +36,10 @@ impl Donor {
         let donor = donor.or(models.first()).context("a merge has models")?;
         let mut config = donor.config.clone();
         let object = config.as_object_mut().with_context(|| {
-            format!("`{}` is no object", donor.folder.join(CONFIG_FILE).display())
+            format!(
+                "`{}` is no object",
+                donor.folder.join(CONFIG_FILE).display()
+            )
         })?;
         let layers = tensors.iter().filter_map(|tensor| tensor.recipe.layer);
         let layers = layers.max().map_or(0, |last| last + 1);
@@ -104,11 +107,17 @@ impl MergeJob {
         record.push(b'\n');
         let mut written = vec![
             (CONFIG_FILE.to_string(), config),
-            (MERGE_CONFIG_FILE.to_string(), public.recipe.clone().into_bytes()),
+            (
+                MERGE_CONFIG_FILE.to_string(),
+                public.recipe.clone().into_bytes(),
+            ),
             (MERGING_FILE.to_string(), record),
         ];
         if !self.settings.output.no_model_card {
-            written.push((CARD_FILE.to_string(), merge_card::text(&public).into_bytes()));
+            written.push((
+                CARD_FILE.to_string(),
+                merge_card::text(&public).into_bytes(),
+            ));
         }
         if let Some(index) = self.layout.index_json() {
             written.push((INDEX_FILE.to_string(), index));

@@ -13,9 +13,7 @@ use crate::job::recorder::Recorder;
 use crate::linalg::kernel;
 use crate::merging::Scope;
 use crate::recipe::Parameter;
-use crate::run::manifest::{
-    Arithmetic, Manifest, ModelReport, OutputReport, Perplexities, SCHEMA,
-};
+use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport, Perplexities, SCHEMA};
 use crate::run::merging::{InputModel, MergeReport, MergedTensor};
 use crate::run::{Events, HiddenStatesStorage, Moment, Phase};
 
@@ -32,14 +30,19 @@ impl MergeJob {
                     is_base: self.recipe.base_model.as_ref() == Some(&model.spec),
                     path: model.folder.display().to_string(),
                     commit: model.hub_model.as_ref().map(|hub| hub.commit.clone()),
-                    adapter: model.adapter.as_ref().map(|of| of.folder().display().to_string()),
+                    adapter: model
+                        .adapter
+                        .as_ref()
+                        .map(|of| of.folder().display().to_string()),
                     fingerprint: model.fingerprint()?,
                 })
             })
             .collect();
         let read = self.tensors.iter().map(|tensor| {
             let sources = tensor.recipe.sources.iter();
-            sources.map(|source| self.inputs.stored_bytes(source)).sum::<u64>()
+            sources
+                .map(|source| self.inputs.stored_bytes(source))
+                .sum::<u64>()
         });
         let mut counted: BTreeMap<&str, &MergedTensor> = outputs
             .state
@@ -52,9 +55,8 @@ impl MergeJob {
             .iter()
             .map(|tensor| {
                 let counted = counted.remove(tensor.recipe.name.as_str());
-                let counted = counted.with_context(|| {
-                    format!("tensor `{}` was not merged", tensor.recipe.name)
-                });
+                let counted = counted
+                    .with_context(|| format!("tensor `{}` was not merged", tensor.recipe.name));
                 counted.cloned()
             })
             .collect();
@@ -70,7 +72,9 @@ impl MergeJob {
             models: models?,
             recipe: self.recipe.to_yaml(str::to_string),
             num_hidden_layers: self.num_hidden_layers,
-            vocab_size: embedding.and_then(|of| of.shape.first().copied()).unwrap_or(0),
+            vocab_size: embedding
+                .and_then(|of| of.shape.first().copied())
+                .unwrap_or(0),
             dtype: widest(&self.tensors).name().to_string(),
             left_out: self.left_out.clone(),
             bytes: [ByteSize(read.sum()), self.output_bytes()],
@@ -112,7 +116,9 @@ impl MergeJob {
     ) -> Result<Manifest> {
         self.clock.mark(Moment::End, recorder);
         let donor = self.inputs.models.iter();
-        let donor = donor.clone().find(|model| model.folder == self.donor.folder);
+        let donor = donor
+            .clone()
+            .find(|model| model.folder == self.donor.folder);
         let donor = donor.context("the donor is one of the models")?;
         let parameters = self.tensors.iter().map(|tensor| tensor.elements()).sum();
         let phases = self.clock.report();
@@ -139,7 +145,10 @@ impl MergeJob {
                 device: "cpu".to_string(),
                 dtype: "f32".to_string(),
                 kernel: "element by element".to_string(),
-                cpu_features: kernel::cpu_features().into_iter().map(str::to_string).collect(),
+                cpu_features: kernel::cpu_features()
+                    .into_iter()
+                    .map(str::to_string)
+                    .collect(),
                 threads: self.threads,
             },
             pruning: None,

@@ -93,7 +93,12 @@ impl MergeJob {
             .with_context(|| format!("there is no method `{}`", recipe.merge_method))?;
         let declaration = method.declaration();
         check_flags(&settings, method)?;
-        let inputs = InputModels::open(recipe.models(), settings.cache_dir.as_deref(), events)?;
+        let inputs = InputModels::open(
+            recipe.models(),
+            recipe.dtype.map(stored),
+            settings.cache_dir.as_deref(),
+            events,
+        )?;
         let shapes = inputs.shapes()?;
         let num_hidden_layers = recipe.num_hidden_layers(&shapes)?;
         let resolved = recipe.resolve(&declaration, &shapes)?;
@@ -129,7 +134,12 @@ impl MergeJob {
         let threads = machine::start_workers(settings.device.threads)?;
         let inventory = machine::inventory(&settings.device, threads)?;
         let budget = cpu_budget(&inventory, &settings.device.max_memory);
-        let shape = MergeShape::of(&tensors, &declaration, method.scope(&method_settings), &inputs);
+        let shape = MergeShape::of(
+            &tensors,
+            &declaration,
+            method.scope(&method_settings),
+            &inputs,
+        );
         let wanted = PassSize {
             workers: threads * WORKERS_PER_THREAD,
             piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
@@ -255,18 +265,18 @@ fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
 fn check_flags(settings: &MergeSettings, method: &dyn MergeMethod) -> Result<()> {
     let name = method.declaration().name;
     if settings.saliency.is_some() && !method.uses_saliency() {
-        return Err(Failure::usage(format!(
-            "--saliency has no meaning for the method `{name}`"
-        ))
-        .hint("leave it out, or use ties, dare_linear, dare_ties, della or regmean_diag")
-        .into());
+        return Err(
+            Failure::usage(format!("--saliency has no meaning for the method `{name}`"))
+                .hint("leave it out, or use ties, dare_linear, dare_ties, della or regmean_diag")
+                .into(),
+        );
     }
     if name == "regmean_diag" && settings.saliency != Some(SaliencySource::Experts) {
-        return Err(Failure::usage(
-            "regmean_diag averages by the activations of the experts",
-        )
-        .hint("add --saliency experts --dataset TEXT")
-        .into());
+        return Err(
+            Failure::usage("regmean_diag averages by the activations of the experts")
+                .hint("add --saliency experts --dataset TEXT")
+                .into(),
+        );
     }
     Ok(())
 }
@@ -283,18 +293,14 @@ fn merge_tensor(
         let model = &inputs.models[source.model];
         let entry = model.checkpoint.entry(&source.tensor);
         let entry = entry.with_context(|| format!("tensor `{}` is missing", source.tensor))?;
-        let stored = stored_dtype(entry)?;
-        dtype = Some(dtype.map_or(stored, |dtype| promoted(dtype, stored)));
+        let own = stored_dtype(entry)?;
+        dtype = Some(dtype.map_or(own, |dtype| promoted(dtype, own)));
         if shape.is_empty() {
             shape = entry.shape.clone();
         }
     }
-    let asked = recipe.out_dtype.or(recipe.dtype).map(|dtype| match dtype {
-        MergeDtype::F32 => StoredDtype::F32,
-        MergeDtype::F16 => StoredDtype::F16,
-        MergeDtype::Bf16 => StoredDtype::Bf16,
-    });
-    let dtype = asked.or(dtype).unwrap_or(StoredDtype::F32);
+    let asked = recipe.out_dtype.or(recipe.dtype);
+    let dtype = asked.map(stored).or(dtype).unwrap_or(StoredDtype::F32);
     Ok(MergeTensor {
         squares: vec![None; tensor.sources.len()],
         recipe: tensor,
@@ -302,6 +308,15 @@ fn merge_tensor(
         dtype,
         damping: None,
     })
+}
+
+/// A dtype of a recipe.
+fn stored(dtype: MergeDtype) -> StoredDtype {
+    match dtype {
+        MergeDtype::F32 => StoredDtype::F32,
+        MergeDtype::F16 => StoredDtype::F16,
+        MergeDtype::Bf16 => StoredDtype::Bf16,
+    }
 }
 
 /// The dtype that holds both, as PyTorch promotes them.
@@ -391,8 +406,14 @@ fn decide(
         ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
         ("recipe", recipe.to_yaml(crate::recipe::without_folders)),
         ("models", fingerprints?.join(" ")),
-        ("semantics", as_json(serde_json::to_value(settings.semantics)?)),
-        ("trim_scope", as_json(serde_json::to_value(settings.trim_scope)?)),
+        (
+            "semantics",
+            as_json(serde_json::to_value(settings.semantics)?),
+        ),
+        (
+            "trim_scope",
+            as_json(serde_json::to_value(settings.trim_scope)?),
+        ),
         ("seed", settings.seed.to_string()),
         ("keep_zeros", settings.keep_zeros.to_string()),
         ("out_shard_size", settings.shard_bytes.to_string()),
@@ -418,7 +439,11 @@ impl MergeShape {
             Scope::Model => 1,
         };
         Self {
-            longest_row: tensors.iter().map(|tensor| tensor.matrix().1).max().unwrap_or(1),
+            longest_row: tensors
+                .iter()
+                .map(|tensor| tensor.matrix().1)
+                .max()
+                .unwrap_or(1),
             sources: tensors
                 .iter()
                 .map(|tensor| tensor.recipe.sources.len())
