@@ -100,6 +100,22 @@ fn main() {
     put("layer_ratios", "list", b"[0.5, 0.25, 0.125]");
     put("layer_ratios", "some", br#"{"0": 0.3, "31": 0.7}"#);
     put(
+        "recipe",
+        "models",
+        b"merge_method: ties\nbase_model: base\nmodels:\n  - model: a+lora@v1\n    parameters: &p {weight: 1e-3, density: [0.9, 0.3]}\n\
+        \x20 - model: {model: {path: b@c, revision: d}}\n    parameters:\n      <<: *p\n      weight:\n        - {filter: mlp, value: [0.2, 1]}\n\
+        \x20       - {filter: '*', value: 0.5}\nparameters: {normalize: off, lambda: 1.5, int8_mask: yes}\ndtype: bfloat16\nout_dtype: fp32\n\
+        tokenizer:\n  source: union\n  pad_to_multiple_of: 8\n  tokens:\n    \"<|user|>\": {source: {kind: model_token, model: a, token: \"\\u2581\"}}\n\
+        \x20   x: {source: {kind: zero}, force: true}\nchat_template: |\n  {{ messages }}\n",
+    );
+    put(
+        "recipe",
+        "slices",
+        b"merge_method: passthrough\nmodules:\n  default:\n    slices:\n      - sources: [{model: a, layer_range: [0, 3]}]\n\
+        \x20     - sources:\n          - model: b\n            layer_range: [2, 5]\n            parameters: {scale: [{filter: up_proj, value: 0.5}]}\n\
+        \x20       parameters: {scale: 2}\ntokenizer_source: base\n",
+    );
+    put(
         "state",
         "good",
         br#"{"schema":1,"arguments":["prune"],"started_unix_seconds":1,"settings":{"eval":"none"},"layers":[{"layer":0,"seconds":0.5,

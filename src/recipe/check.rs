@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-use super::contents::{Inputs, Recipe, SliceRecipe, SliceSource};
+use super::contents::{MergeInputs, Recipe, SliceRecipe, SliceSource};
 use super::model_spec::ModelSpec;
 use super::parameter::{BaseModel, Declaration, Declared, Parameter};
 use super::place::{Place, listed};
@@ -32,8 +32,8 @@ impl Recipe {
     /// in the list.
     pub(super) fn slices(&self, num_hidden_layers: usize) -> Cow<'_, [SliceRecipe]> {
         let inputs = match &self.inputs {
-            Inputs::Slices(slices) => return Cow::Borrowed(slices),
-            Inputs::Models(inputs) => inputs,
+            MergeInputs::Slices(slices) => return Cow::Borrowed(slices),
+            MergeInputs::Models(inputs) => inputs,
         };
         let place = inputs.first().map_or(&Place::Flags, |input| &input.place);
         let source = |place: &Place, model: &ModelSpec, parameters: &Parameters| SliceSource {

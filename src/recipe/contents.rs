@@ -39,7 +39,7 @@ pub struct Recipe {
     /// The model that differences are taken from.
     pub base_model: Option<ModelSpec>,
     /// The models and their layers.
-    pub inputs: Inputs,
+    pub inputs: MergeInputs,
     /// The parameters under `modules`, between those of a slice and those of the recipe.
     pub module_parameters: Parameters,
     /// The parameters of the whole recipe, the widest scope.
@@ -56,7 +56,7 @@ pub struct Recipe {
 
 /// The models of a merge.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Inputs {
+pub enum MergeInputs {
     /// All layers of each; the base model is one of them, listed or not.
     Models(Vec<ModelInput>),
     /// Groups of layers, stacked in this order.
@@ -216,8 +216,8 @@ impl Recipe {
             }
         };
         match &self.inputs {
-            Inputs::Models(inputs) => inputs.iter().for_each(|input| add(&input.model)),
-            Inputs::Slices(slices) => {
+            MergeInputs::Models(inputs) => inputs.iter().for_each(|input| add(&input.model)),
+            MergeInputs::Slices(slices) => {
                 for slice in slices {
                     slice.sources.iter().for_each(|source| add(&source.model));
                 }
@@ -249,7 +249,7 @@ pub(super) fn declaration<'a>(
 }
 
 /// The one of `models`, `slices` and `modules` that is there, and the parameters under `modules`.
-fn inputs(fields: &mut Fields) -> Result<(Inputs, Parameters), Failure> {
+fn inputs(fields: &mut Fields) -> Result<(MergeInputs, Parameters), Failure> {
     let given = ["models", "slices", "modules"].map(|key| fields.take(key));
     match given {
         [Some(models), None, None] => Ok((models_of(models)?, Parameters::default())),
@@ -274,7 +274,7 @@ fn inputs(fields: &mut Fields) -> Result<(Inputs, Parameters), Failure> {
     }
 }
 
-fn models_of(node: Node) -> Result<Inputs, Failure> {
+fn models_of(node: Node) -> Result<MergeInputs, Failure> {
     let items = some_of(node, "`models`")?.into_iter();
     let inputs = items.map(|node| {
         let mut fields = Fields::open(node, "a model", &["model", "parameters"])?;
@@ -284,10 +284,10 @@ fn models_of(node: Node) -> Result<Inputs, Failure> {
             place: fields.place,
         })
     });
-    Ok(Inputs::Models(inputs.collect::<Result<_, Failure>>()?))
+    Ok(MergeInputs::Models(inputs.collect::<Result<_, Failure>>()?))
 }
 
-fn slices_of(node: Node) -> Result<Inputs, Failure> {
+fn slices_of(node: Node) -> Result<MergeInputs, Failure> {
     let items = some_of(node, "`slices`")?.into_iter();
     let slices = items.map(|node| {
         let known = ["sources", "base_model", "parameters"];
@@ -304,7 +304,7 @@ fn slices_of(node: Node) -> Result<Inputs, Failure> {
             place: fields.place,
         })
     });
-    Ok(Inputs::Slices(slices.collect::<Result<_, Failure>>()?))
+    Ok(MergeInputs::Slices(slices.collect::<Result<_, Failure>>()?))
 }
 
 fn slice_source(node: Node) -> Result<SliceSource, Failure> {

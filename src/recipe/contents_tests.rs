@@ -86,7 +86,7 @@ chat_template: auto
     )
     .unwrap();
     assert_eq!(recipe.base_model, Some(model("owner/base@v1")));
-    let Inputs::Models(inputs) = &recipe.inputs else {
+    let MergeInputs::Models(inputs) = &recipe.inputs else {
         panic!("models")
     };
     assert_eq!(inputs[0].model, model("a+lora@main"));
@@ -145,7 +145,7 @@ parameters: {scale: 5}
         |parameters: &Parameters| parameters.get(Parameter::Scale).unwrap().cases[0].points[0];
     assert_eq!(scale(&recipe.module_parameters), 4.0);
     assert_eq!(scale(&recipe.parameters), 5.0);
-    let Inputs::Slices(slices) = &recipe.inputs else {
+    let MergeInputs::Slices(slices) = &recipe.inputs else {
         panic!("slices")
     };
     assert_eq!(slices[1].sources[0].layer_range, 1..4);
@@ -165,16 +165,24 @@ models:
     )
     .unwrap();
     let written = recipe.to_yaml(without_folders);
-    let Inputs::Models(inputs) = read(&written).unwrap().inputs else {
+    let MergeInputs::Models(inputs) = read(&written).unwrap().inputs else {
         panic!("models")
     };
     let names: Vec<String> = inputs.iter().map(|input| input.model.to_string()).collect();
     assert_eq!(names, ["a+b", "owner/name@v1", "z"]);
 }
 
+/// Checks the errors of recipes that end with these lines.
+fn refuses(cases: &[(&str, &str)]) {
+    for (rest, error) in cases {
+        let found = refusal(rest);
+        assert!(found.contains(error), "{rest}: {found}");
+    }
+}
+
 #[test]
 fn unknown_keys_and_wrong_kinds_are_refused_with_their_line() {
-    for (rest, error) in [
+    refuses(&[
         ("parmeters: {}", "line 4: a recipe has no key `parmeters`"),
         ("parmeters: {}", "hint: write `parameters`"),
         (
@@ -201,7 +209,7 @@ fn unknown_keys_and_wrong_kinds_are_refused_with_their_line() {
         ),
         (
             "parameters: {lambda: x}",
-            "line 4: `lambda` must be a finite number, found `x`",
+            "line 4: `lambda` must be a finite decimal number, found `x`",
         ),
         (
             "parameters: {lambda: true}",
@@ -244,6 +252,12 @@ fn unknown_keys_and_wrong_kinds_are_refused_with_their_line() {
             "parameters: {normalize: 2}",
             "line 4: `normalize` must be true or false, found `2`",
         ),
+    ]);
+}
+
+#[test]
+fn wrong_dtypes_tokenizers_and_templates_are_refused_with_their_line() {
+    refuses(&[
         (
             "dtype: float64",
             "line 4: a dtype must be `float32`, `float16` or `bfloat16`, found `float64`",
@@ -277,11 +291,7 @@ fn unknown_keys_and_wrong_kinds_are_refused_with_their_line() {
             "slices: []",
             "a recipe holds exactly one of `models`, `slices` and `modules`",
         ),
-    ] {
-        let found = refusal(rest);
-        let error = error.replace("a finite number", "a finite decimal number");
-        assert!(found.contains(&error), "{rest}: {found}");
-    }
+    ]);
 }
 
 #[test]
@@ -367,7 +377,7 @@ proptest! {
         let recipe = Recipe {
             merge_method: method("linear").name.into(),
             base_model: None,
-            inputs: Inputs::Models(inputs.collect()),
+            inputs: MergeInputs::Models(inputs.collect()),
             module_parameters: parameters.clone(),
             parameters: Parameters::default(),
             dtype: Some(MergeDtype::F16),

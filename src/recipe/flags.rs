@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use super::check::not_of;
-use super::contents::{Inputs, MergeDtype, ModelInput, Recipe, declaration};
+use super::contents::{MergeDtype, MergeInputs, ModelInput, Recipe, declaration};
 use super::model_spec::ModelSpec;
 use super::parameter::{BaseModel, Declaration, Otherwise, Parameter};
 use super::place::Place;
@@ -84,7 +84,7 @@ impl Recipe {
             parameters,
         });
         let recipe = Self {
-            inputs: Inputs::Models(inputs.collect()),
+            inputs: MergeInputs::Models(inputs.collect()),
             base_model,
             module_parameters: Parameters::default(),
             parameters: shared_parameters(&flags, declaration)?,
@@ -237,7 +237,7 @@ tokenizer_source: base
         assert_eq!(tokenizer.source, TokenizerSource::Model(model("base")));
         // A method without weights gets none.
         let recipe = Recipe::from_flags(flags("model_stock", &["a", "b"]), &methods()).unwrap();
-        let Inputs::Models(inputs) = &recipe.inputs else {
+        let MergeInputs::Models(inputs) = &recipe.inputs else {
             panic!("models")
         };
         assert!(inputs.iter().all(|input| input.parameters.is_empty()));

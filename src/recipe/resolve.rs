@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 
-use super::contents::{Inputs, Recipe, SliceRecipe};
+use super::contents::{MergeInputs, Recipe, SliceRecipe};
 use super::model_spec::ModelSpec;
 use super::parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, Values};
 use super::place::{Place, listed};
@@ -133,8 +133,8 @@ impl Recipe {
     fn count_layers(&self, models: &ByModel<'_>) -> Result<usize, Failure> {
         let layers_of = |model: &ModelSpec| models[model].1.num_hidden_layers;
         let slices = match &self.inputs {
-            Inputs::Slices(slices) => slices,
-            Inputs::Models(_) => {
+            MergeInputs::Slices(slices) => slices,
+            MergeInputs::Models(_) => {
                 let counts: BTreeSet<usize> = models.keys().map(|model| layers_of(model)).collect();
                 if let &[count] = counts.iter().copied().collect::<Vec<_>>().as_slice() {
                     return Ok(count);

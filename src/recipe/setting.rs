@@ -19,7 +19,7 @@ use super::place::Place;
 use super::yaml::{Content, Node};
 use crate::failure::Failure;
 
-/// What a recipe gives for one parameter in one scope.
+/// The values of one parameter in one scope.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
     /// Its place in the recipe.

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use super::contents::{Inputs, Recipe};
+use super::contents::{MergeInputs, Recipe};
 use super::model_spec::ModelSpec;
 use super::parameter::Parameter;
 use super::setting::{Parameters, Setting};
@@ -27,7 +27,7 @@ impl Recipe {
     /// Writes the recipe as YAML that mergekit reads. `shown` gives the text for each path of a model or an adapter: the path itself,
     /// or [`without_folders`] for a file that is published.
     pub fn to_yaml(&self, shown: impl Fn(&str) -> String) -> String {
-        let mut writer = Writer {
+        let mut writer = YamlWriter {
             text: String::new(),
             shown: &shown,
         };
@@ -36,12 +36,12 @@ impl Recipe {
     }
 }
 
-struct Writer<'a> {
+struct YamlWriter<'a> {
     text: String,
     shown: &'a dyn Fn(&str) -> String,
 }
 
-impl Writer<'_> {
+impl YamlWriter<'_> {
     fn recipe(&mut self, recipe: &Recipe) {
         self.entry(0, "merge_method", &quoted(&recipe.merge_method));
         if let Some(base) = &recipe.base_model {
@@ -70,9 +70,9 @@ impl Writer<'_> {
         }
     }
 
-    fn inputs(&mut self, indent: usize, inputs: &Inputs) {
+    fn inputs(&mut self, indent: usize, inputs: &MergeInputs) {
         match inputs {
-            Inputs::Models(inputs) => {
+            MergeInputs::Models(inputs) => {
                 self.key(indent, "models");
                 for input in inputs {
                     self.item(indent + 2, |writer, indent| {
@@ -82,7 +82,7 @@ impl Writer<'_> {
                     });
                 }
             }
-            Inputs::Slices(slices) => {
+            MergeInputs::Slices(slices) => {
                 self.key(indent, "slices");
                 for slice in slices {
                     self.item(indent + 2, |writer, indent| {

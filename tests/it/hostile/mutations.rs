@@ -16,6 +16,7 @@ use prune::model::{DecoderLayer, Head, ModelConfig};
 use prune::pipeline::LayerRatios;
 use prune::placement::Device;
 use prune::placement::device_map::Prefixes;
+use prune::recipe::{BaseModel, Declaration, Otherwise, Parameter, Recipe};
 use prune::report::comparison::NamedRun;
 use prune::report::page::Report;
 use prune::run::{Manifest, Silent};
@@ -191,6 +192,63 @@ proptest! {
         for ratios in [&br#"[0.5, 0.25, 0.125]"#[..], br#"{"0": 0.3, "31": 0.7}"#] {
             let (_folder, path) = file("ratios.json", ratios, seed);
             let _ = LayerRatios::load(&path);
+        }
+    }
+}
+
+/// A recipe with most of what YAML and mergekit know.
+const RECIPE: &str = "merge_method: ties
+base_model: base
+slices:
+  - sources:
+      - {model: base, layer_range: [0, 2]}
+      - model: a+lora@v1
+        layer_range: [2, 4]
+        parameters: &p {weight: 1e-3, density: [0.9, 0.3]}
+  - sources:
+      - {model: base, layer_range: [2, 5]}
+      - model: {model: {path: b@c, revision: d}}
+        layer_range: [0, 3]
+        parameters:
+          <<: *p
+          weight: [{filter: mlp, value: [0.2, 1]}, {filter: '*', value: 0.5}]
+parameters: {normalize: off, lambda: 1.5}
+dtype: bfloat16
+tokenizer:
+  source: union
+  pad_to_multiple_of: 8
+  tokens:
+    \"</s>\": {source: {kind: model_token, model: a, token_id: 2}}
+chat_template: |
+  {{ messages }}
+";
+
+/// The method of [`RECIPE`].
+const TIES: &[Declaration] = &[Declaration {
+    name: "ties",
+    base_model: BaseModel::Required,
+    models: 1..=usize::MAX,
+    per_model: &[
+        (Parameter::Weight, Otherwise::Required),
+        (Parameter::Density, Otherwise::Is(1.0)),
+    ],
+    shared: &[
+        (Parameter::Normalize, Otherwise::Is(1.0)),
+        (Parameter::Lambda, Otherwise::Is(1.0)),
+    ],
+}];
+
+proptest! {
+    #![proptest_config(cases(1000))]
+
+    #[test]
+    fn spoilt_recipes_are_refused_or_written_as_they_were_read(seed: u64) {
+        let text = spoilt(RECIPE.as_bytes(), seed);
+        let text = String::from_utf8_lossy(&text);
+        if let Ok(recipe) = Recipe::from_yaml(&text, "recipe.yml", TIES) {
+            let written = recipe.to_yaml(str::to_string);
+            let again = Recipe::from_yaml(&written, "written.yml", TIES);
+            prop_assert_eq!(again.map_err(|error| error.to_string()), Ok(recipe), "{}", written);
         }
     }
 }
