@@ -18,8 +18,12 @@
 //! | `opened` | [`Adapter`], an opened folder |
 //! | `low_rank` | [`LowRank`], two factors, and their product added to rows |
 //! | `change` | [`TensorChange`], the change of one tensor |
+//! | `adapted` | [`AdaptedSource`], base and adapter read as one model |
+//! | `combine` | [`combine`](fn@combine), several adapters into one, factor by factor |
 
+mod adapted;
 mod change;
+mod combine;
 mod config;
 mod identity;
 mod keys;
@@ -33,6 +37,8 @@ mod opened_tests;
 #[cfg(test)]
 mod test_files;
 
+pub use adapted::AdaptedSource;
 pub use change::TensorChange;
+pub use combine::{Combination, CombinationKind, Draws, MajoritySign, combine};
 pub use low_rank::LowRank;
 pub use opened::Adapter;
