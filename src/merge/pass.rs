@@ -57,16 +57,16 @@ impl MergeTensor {
         rows as u64 * columns as u64
     }
 
-    /// Begins the merge and ends it, so that values without a result are found before the pass.
+    /// Begins the merge and ends it, so that values without a result are found before the pass. Returns the number of times that
+    /// every row is read.
     ///
     /// # Errors
     /// Fails as [`MergeMethod::begin`].
-    pub fn check(&self, method: &dyn MergeMethod, settings: &MethodSettings) -> Result<()> {
+    pub fn check(&self, method: &dyn MergeMethod, settings: &MethodSettings) -> Result<usize> {
         let tasks = source_tasks(self);
         let group = Group::new(self.elements());
-        method
-            .begin(&task_of(self, &tasks, settings), &group)
-            .map(drop)
+        let merge = method.begin(&task_of(self, &tasks, settings), &group)?;
+        Ok(merge.reads() + 1)
     }
 
     /// True for a linear of a decoder layer, which progress counts.

@@ -107,6 +107,9 @@ impl<'a> RunComparison<'a> {
 
     fn add(&mut self, run: &'a NamedRun) -> Result<(), &'static str> {
         let manifest = &run.manifest;
+        if manifest.merge.is_some() {
+            return Err("a merge has no sparsity to draw it over");
+        }
         let sparsity = manifest.sparsity;
         let sparsity = sparsity.ok_or("a run of `prune eval` knows no sparsity")?;
         let protocol = Protocol::of(manifest).ok_or("it measured no perplexity")?;

@@ -7,6 +7,8 @@
 //! | `inspection` | the table of `prune inspect` |
 //! | `card`, `front_matter` | the model card beside the weights, and the facts it takes over from another |
 //! | `page` | the page of `prune report`, from one or several runs |
+//! | `merges` | the parts of table and page that only merges have |
+//! | `merge_card` | the model card of a merged model |
 //! | `comparison` | groups of runs that may share a chart |
 //! | `plots/` | pictures as SVG |
 //! | `settings`, `format` | tables; escaped text, durations, moments |
@@ -22,6 +24,7 @@ pub mod log;
 pub(crate) mod made_up;
 pub mod memory_log;
 pub mod merge_card;
+mod merges;
 pub mod page;
 pub mod plan;
 pub mod plots;

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use super::comparison::{NamedRun, RunComparison, method_label};
 use super::format::{escape, finite};
+use super::merges;
 use super::plots::{Figure, heat, memory, perplexity, phases};
 use super::settings::{self, Table};
 use crate::run::Manifest;
@@ -69,8 +70,9 @@ impl Report {
     /// Draws the report of these runs, whose names must differ.
     pub fn of(runs: &[NamedRun]) -> Result<Self> {
         let title = match runs {
+            [run] if run.manifest.merge.is_some() => format!("Merge report: {}", run.name),
             [run] => format!("Pruning report: {}", run.name),
-            _ => format!("Pruning report: {} runs", runs.len()),
+            _ => format!("Report: {} runs", runs.len()),
         };
         let prefixes = prefixes(runs);
         let comparison = (runs.len() > 1).then(|| compare(runs)).transpose()?;
@@ -159,6 +161,7 @@ fn section<'a>(run: &'a NamedRun, prefix: &str) -> Result<RunSection<'a>> {
     let has_errors = drawn[1].is_some();
     let details = [
         ("Every matrix in numbers", settings::every_matrix(manifest)),
+        ("Every tensor in numbers", merges::every_tensor(manifest)),
         (
             "Memory samples in numbers",
             settings::every_memory_sample(manifest),
@@ -186,13 +189,14 @@ fn summary(manifest: &Manifest) -> String {
         manifest.model.path,
         manifest.model.parameters as f64 / 1e6
     );
-    let mut text = match manifest.sparsity {
-        Some(sparsity) => format!(
+    let mut text = match (&manifest.merge, manifest.sparsity) {
+        (Some(merge), _) => return merges::summary(merge, &model),
+        (None, Some(sparsity)) => format!(
             "{} on {model}: {:.2}\u{a0}% of the weights in its decoder layers are zero.",
             method_label(manifest),
             sparsity.ratio * 100.0
         ),
-        None => format!("An evaluation of {model}; nothing was pruned."),
+        (None, None) => format!("An evaluation of {model}; nothing was pruned."),
     };
     let measured: Vec<String> = [
         ("dense", manifest.perplexity.dense),

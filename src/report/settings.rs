@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::comparison::{NamedRun, method_label};
 use super::format::{duration, finite, minute};
+use super::merges;
 use crate::bytes::ByteSize;
 use crate::run::manifest::{MatrixReport, PerplexityReport};
 use crate::run::{Manifest, TextProtocol};
@@ -28,6 +29,9 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
             model.path, model.bytes
         ),
     );
+    if let Some(merge) = &manifest.merge {
+        merges::settings(merge, &mut row);
+    }
     if let Some(pruning) = &manifest.pruning {
         let (ratio, pattern) = (pruning.sparsity_ratio, &pruning.sparsity_type);
         row("method", method_label(manifest));

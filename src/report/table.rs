@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use super::format::duration;
+use super::merges;
 use crate::bytes::ByteSize;
 use crate::run::fallback::{FallbackOutcome, FallbackReport};
 use crate::run::manifest::PerplexityReport;
@@ -26,14 +27,12 @@ pub fn text(manifest: &Manifest) -> String {
         ),
     );
     rows.phases(manifest);
-    rows.add(
-        "peak memory",
-        format!(
-            "{} anonymous, hidden states in {}",
-            peak(manifest.peak_anonymous),
-            manifest.hidden_states
-        ),
-    );
+    let states = match manifest.merge {
+        Some(_) => String::new(),
+        None => format!(", hidden states in {}", manifest.hidden_states),
+    };
+    let peak = peak(manifest.peak_anonymous);
+    rows.add("peak memory", format!("{peak} anonymous{states}"));
     rows.devices(manifest);
     if let Some(output) = &manifest.output {
         rows.add(
@@ -62,6 +61,11 @@ impl TableRows {
             "model",
             format!("{} ({millions:.1} M parameters)", model.path),
         );
+        if let Some(merge) = &manifest.merge {
+            for (name, value) in merges::rows(merge) {
+                self.add(&name, value);
+            }
+        }
         if let Some(pruning) = &manifest.pruning {
             self.add(
                 "pruning",

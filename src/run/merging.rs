@@ -30,8 +30,6 @@ pub struct MergeReport {
     pub left_out: Vec<String>,
     /// Bytes of the merge pass: read, and written.
     pub bytes: [ByteSize; 2],
-    /// Seconds of the merge pass, all sessions together.
-    pub seconds: f64,
     /// `--saliency`, `--aim` and their statistics; absent without them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub saliency: Option<SaliencyReport>,

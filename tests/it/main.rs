@@ -24,6 +24,7 @@ mod layering;
 mod licences;
 mod memory;
 mod memory_settings;
+mod merging;
 mod messages;
 mod methods;
 mod on_device;

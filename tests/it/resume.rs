@@ -65,7 +65,7 @@ fn with_fault(place: &Place, flags: &str, fault: &str) -> Option<Ran> {
 }
 
 /// Every file below a folder, by its path in it; of `run.json` what does not depend on times, nor on how much memory was free.
-fn outcome(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+pub(crate) fn outcome(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     fn collect(folder: &Path, below: &str, files: &mut BTreeMap<String, Vec<u8>>) {
         for entry in fs::read_dir(folder).expect("a folder") {
             let entry = entry.expect("an entry");
@@ -110,7 +110,7 @@ fn undisturbed(place: &Place, flags: &str) -> BTreeMap<String, Vec<u8>> {
     outcome
 }
 
-fn assert_same(
+pub(crate) fn assert_same(
     found: &BTreeMap<String, Vec<u8>>,
     expected: &BTreeMap<String, Vec<u8>>,
     when: &str,

@@ -19,7 +19,7 @@ use crate::pipeline::expected::{pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::merging::MergedTensor;
 use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
-use crate::run::{Events, Phase, RunState};
+use crate::run::{Events, RunState};
 use crate::runtime::Clock;
 
 /// The largest state that is read: a model of 1000 layers has a few MiB.
@@ -131,13 +131,6 @@ impl<'a> StateFile<'a> {
     /// The finished tensors of a merge, in the order in which they were finished.
     pub(in crate::job) fn merged_tensors(&self) -> &[MergedTensor] {
         &self.state.merged
-    }
-
-    /// Seconds of a phase, all sessions together.
-    pub(in crate::job) fn seconds_of(&self, phase: Phase) -> f64 {
-        let phases = self.now().phases.into_iter();
-        let of = phases.filter(|report| report.phase == phase);
-        of.map(|report| report.seconds).sum()
     }
 
     /// The state with this session as it is now.

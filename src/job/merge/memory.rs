@@ -3,6 +3,7 @@
 use super::settle::MergeShape;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::placement::inventory::Rates;
 use crate::run::plan::{
     DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate,
 };
@@ -17,11 +18,35 @@ const READ_BACK: ByteSize = ByteSize(64 << 20);
 /// Bytes of the counts of one expert in a read, at most: two tables of 65,536 counts.
 const COUNTS: u64 = 2 * 65_536 * 8;
 
+/// Elements of a source that a thread of a recent CPU widens, measures or merges in a second.
+const ELEMENTS_PER_SECOND: f64 = 3e8;
+
 /// Workers and pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PassSize {
     pub(super) workers: usize,
     pub(super) piece_elements: usize,
+}
+
+/// Bytes and elements that a pass reads, every read of a row counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct PassWork {
+    pub(super) bytes: u64,
+    pub(super) elements: u64,
+}
+
+impl PassWork {
+    /// The time of a pass and of its read-back. Files come from the disk every time; where memory caches them, it is faster.
+    pub(super) fn time(&self, output: ByteSize, threads: usize, rates: &Rates) -> TimeEstimate {
+        let disk = (self.bytes + 2 * output.0) as f64 / (rates.disk_gb_s * 1e9);
+        let compute = self.elements as f64 / (threads as f64 * ELEMENTS_PER_SECOND);
+        TimeEstimate {
+            seconds: disk.max(compute),
+            compute,
+            disk,
+            transfers: 0.0,
+        }
+    }
 }
 
 impl MergeShape {
@@ -96,7 +121,12 @@ impl MergeShape {
     }
 
     /// The plan of a pass.
-    pub(super) fn plan(&self, size: PassSize, budget: Option<ByteSize>) -> Plan {
+    pub(super) fn plan(
+        &self,
+        size: PassSize,
+        budget: Option<ByteSize>,
+        time: TimeEstimate,
+    ) -> Plan {
         let parts = self.parts(size);
         let bytes: ByteSize = parts.iter().map(|part| part.bytes).sum();
         let phase = |phase, bytes, parts| PhasePlan {
@@ -130,7 +160,7 @@ impl MergeShape {
                 phase(Phase::Merge, bytes, parts),
                 phase(Phase::SaveAndVerify, read_back, vec![pieces]),
             ],
-            time: TimeEstimate::default(),
+            time,
             notes: vec![format!(
                 "{} workers, pieces of {} elements",
                 size.workers, size.piece_elements

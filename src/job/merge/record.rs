@@ -15,7 +15,7 @@ use crate::merging::Scope;
 use crate::recipe::Parameter;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport, Perplexities, SCHEMA};
 use crate::run::merging::{InputModel, MergeReport, MergedTensor};
-use crate::run::{Events, HiddenStatesStorage, Moment, Phase};
+use crate::run::{Events, HiddenStatesStorage, Moment};
 
 impl MergeJob {
     /// The merge, in the record.
@@ -78,7 +78,6 @@ impl MergeJob {
             dtype: widest(&self.tensors).name().to_string(),
             left_out: self.left_out.clone(),
             bytes: [ByteSize(read.sum()), self.output_bytes()],
-            seconds: outputs.state.seconds_of(Phase::Merge),
             saliency: None,
             perplexities: Vec::new(),
             tensors: tensors?,

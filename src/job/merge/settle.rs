@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::memory::PassSize;
+use super::memory::{PassSize, PassWork};
 use super::models::InputModels;
 use super::published::Donor;
 use crate::bytes::ByteSize;
@@ -130,7 +130,7 @@ impl MergeJob {
             seed: settings.seed,
         };
         check_groups(&tensors, method.scope(&method_settings))?;
-        check_values(&tensors, method, &method_settings)?;
+        let work = check_values(&tensors, method, &method_settings, &inputs)?;
         let threads = machine::start_workers(settings.device.threads)?;
         let inventory = machine::inventory(&settings.device, threads)?;
         let budget = cpu_budget(&inventory, &settings.device.max_memory);
@@ -163,8 +163,9 @@ impl MergeJob {
                 return Ok(SettledMerge::Finished(Box::new(manifest)));
             }
         }
+        let time = work.time(layout.bytes(), threads, &inventory.rates);
         let job = Self {
-            plan: shape.plan(size, budget),
+            plan: shape.plan(size, budget, time),
             settings,
             recipe,
             method,
@@ -189,8 +190,7 @@ impl MergeJob {
 
     /// Bytes of all weight files of the output.
     pub(super) fn output_bytes(&self) -> ByteSize {
-        let files = self.layout.files().iter();
-        files.map(|file| ByteSize(file.file_bytes)).sum()
+        self.layout.bytes()
     }
 
     /// Checks that the disk has room for the model.
@@ -368,15 +368,22 @@ fn check_groups(tensors: &[MergeTensor], scope: Scope) -> Result<()> {
     Ok(())
 }
 
-/// Begins every tensor once, so that values without a result are refused before the pass.
+/// Begins every tensor once, so that values without a result are refused before the pass, and adds up what will be read.
 fn check_values(
     tensors: &[MergeTensor],
     method: &dyn MergeMethod,
     settings: &MethodSettings,
-) -> Result<()> {
-    tensors
-        .iter()
-        .try_for_each(|tensor| tensor.check(method, settings))
+    inputs: &InputModels,
+) -> Result<PassWork> {
+    let mut work = PassWork::default();
+    for tensor in tensors {
+        let reads = tensor.check(method, settings)? as u64;
+        let sources = &tensor.recipe.sources;
+        let bytes = sources.iter().map(|source| inputs.stored_bytes(source));
+        work.bytes += reads * bytes.sum::<u64>();
+        work.elements += reads * sources.len() as u64 * tensor.elements();
+    }
+    Ok(work)
 }
 
 /// Refuses embeddings of different vocabularies.

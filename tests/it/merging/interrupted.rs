@@ -1,0 +1,151 @@
+//! Merges that are ended at every file operation, at random moments, by a signal, and by a second command.
+
+use std::fs;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use prune::linalg::StoredDtype;
+use prune::synthetic::RandomCheckpoint;
+
+use super::place;
+use crate::resume::{assert_same, outcome};
+use crate::support::Place;
+
+/// A merge with a group over the whole model, into several files.
+const TIES: &str = "merge --base m --model e1 --model e2 --method ties --density 0.4 \
+    --trim-scope model --out-shard-size 120KB --save out";
+
+/// Operations in a row without a consequence, after which none follows.
+const WITHOUT_CONSEQUENCE: usize = 4;
+
+/// Ends a merge by each fault of a kind in turn, continues it, and compares. Returns the number of faults.
+fn at_every_operation(what: &str) -> usize {
+    let place = place(2);
+    assert_eq!(place.run(TIES).code, 0);
+    let expected = outcome(&place.path("out"));
+    let (mut times, mut without) = (0, 0);
+    for at in 1.. {
+        fs::remove_dir_all(place.path("out")).expect("removed");
+        let fault = format!("{what}:{at}");
+        let first = place.command(TIES).env("PRUNE_FAULT", &fault).output();
+        let first = first.expect("the binary");
+        let stderr = String::from_utf8_lossy(&first.stderr);
+        let is_finished = first.status.code() == Some(0);
+        if is_finished {
+            without += 1;
+        } else {
+            (times, without) = (times + 1, 0);
+            if what == "fail" {
+                assert_eq!(first.status.code(), Some(1), "{fault}\n{stderr}");
+                let errors = stderr.lines().filter(|line| line.starts_with("error: "));
+                assert_eq!(errors.count(), 1, "{fault}\n{stderr}");
+            }
+            // A model that loads has its record, and the run's record or its state are there.
+            let model = place.path("out/model");
+            assert!(
+                !model.join("config.json").exists() || model.join("merging.json").exists(),
+                "{fault}"
+            );
+            let second = place.run(TIES);
+            assert_eq!(second.code, 0, "after {fault}\n{}", second.stderr);
+        }
+        assert_same(&outcome(&place.path("out")), &expected, &format!("after {fault}"));
+        if without == WITHOUT_CONSEQUENCE {
+            return times;
+        }
+    }
+    times
+}
+
+#[test]
+fn killed_at_every_file_operation_a_merge_goes_on_to_the_same_end() {
+    let times = at_every_operation("kill");
+    assert!(times >= 50, "{times} kills");
+}
+
+#[test]
+fn every_operation_that_fails_once_is_one_error_and_the_merge_goes_on() {
+    let times = at_every_operation("fail");
+    assert!(times >= 40, "{times} failures");
+}
+
+#[test]
+fn what_a_merge_has_not_synced_may_be_lost() {
+    let times = at_every_operation("forget");
+    assert!(times >= 40, "{times} power cuts");
+}
+
+/// Models that take a while to merge.
+fn slow() -> Place {
+    let place = Place::empty();
+    for (name, seed) in [("m", 0), ("e1", 1), ("e2", 2)] {
+        place.checkpoint(
+            name,
+            &RandomCheckpoint {
+                hidden_size: 256,
+                intermediate_size: 704,
+                num_hidden_layers: 6,
+                dtype: StoredDtype::Bf16,
+                seed,
+                ..RandomCheckpoint::default()
+            },
+        );
+    }
+    place
+}
+
+#[test]
+fn killed_at_any_time_a_merge_goes_on_to_the_same_end() {
+    const MOMENTS: u32 = 50;
+    let line = "merge --base m --model e1 --model e2 --method della --density 0.5 --quiet --save out";
+    let place = slow();
+    let began = Instant::now();
+    assert_eq!(place.run(line).code, 0);
+    let whole = began.elapsed();
+    let expected = outcome(&place.path("out"));
+    let (mut kills, mut random) = (0, 1u32);
+    for moment in 0..MOMENTS {
+        fs::remove_dir_all(place.path("out")).expect("removed");
+        let mut command = place.command(line);
+        let mut child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the binary");
+        // A moment in the moment-th part of the run.
+        random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let part = f64::from(moment) + f64::from(random >> 8) / f64::from(1u32 << 24);
+        std::thread::sleep(whole.mul_f64(part / f64::from(MOMENTS)).min(Duration::from_secs(60)));
+        let _ = child.kill();
+        kills += u32::from(child.wait().expect("a child").code().is_none());
+        let is_finished = place.path("out/run.json").exists();
+        if !is_finished || place.path("out/unfinished.json").exists() {
+            let second = place.run(line);
+            assert_eq!(second.code, 0, "{}", second.stderr);
+        }
+        assert_same(&outcome(&place.path("out")), &expected, &format!("after moment {moment}"));
+    }
+    assert!(kills >= MOMENTS / 2, "{kills} of {MOMENTS} came in time");
+}
+
+#[test]
+fn a_merge_of_other_models_is_not_continued() {
+    let place = place(2);
+    let killed = place.command(TIES).env("PRUNE_FAULT", "kill:60").output();
+    assert!(killed.expect("the binary").status.code().is_none());
+    assert!(place.path("out/unfinished.json").exists());
+    for (from, to, what) in [
+        ("--density 0.4", "--density 0.5", "recipe"),
+        ("--model e2", "--model m", "recipe"),
+        ("--trim-scope model", "--trim-scope layer", "trim-scope"),
+    ] {
+        let ran = place.run(&TIES.replace(from, to));
+        assert_eq!(ran.code, 1, "{to}\n{}", ran.stderr);
+        assert!(ran.stderr.contains(what), "{to}\n{}", ran.stderr);
+        assert!(ran.stderr.contains("--force"), "{to}\n{}", ran.stderr);
+    }
+    let ran = place.run(&format!("{TIES} --resume"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let ran = place.run(&format!("{TIES} --resume"));
+    assert_ne!(ran.code, 0, "a finished run is not continued");
+}
