@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
+use super::devices::MergeDevice;
 use super::rows::Inputs;
 use super::worker::{Worker, source_tasks, task_of};
 use crate::checkpoint::MergedWriter;
@@ -69,6 +70,12 @@ impl MergeTensor {
         Ok(merge.reads() + 1)
     }
 
+    /// Its module: `model.layers.7.mlp.up_proj`.
+    pub fn module(&self) -> &str {
+        let name = &self.recipe.name;
+        name.strip_suffix(".weight").unwrap_or(name)
+    }
+
     /// True for a linear of a decoder layer, which progress counts.
     pub fn is_linear(&self) -> bool {
         self.recipe.layer.is_some() && self.shape.len() == 2
@@ -87,6 +94,8 @@ pub struct MergePass<'a> {
     pub inputs: &'a dyn Inputs,
     /// The output.
     pub writer: &'a MergedWriter,
+    /// Devices that compute linears in place of the CPU.
+    pub devices: &'a [MergeDevice],
     /// Threads.
     pub workers: usize,
     /// Elements of a piece; at least one row is read.
@@ -228,7 +237,7 @@ impl MergePass<'_> {
                         .elements_done
                         .fetch_add(tensor.elements(), Ordering::Relaxed);
                     if tensor.is_linear() {
-                        self.events.emit(progress.step(&tensor.recipe.name));
+                        self.events.emit(progress.step(tensor.module()));
                     }
                     if let Some(sender) = &*lock(&sender) {
                         // The receiver lives as long as this scope.
@@ -289,13 +298,16 @@ impl MergePass<'_> {
         let failed: Mutex<Option<anyhow::Error>> = Mutex::new(None);
         let ends = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            for _ in 0..self.workers.clamp(1, indices.len().max(1)) {
-                scope.spawn(|| {
-                    let mut worker = Worker::new(self, &ends);
+            for number in 0..self.workers.clamp(1, indices.len().max(1)) {
+                let (next, failed, ends, work) = (&next, &failed, &ends, &work);
+                // The devices share the workers.
+                let device = self.devices.iter().cycle().nth(number);
+                scope.spawn(move || {
+                    let mut worker = Worker::new(self, device, ends);
                     while let Some(&at) = indices.get(next.fetch_add(1, Ordering::Relaxed)) {
                         if let Err(error) = work(&mut worker, at) {
                             ends.store(true, Ordering::Relaxed);
-                            lock(&failed).get_or_insert(error);
+                            lock(failed).get_or_insert(error);
                         }
                         if ends.load(Ordering::Relaxed) {
                             return;
@@ -333,7 +345,7 @@ impl MergeProgress {
         let elements = self.elements_done.load(Ordering::Relaxed).max(1) as f64;
         let seconds = self.begun.elapsed().as_secs_f64();
         Event::MatrixMerged {
-            name: tensor.strip_suffix(".weight").unwrap_or(tensor).to_string(),
+            name: tensor.to_string(),
             done,
             of: self.total,
             seconds_left: seconds * (self.elements as f64 / elements - 1.0),

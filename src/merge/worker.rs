@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 
+use super::devices::{MergeDevice, OnDevice};
 use super::pass::{Groups, MergePass, MergeTensor};
 use super::rows::InputRows;
 use crate::failure::Failure;
@@ -11,7 +12,7 @@ use crate::linalg::StoredDtype;
 use crate::linalg::convert::narrow;
 use crate::linalg::select::first_not_finite;
 use crate::merging::{
-    MethodSettings, RowBlock, SourceTask, TensorMerge, TensorTask, weighted_square_distance,
+    MethodSettings, Mixer, OnCpu, RowBlock, SourceTask, TensorMerge, TensorTask, weighted_square_distance,
 };
 use crate::run::Stopped;
 use crate::run::merging::{MergedTensor, OutputErrors};
@@ -22,6 +23,8 @@ const LARGEST_F16: f32 = 65504.0;
 /// One thread of the pass.
 pub(super) struct Worker<'p> {
     pass: &'p MergePass<'p>,
+    /// Computes the linears.
+    device: Option<&'p MergeDevice>,
     /// Set when another worker has failed.
     ends: &'p AtomicBool,
     /// Stored bytes that are read.
@@ -36,9 +39,14 @@ pub(super) struct Worker<'p> {
 type Opened<'a> = Vec<Box<dyn InputRows + 'a>>;
 
 impl<'p> Worker<'p> {
-    pub(super) fn new(pass: &'p MergePass<'p>, ends: &'p AtomicBool) -> Self {
+    pub(super) fn new(
+        pass: &'p MergePass<'p>,
+        device: Option<&'p MergeDevice>,
+        ends: &'p AtomicBool,
+    ) -> Self {
         Self {
             pass,
+            device,
             ends,
             stored: Vec::new(),
             sources: Vec::new(),
@@ -166,6 +174,15 @@ impl<'p> Worker<'p> {
         let step = self.rows_of_a_piece(tensor);
         let mut stream = self.pass.writer.begin(&tensor.recipe.name)?;
         let mut counts = Counted::new(tensor);
+        let mut on_device = self
+            .device
+            .filter(|_| tensor.is_linear())
+            .map(|device| OnDevice {
+                device,
+                linear: tensor.module(),
+                events: self.pass.events,
+                is_left: false,
+            });
         for first in (0..rows).step_by(step) {
             self.read(tensor, opened, first..(first + step).min(rows), checks)?;
             let sources: Vec<&[f32]> = self.sources[..opened.len()]
@@ -177,7 +194,11 @@ impl<'p> Worker<'p> {
                 sources: &sources,
             };
             self.merged.resize(sources[0].len(), 0.0);
-            merge.merge(&block, &mut self.merged);
+            let mixer: &mut dyn Mixer = match &mut on_device {
+                Some(device) => device,
+                None => &mut OnCpu,
+            };
+            merge.merge(&block, mixer, &mut self.merged)?;
             damp(tensor, &block, columns, &mut self.merged);
             if self.pass.keep_zeros {
                 counts.kept_zeros += keep_zeros(&sources, &mut self.merged);

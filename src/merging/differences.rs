@@ -23,6 +23,7 @@ use super::group::Group;
 use super::method::{
     MergeMethod, MethodSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge, TensorTask,
 };
+use super::mixer::{Divisor, Formula, Mixer, Mixture, Share};
 use super::random::Stream;
 use super::ranks::{Counts, Found};
 use super::sums::absolute;
@@ -170,13 +171,6 @@ enum Read {
     Search,
     Norms,
     Signs,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Divisor {
-    One,
-    Weights,
-    Count,
 }
 
 /// The order statistics that an expert's trim needs.
@@ -449,30 +443,6 @@ impl Differences<'_> {
             *sum += absolute(row);
         }
     }
-
-    fn mix<'m>(
-        &'m self,
-        base: &'m [f32],
-        range: std::ops::Range<usize>,
-        merged: &'m mut [f32],
-    ) -> Mix<'m> {
-        let experts = self.experts.iter().zip(&self.trimmed);
-        Mix {
-            base: &base[range.clone()],
-            experts: experts
-                .map(|(expert, trimmed)| Share {
-                    weight: expert.weight,
-                    votes: &expert.votes,
-                    trimmed: &trimmed[range.clone()],
-                })
-                .collect(),
-            elects: self.elects,
-            divisor: self.divisor,
-            lambda: self.lambda,
-            tie: self.tie,
-            merged,
-        }
-    }
 }
 
 impl TensorMerge for Differences<'_> {
@@ -549,20 +519,36 @@ impl TensorMerge for Differences<'_> {
         }
     }
 
-    fn merge(&mut self, rows: &RowBlock<'_>, merged: &mut [f32]) {
+    fn merge(
+        &mut self,
+        rows: &RowBlock<'_>,
+        mixer: &mut dyn Mixer,
+        merged: &mut [f32],
+    ) -> Result<()> {
         if rows.first_row == 0 {
             self.learn();
             if self.reads.contains(&Read::Signs) {
                 self.tie = self.group.majority();
             }
         }
-        let base = self.base(rows);
         self.trim(rows);
-        for (at, merged) in merged.chunks_mut(self.columns).enumerate() {
-            let start = at * self.columns;
-            let range = start..start + merged.len();
-            Arch::new().dispatch(self.mix(base, range, merged));
-        }
+        let shares = self.experts.iter().zip(&self.trimmed);
+        let mixture = Mixture {
+            columns: self.columns,
+            base: self.base(rows),
+            shares: shares
+                .map(|(expert, trimmed)| Share {
+                    weight: expert.weight,
+                    votes: &expert.votes,
+                    trimmed,
+                })
+                .collect(),
+            elects: self.elects,
+            divisor: self.divisor,
+            lambda: self.lambda,
+            tie: self.tie,
+        };
+        mixer.mix(&Formula::Mixture(mixture), merged)
     }
 
     fn kept(&self) -> Vec<u64> {
@@ -593,136 +579,5 @@ impl WithSimd for Subtract<'_> {
         for (difference, (from, base)) in self.difference.iter_mut().zip(pairs) {
             *difference = from - base;
         }
-    }
-}
-
-/// One expert's part of a row.
-struct Share<'a> {
-    weight: f32,
-    /// Per column; empty for `weight`.
-    votes: &'a [f32],
-    trimmed: &'a [f32],
-}
-
-/// One merged row.
-struct Mix<'a> {
-    base: &'a [f32],
-    experts: Vec<Share<'a>>,
-    elects: bool,
-    divisor: Divisor,
-    lambda: f32,
-    tie: f32,
-    merged: &'a mut [f32],
-}
-
-/// Columns that are mixed at once. Loops over arrays of this length become vector instructions.
-const LANES: usize = 64;
-
-type Lanes = [f32; LANES];
-
-impl WithSimd for Mix<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let sum_of_weights: f32 = self.experts.iter().map(|share| share.weight).sum();
-        let has_votes = self.experts.iter().any(|share| !share.votes.is_empty());
-        // Without election and votes by column, one number divides all.
-        let plain = match (self.elects || has_votes, sum_of_weights.abs() < 1e-8) {
-            (true, _) => None,
-            (false, true) => Some(1.0),
-            (false, false) => Some(sum_of_weights),
-        };
-        let blocks = self.merged.chunks_mut(LANES).zip(self.base.chunks(LANES));
-        for (block, (merged, base)) in blocks.enumerate() {
-            let start = block * LANES;
-            let mut signs = [0.0; LANES];
-            if self.elects {
-                for share in &self.experts {
-                    let (_, values) = share.load(start);
-                    for (sum, value) in signs.iter_mut().zip(&values) {
-                        *sum += value;
-                    }
-                }
-                elect(&mut signs, self.tie);
-            }
-            let (mut mixed, mut weights) = ([0.0; LANES], [0.0; LANES]);
-            for share in &self.experts {
-                let (mut votes, values) = share.load(start);
-                if self.divisor == Divisor::Count {
-                    votes = [1.0; LANES];
-                }
-                add_agreeing(
-                    (&mut mixed, &mut weights),
-                    (&votes, &values),
-                    self.elects.then_some(&signs),
-                );
-            }
-            match (self.divisor, plain) {
-                (Divisor::One, _) => weights = [1.0; LANES],
-                (_, Some(plain)) => weights = [plain; LANES],
-                _ => {
-                    for weight in &mut weights {
-                        *weight = if *weight == 0.0 { 1.0 } else { *weight };
-                    }
-                }
-            }
-            let sums = mixed.iter().zip(&weights);
-            for ((merged, base), (mixed, weight)) in merged.iter_mut().zip(base).zip(sums) {
-                *merged = base + mixed / weight * self.lambda;
-            }
-        }
-    }
-}
-
-/// Turns sums into signs. Where entries cancel, 0 means the tie; without a tie, the reference's comparison takes the negative ones.
-#[inline(always)]
-fn elect(sums: &mut Lanes, tie: f32) {
-    let tie = if tie > 0.0 { 1.0 } else { -1.0 };
-    for sum in sums {
-        let sign = if *sum < 0.0 { -1.0 } else { tie };
-        *sum = if *sum > 0.0 { 1.0 } else { sign };
-    }
-}
-
-/// Adds values and their votes where they agree with the signs, or everywhere.
-#[inline(always)]
-fn add_agreeing(
-    (mixed, weights): (&mut Lanes, &mut Lanes),
-    (votes, values): (&Lanes, &Lanes),
-    signs: Option<&Lanes>,
-) {
-    let ones = [0.0; LANES];
-    let is_plain = signs.is_none();
-    let signs = signs.unwrap_or(&ones);
-    for at in 0..LANES {
-        let agrees = is_plain | (values[at] * signs[at] > 0.0);
-        mixed[at] += if agrees { values[at] } else { 0.0 };
-        weights[at] += if agrees { votes[at] } else { 0.0 };
-    }
-}
-
-impl Share<'_> {
-    /// Votes and voted differences of the columns from `start` on; zeros beyond the last.
-    #[inline(always)]
-    fn load(&self, start: usize) -> (Lanes, Lanes) {
-        let (mut votes, mut values) = ([self.weight; LANES], [0.0; LANES]);
-        copy(&mut values, &self.trimmed[start..]);
-        if !self.votes.is_empty() {
-            votes = [0.0; LANES];
-            copy(&mut votes, &self.votes[start..]);
-        }
-        for (value, vote) in values.iter_mut().zip(&votes) {
-            *value *= vote;
-        }
-        (votes, values)
-    }
-}
-
-#[inline(always)]
-fn copy(lanes: &mut Lanes, from: &[f32]) {
-    match from.first_chunk::<LANES>() {
-        Some(whole) => *lanes = *whole,
-        None => lanes[..from.len()].copy_from_slice(from),
     }
 }

@@ -3,9 +3,9 @@
 //! Source: M. Wortsman et al., "Model soups" (2022, arXiv:2203.05482); mergekit 0.1.5, `merge_methods/linear.py`.
 
 use anyhow::Result;
-use pulp::{Arch, Simd, WithSimd};
 
 use super::group::Group;
+use super::mixer::{Formula, Mixer, WeightedSum};
 use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
 use crate::failure::Failure;
 use crate::recipe::{BaseModel, Declaration, Otherwise, Parameter};
@@ -51,49 +51,34 @@ impl MergeMethod for Linear {
                     .into(),
             );
         }
-        Ok(Box::new(Average { weights, divisor }))
+        Ok(Box::new(Average {
+            columns: task.columns,
+            weights,
+            divisor,
+        }))
     }
 }
 
 /// Σ_t w_t W_t / divisor.
 pub(super) struct Average {
+    pub(super) columns: usize,
     pub(super) weights: Vec<f32>,
     pub(super) divisor: f32,
 }
 
 impl TensorMerge for Average {
-    fn merge(&mut self, rows: &RowBlock<'_>, merged: &mut [f32]) {
-        for (at, (source, weight)) in rows.sources.iter().zip(&self.weights).enumerate() {
-            Arch::new().dispatch(AddWeighted {
-                source,
-                weight: *weight,
-                is_first: at == 0,
-                merged,
-            });
-        }
-        if self.divisor != 1.0 {
-            merged.iter_mut().for_each(|value| *value /= self.divisor);
-        }
-    }
-}
-
-struct AddWeighted<'a> {
-    source: &'a [f32],
-    weight: f32,
-    is_first: bool,
-    merged: &'a mut [f32],
-}
-
-impl WithSimd for AddWeighted<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let pairs = self.merged.iter_mut().zip(self.source);
-        if self.is_first {
-            pairs.for_each(|(merged, value)| *merged = self.weight * value);
-        } else {
-            pairs.for_each(|(merged, value)| *merged += self.weight * value);
-        }
+    fn merge(
+        &mut self,
+        rows: &RowBlock<'_>,
+        mixer: &mut dyn Mixer,
+        merged: &mut [f32],
+    ) -> Result<()> {
+        let sum = WeightedSum {
+            columns: self.columns,
+            sources: rows.sources.to_vec(),
+            weights: &self.weights,
+            divisor: self.divisor,
+        };
+        mixer.mix(&Formula::Sum(sum), merged)
     }
 }

@@ -3,6 +3,7 @@
 use anyhow::Result;
 
 use super::group::Group;
+use super::mixer::Mixer;
 use crate::recipe::{Declaration, Values};
 
 /// A merge method.
@@ -47,8 +48,18 @@ pub trait TensorMerge: Send {
     /// Ends a read: the measurements of this tensor join those of its group.
     fn measured(&mut self, _read: usize) {}
 
-    /// Computes the merged rows, `[rows, columns]`.
-    fn merge(&mut self, rows: &RowBlock<'_>, merged: &mut [f32]);
+    /// Computes the merged rows, `[rows, columns]`; `mixer` computes the elementwise end of it where it is a [`Formula`].
+    ///
+    /// [`Formula`]: super::Formula
+    ///
+    /// # Errors
+    /// Fails when the mixer fails.
+    fn merge(
+        &mut self,
+        rows: &RowBlock<'_>,
+        mixer: &mut dyn Mixer,
+        merged: &mut [f32],
+    ) -> Result<()>;
 
     /// The entries of each expert that were kept in the merge, for methods that trim.
     fn kept(&self) -> Vec<u64> {

@@ -10,6 +10,7 @@
 //! | `linear`, `slerp`, `model_stock`, `passthrough`, `regmean_diag` | one method each |
 //! | `task_arithmetic`, `ties`, `dare`, `della`, `breadcrumbs` | methods that add differences from the base |
 //! | `differences` | the steps that those share: trim, elect, average |
+//! | `mixer` | [`Formula`], the elementwise end of a merge, and its computation on the CPU |
 //! | `trim` | the choice of the entries of a difference |
 //! | `group` | tensors that are trimmed together |
 //! | `ranks` | order statistics of magnitudes, from histograms |
@@ -23,6 +24,7 @@ mod differences;
 mod group;
 mod linear;
 mod method;
+mod mixer;
 mod model_stock;
 mod passthrough;
 mod random;
@@ -38,6 +40,7 @@ pub use group::Group;
 pub use method::{
     MergeMethod, MethodSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge, TensorTask,
 };
+pub use mixer::{Divisor, Formula, Mixer, Mixture, OnCpu, Share, WeightedSum};
 pub use random::{Stream, uniform};
 pub use sums::{dot, weighted_square_distance};
 

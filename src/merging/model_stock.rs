@@ -14,6 +14,7 @@ use anyhow::Result;
 
 use super::group::Group;
 use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use super::mixer::Mixer;
 use super::sums::dot;
 use crate::failure::Failure;
 use crate::recipe::{BaseModel, Declaration, Otherwise, Parameter};
@@ -131,7 +132,12 @@ impl TensorMerge for Stock {
         }
     }
 
-    fn merge(&mut self, rows: &RowBlock<'_>, merged: &mut [f32]) {
+    fn merge(
+        &mut self,
+        rows: &RowBlock<'_>,
+        _mixer: &mut dyn Mixer,
+        merged: &mut [f32],
+    ) -> Result<()> {
         let mut ratio = if self.is_by_row { 0.0 } else { self.ratio() };
         let count = self.experts.len() as f32;
         for (row, merged) in merged.chunks_mut(self.columns).enumerate() {
@@ -153,5 +159,6 @@ impl TensorMerge for Stock {
                 *merged = ratio * (*merged / count) + (1.0 - ratio) * base;
             }
         }
+        Ok(())
     }
 }

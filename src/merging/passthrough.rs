@@ -35,6 +35,7 @@ impl MergeMethod for Passthrough {
         let scales = task.sources.iter();
         let scales = scales.map(|source| source.values.get(Parameter::Scale));
         Ok(Box::new(Average {
+            columns: task.columns,
             weights: scales.map(|scale| scale.unwrap_or(1.0) as f32).collect(),
             divisor: 1.0,
         }))

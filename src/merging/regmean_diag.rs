@@ -15,6 +15,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::group::Group;
 use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use super::mixer::Mixer;
 use crate::failure::Failure;
 use crate::recipe::{BaseModel, Declaration, Otherwise, Parameter};
 
@@ -88,7 +89,12 @@ struct Shares {
 }
 
 impl TensorMerge for Shares {
-    fn merge(&mut self, rows: &RowBlock<'_>, merged: &mut [f32]) {
+    fn merge(
+        &mut self,
+        rows: &RowBlock<'_>,
+        _mixer: &mut dyn Mixer,
+        merged: &mut [f32],
+    ) -> Result<()> {
         merged.fill(0.0);
         for (source, shares) in &self.of {
             let source = rows.sources[*source].chunks(self.columns);
@@ -100,6 +106,7 @@ impl TensorMerge for Shares {
                 });
             }
         }
+        Ok(())
     }
 }
 

@@ -14,6 +14,7 @@ use anyhow::Result;
 use super::group::Group;
 use super::linear::Average;
 use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use super::mixer::Mixer;
 use super::sums::dot;
 use crate::failure::Failure;
 use crate::recipe::{BaseModel, Declaration, Otherwise, Parameter};
@@ -60,6 +61,7 @@ impl MergeMethod for Slerp {
             models: [base, other],
             sums: [0.0; 3],
             average: Average {
+                columns: task.columns,
                 weights: vec![0.0; task.sources.len()],
                 divisor: 1.0,
             },
@@ -121,7 +123,12 @@ impl TensorMerge for Arc {
         }
     }
 
-    fn merge(&mut self, rows: &RowBlock<'_>, merged: &mut [f32]) {
-        self.average.merge(rows, merged);
+    fn merge(
+        &mut self,
+        rows: &RowBlock<'_>,
+        mixer: &mut dyn Mixer,
+        merged: &mut [f32],
+    ) -> Result<()> {
+        self.average.merge(rows, mixer, merged)
     }
 }

@@ -69,6 +69,23 @@ fn gpu_budget(inventory: &Inventory, policy: &Policy, index: usize) -> ByteSize 
     }
 }
 
+/// The GPUs that a policy lets compute, with the usable bytes of each.
+///
+/// # Errors
+/// Fails for an absent GPU that the policy names.
+pub fn usable_gpus(
+    inventory: &Inventory,
+    policy: &Policy,
+) -> Result<Vec<(usize, ByteSize)>, Failure> {
+    let present = inventory.gpus.len();
+    check_present(present, policy)?;
+    let may_use = |index: &usize| policy.only_gpu.is_none_or(|only| only == *index);
+    let gpus = (0..present).filter(may_use);
+    Ok(gpus
+        .map(|index| (index, gpu_budget(inventory, policy, index)))
+        .collect())
+}
+
 impl<'a> Machine<'a> {
     /// Fails for an absent device, and for a map that leaves a layer without a device.
     pub(super) fn new(
@@ -174,6 +191,18 @@ impl<'a> Machine<'a> {
 
 /// Refuses a policy that names an absent GPU, or leaves a layer without a device.
 fn check(workload: &dyn Workload, present: usize, policy: &Policy) -> Result<(), Failure> {
+    check_present(present, policy)?;
+    if let DeviceMap::Manual(map) = &policy.map {
+        // A layer without a device is an error, whatever fits.
+        for layer in 0..workload.num_hidden_layers() {
+            map.layer(layer, Device::Cpu)?;
+        }
+    }
+    Ok(())
+}
+
+/// Fails for an absent device that is named.
+fn check_present(present: usize, policy: &Policy) -> Result<(), Failure> {
     let of_map = match &policy.map {
         DeviceMap::Manual(map) => map.gpus().collect(),
         _ => Vec::new(),
@@ -193,12 +222,6 @@ fn check(workload: &dyn Workload, present: usize, policy: &Policy) -> Result<(),
     if policy.must_use_gpu && present == 0 {
         return Err(Failure::new("no GPU can be used: the driver names none")
             .hint("look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use --use-cpu"));
-    }
-    if let DeviceMap::Manual(map) = &policy.map {
-        // A layer without a device is an error, whatever fits.
-        for layer in 0..workload.num_hidden_layers() {
-            map.layer(layer, Device::Cpu)?;
-        }
     }
     Ok(())
 }

@@ -24,6 +24,7 @@ pub mod workload;
 pub use budget::Budget;
 pub use device_map::{Device, DeviceMap};
 pub use inventory::Inventory;
+pub use machine::usable_gpus;
 pub use planner::{PlanFailure, Policy, Shortage, plan};
 pub use residency::{Residency, Sizes};
 pub use workload::{Demand, ExecutionOption, PhaseMemory, Processors, Work, Workload};

@@ -58,7 +58,7 @@ impl fmt::Display for FallbackReport {
         } = self;
         write!(
             formatter,
-            "GPU out of memory on {unit}: {needed} needed, {free} free of {budget} on {device}, {}",
+            "GPU out of memory on {unit}, {} ({needed} needed, {free} free of {budget} on {device})",
             match outcome {
                 FallbackOutcome::Retried => "done after giving unused memory back",
                 FallbackOutcome::Smaller => "using smaller pieces",

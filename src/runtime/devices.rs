@@ -7,12 +7,13 @@ use serde::{Deserialize, Serialize};
 
 use super::clock::DeviceGauge;
 use super::device_worker::DeviceWorker;
-use super::engine::{Engine, Simulated};
+use super::engine::{DeviceMemory, Engine, Simulated};
 use super::ledger::{Ledger, Refusals};
 use crate::bytes::ByteSize;
 use crate::linalg::StoredDtype;
 use crate::model::on_device::{CONTEXT, Cut};
 use crate::model::{LayerContext, ModelConfig, Rotary};
+use crate::run::fallback::DeviceMemoryReport;
 use crate::run::{Events, MemorySettings, Plan};
 
 /// Simulated GPUs, for tests of placement and fallback.
@@ -37,6 +38,57 @@ struct Opened {
     device: Option<candle_core::Device>,
     #[cfg(feature = "cuda")]
     driver_name: String,
+}
+
+/// A device with the account of its memory.
+#[derive(Debug)]
+pub struct DeviceAccount {
+    /// `cuda:0`.
+    pub name: String,
+    /// The account.
+    pub ledger: Ledger,
+    driver_name: String,
+    #[cfg(feature = "cuda")]
+    device: Option<candle_core::Device>,
+}
+
+impl DeviceAccount {
+    /// The opened device; `None` for a simulated one.
+    pub fn candle_device(&self) -> Option<candle_core::Device> {
+        #[cfg(feature = "cuda")]
+        return self.device.clone();
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
+
+    /// Waits for all work and gives unused memory back.
+    ///
+    /// # Errors
+    /// Fails when the device has failed in the meantime.
+    pub fn release(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            super::engine::cuda::release(device)?;
+        }
+        Ok(())
+    }
+
+    /// The peaks of the device's memory, and its units of work.
+    pub fn memory_report(&self) -> DeviceMemoryReport {
+        #[cfg(feature = "cuda")]
+        let memory = self.device.as_ref().and_then(super::engine::cuda::memory);
+        #[cfg(not(feature = "cuda"))]
+        let memory = None::<DeviceMemory>;
+        DeviceMemoryReport {
+            device: self.name.clone(),
+            name: self.driver_name.clone(),
+            units: self.ledger.units(),
+            reserved_by_plan: self.ledger.peak(),
+            context: CONTEXT,
+            peak_allocated: memory.map(|memory| memory.peak_allocated),
+            peak_reserved: memory.map(|memory| memory.peak_reserved),
+        }
+    }
 }
 
 /// The devices that compute in addition to the CPU, and their layers.
@@ -125,19 +177,6 @@ impl Devices {
     ) -> Result<Vec<DeviceWorker<'a>>> {
         let mut workers = Vec::with_capacity(self.opened.len());
         for opened in &self.opened {
-            let (capacity, refusals) = match &self.simulation {
-                None => (opened.budget, Refusals::default()),
-                Some(simulation) => (
-                    match &simulation.capacity {
-                        Some(capacity) => capacity.parse::<ByteSize>()?,
-                        None => opened.budget,
-                    },
-                    simulation
-                        .refuse
-                        .parse()
-                        .map_err(|error: String| anyhow::anyhow!(error))?,
-                ),
-            };
             let engine = self.engine(opened, config, context)?;
             let ahead = match settings.prefetch {
                 true => Cut::layer_bytes(config, engine.element()),
@@ -147,7 +186,7 @@ impl Devices {
             let worker = DeviceWorker::new(
                 opened.name.clone(),
                 engine,
-                Ledger::new(capacity, CONTEXT + tables, refusals),
+                self.ledger(opened, CONTEXT + tables)?,
                 Cut::of(settings, config).with_indices_of_32_bits(config, seqlen),
                 Arc::clone(config),
                 seqlen,
@@ -156,6 +195,40 @@ impl Devices {
             workers.push(worker.with_prefetch(ahead));
         }
         Ok(workers)
+    }
+
+    /// The devices with the accounts of their memory, for work other than layers.
+    ///
+    /// # Errors
+    /// Fails for a simulation that cannot be read.
+    pub fn accounts(&self) -> Result<Vec<DeviceAccount>> {
+        let accounts = self.opened.iter().map(|opened| {
+            Ok(DeviceAccount {
+                name: opened.name.clone(),
+                ledger: self.ledger(opened, CONTEXT)?,
+                #[cfg(feature = "cuda")]
+                device: opened.device.clone(),
+                #[cfg(feature = "cuda")]
+                driver_name: opened.driver_name.clone(),
+                #[cfg(not(feature = "cuda"))]
+                driver_name: "simulated".to_string(),
+            })
+        });
+        accounts.collect()
+    }
+
+    /// The account of a device, of which `held` stays reserved.
+    fn ledger(&self, opened: &Opened, held: ByteSize) -> Result<Ledger> {
+        let Some(simulation) = &self.simulation else {
+            return Ok(Ledger::new(opened.budget, held, Refusals::default()));
+        };
+        let capacity = match &simulation.capacity {
+            Some(capacity) => capacity.parse::<ByteSize>()?,
+            None => opened.budget,
+        };
+        let refusals = simulation.refuse.parse();
+        let refusals = refusals.map_err(|error: String| anyhow::anyhow!(error))?;
+        Ok(Ledger::new(capacity, held, refusals))
     }
 
     #[cfg(not(feature = "cuda"))]

@@ -198,7 +198,7 @@ fn the_ladder_has_its_rungs_in_order() {
             .collect();
         assert_eq!(falls[0], (unit, outcome), "{refuse}");
         assert_eq!(results(&run), results(&cpu), "{refuse}");
-        let warning = format!("warning: GPU out of memory on {unit}: ");
+        let warning = format!("warning: GPU out of memory on {unit}, ");
         assert!(ran.stderr.contains(&warning), "{}", ran.stderr);
         assert!(ran.stdout.contains("out of memory"), "{}", ran.stdout);
     }

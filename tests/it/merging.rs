@@ -2,6 +2,7 @@
 //! interrupted.
 
 mod bits;
+mod devices;
 mod goldens;
 mod interrupted;
 mod random;

@@ -4,11 +4,13 @@
 //! | --- | --- |
 //! | `settle` | everything that can be wrong is checked |
 //! | `models` | the input models and their adapters |
+//! | `devices` | the GPUs that compute |
 //! | `memory` | the memory of the pass |
 //! | `outputs` | the files of the output, new or continued |
 //! | `published` | the files beside the weights |
 //! | `record` | `run.json` |
 
+mod devices;
 mod memory;
 mod models;
 mod outputs;
@@ -44,12 +46,14 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     if_interrupted(&job, &recorder);
     let mut outputs = MergeOutputs::open(&job, &recorder)?;
     job.clock.mark(Moment::BeforePruning, &recorder);
+    let devices = devices::open(&job.plan, &job.settings.device, job.size)?;
     let pass = MergePass {
         method: job.method,
         settings: job.method_settings,
         tensors: &job.tensors,
         inputs: &job.inputs,
         writer: &outputs.writer,
+        devices: &devices,
         workers: job.size.workers,
         piece_elements: job.size.piece_elements,
         keep_zeros: job.settings.keep_zeros,
@@ -60,7 +64,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.clock.mark(Moment::AfterPruning, &recorder);
     let report = job.report(&outputs)?;
     let (state, output) = outputs.finish(&job, &report, &recorder)?;
-    let manifest = job.record(report, state, output, &recorder)?;
+    let manifest = job.record(report, devices, (state, output), &recorder)?;
     events.emit(Event::IfInterrupted(None));
     Ok(manifest)
 }

@@ -11,6 +11,7 @@ use crate::bytes::ByteSize;
 use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
 use crate::linalg::kernel;
+use crate::merge::MergeDevice;
 use crate::merging::Scope;
 use crate::recipe::Parameter;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport, Perplexities, SCHEMA};
@@ -109,8 +110,8 @@ impl MergeJob {
     pub(super) fn record(
         &self,
         report: MergeReport,
-        state: StateFile<'_>,
-        output: OutputReport,
+        devices: Vec<MergeDevice>,
+        (state, output): (StateFile<'_>, OutputReport),
         recorder: &Recorder<'_>,
     ) -> Result<Manifest> {
         self.clock.mark(Moment::End, recorder);
@@ -121,6 +122,9 @@ impl MergeJob {
         let donor = donor.context("the donor is one of the models")?;
         let parameters = self.tensors.iter().map(|tensor| tensor.elements()).sum();
         let phases = self.clock.report();
+        let (fallbacks, devices): (Vec<_>, Vec<_>) =
+            devices.into_iter().map(MergeDevice::report).unzip();
+        let fallbacks = fallbacks.into_iter().flatten().collect();
         let mut manifest = Manifest {
             schema: SCHEMA,
             prune_version: env!("CARGO_PKG_VERSION").to_string(),
@@ -141,7 +145,7 @@ impl MergeJob {
                 bytes: self.output_bytes(),
             },
             arithmetic: Arithmetic {
-                device: "cpu".to_string(),
+                device: super::devices::name(&self.plan),
                 dtype: "f32".to_string(),
                 kernel: "element by element".to_string(),
                 cpu_features: kernel::cpu_features()
@@ -164,8 +168,8 @@ impl MergeJob {
             phases,
             memory: self.clock.samples(),
             output: Some(output),
-            fallbacks: Vec::new(),
-            devices: Vec::new(),
+            fallbacks,
+            devices,
             profile: None,
             masks: None,
             warnings: Vec::new(),

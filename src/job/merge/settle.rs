@@ -164,8 +164,10 @@ impl MergeJob {
             }
         }
         let time = work.time(layout.bytes(), threads, &inventory.rates);
+        let mut plan = shape.plan(size, budget, time);
+        super::devices::add(&mut plan, &settings.device, &inventory)?;
         let job = Self {
-            plan: shape.plan(size, budget, time),
+            plan,
             settings,
             recipe,
             method,

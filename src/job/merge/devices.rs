@@ -1,0 +1,71 @@
+//! The GPUs of a merge: those that `--device cuda` names. Without the flag the CPU merges, since disks are slower than both.
+
+use anyhow::Result;
+
+use super::memory::PassSize;
+use crate::job::machine;
+use crate::linalg::StoredDtype;
+use crate::merge::{CandleMixer, MergeDevice};
+use crate::merging::{Mixer, OnCpu};
+use crate::model::on_device::CONTEXT;
+use crate::placement::{Inventory, usable_gpus};
+use crate::run::Plan;
+use crate::run::plan::DevicePlan;
+use crate::runtime::Devices;
+use crate::settings::DeviceSettings;
+
+/// Adds the GPUs of a merge to its plan.
+///
+/// # Errors
+/// Fails for an absent GPU that the flags name.
+pub(super) fn add(plan: &mut Plan, device: &DeviceSettings, inventory: &Inventory) -> Result<()> {
+    let policy = machine::policy(device)?;
+    if !policy.must_use_gpu {
+        return Ok(());
+    }
+    for (index, budget) in usable_gpus(inventory, &policy)? {
+        plan.devices.push(DevicePlan {
+            device: format!("cuda:{index}"),
+            budget: Some(budget),
+            peak: budget.min(CONTEXT),
+            peak_phase: None,
+        });
+    }
+    Ok(())
+}
+
+/// Opens the GPUs of a plan.
+///
+/// # Errors
+/// Fails where the driver cannot open one.
+pub(super) fn open(
+    plan: &Plan,
+    device: &DeviceSettings,
+    size: PassSize,
+) -> Result<Vec<MergeDevice>> {
+    let devices = Devices::open(plan, StoredDtype::F32, device.simulate.as_ref())?;
+    let accounts = devices.accounts()?.into_iter();
+    Ok(accounts
+        .map(|account| {
+            let mixer: Box<dyn Mixer + Send> = match account.candle_device() {
+                Some(device) => Box::new(CandleMixer(device)),
+                None => Box::new(OnCpu),
+            };
+            MergeDevice::new(account, mixer, size.piece_elements)
+        })
+        .collect())
+}
+
+/// The name of the devices that compute.
+pub(super) fn name(plan: &Plan) -> String {
+    let gpus: Vec<&str> = plan
+        .devices
+        .iter()
+        .map(|device| device.device.as_str())
+        .filter(|name| *name != "cpu")
+        .collect();
+    match gpus.as_slice() {
+        [] => "cpu".to_string(),
+        gpus => gpus.join("+"),
+    }
+}
