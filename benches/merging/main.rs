@@ -18,7 +18,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use prune::checkpoint::{Checkpoint, Layout, MergedWriter, PlannedTensor, TensorEntry, WeightSource};
+use prune::checkpoint::{
+    Checkpoint, Layout, MergedWriter, PlannedTensor, TensorEntry, WeightSource,
+};
 use prune::run::{Manifest, Phase, Silent};
 use prune::settings::PIECE_ELEMENTS;
 
@@ -96,7 +98,10 @@ fn copy_tensors(
 fn merge(models: &[PathBuf], method: &str, out: &Path) -> Result<(f64, f64)> {
     let _ = fs::remove_dir_all(out);
     let mut command = Command::new(env!("CARGO_BIN_EXE_prune"));
-    command.arg("merge").args(["--quiet", "--base"]).arg(&models[0]);
+    command
+        .arg("merge")
+        .args(["--quiet", "--base"])
+        .arg(&models[0]);
     let experts = match method.contains("passthrough") {
         true => &models[1..2],
         false => &models[1..],
@@ -108,8 +113,14 @@ fn merge(models: &[PathBuf], method: &str, out: &Path) -> Result<(f64, f64)> {
     if method.contains("linear") && !method.contains("dare") || method.contains("model_stock") {
         command.arg("--model").arg(&models[0]);
     }
-    command.args(method.split_whitespace()).arg("--save").arg(out);
-    ensure!(command.output()?.status.success(), "prune merge {method} failed");
+    command
+        .args(method.split_whitespace())
+        .arg("--save")
+        .arg(out);
+    ensure!(
+        command.output()?.status.success(),
+        "prune merge {method} failed"
+    );
     let manifest: Manifest = serde_json::from_slice(&fs::read(out.join("run.json"))?)?;
     let phases = manifest.phases.iter();
     let pass = phases.filter(|phase| phase.phase == Phase::Merge);

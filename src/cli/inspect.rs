@@ -31,7 +31,7 @@ pub struct InspectArgs {
     /// The dense checkpoint DIR was made from
     ///
     /// Every weight of the decoder linears must be +0 or DENSE's, bit for bit, and every other tensor DENSE's, byte for byte;
-    /// else what differs is told and the exit code is 1.
+    /// else what differs is told and the exit code is 1. Of a merge, what differs is told and the exit code is 0.
     #[arg(long, value_name = "DENSE")]
     against: Option<PathBuf>,
 

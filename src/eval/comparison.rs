@@ -15,6 +15,7 @@ impl<'a> Against<'a> {
             dense: dense.folder().display().to_string(),
             is_pruned_copy: false,
             changed_by: None,
+            merged_by: None,
             kept_identical: true,
             kept: 0,
             changed: 0,

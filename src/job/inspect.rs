@@ -6,10 +6,11 @@ use anyhow::Result;
 
 use super::{located, published};
 use crate::bytes::{LARGEST_RECORD, read_whole};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, MERGING_FILE};
 use crate::eval;
 use crate::failure::Failure;
 use crate::model::ModelConfig;
+use crate::run::merging::MergeReport;
 use crate::run::pruning_record::PRUNING_FILE;
 use crate::run::{Events, Inspection, Manifest, PruningRecord};
 
@@ -21,6 +22,7 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
     let mut inspection = eval::inspect(&model, &config, dense.as_ref(), events)?;
     if let Some(comparison) = &mut inspection.against {
         comparison.changed_by = method_that_changes_weights(folder);
+        comparison.merged_by = merge(folder, events);
     }
     inspection.pruning = pruning_record(folder, &inspection, events);
     Ok(inspection)
@@ -56,6 +58,26 @@ fn method_that_changes_weights(model: &Path) -> Option<String> {
     let manifest: Manifest = serde_json::from_slice(&record).ok()?;
     let pruning = manifest.pruning?;
     pruning.changes_weights.then_some(pruning.method)
+}
+
+/// The merge that wrote a model folder, from the record beside the weights.
+fn merge(model: &Path, events: &dyn Events) -> Option<String> {
+    let record = model.join(MERGING_FILE);
+    record.symlink_metadata().ok()?;
+    let bytes = read_whole(&record, LARGEST_RECORD).ok()?;
+    let report: MergeReport = match serde_json::from_slice(&bytes) {
+        Ok(report) => report,
+        Err(why) => {
+            events.warn(format!("{MERGING_FILE} is passed over: {why}"));
+            return None;
+        }
+    };
+    let models: Vec<&str> = report
+        .models
+        .iter()
+        .map(|model| model.name.as_str())
+        .collect();
+    Some(format!("{} of {}", report.method, models.join(", ")))
 }
 
 /// Opens a checkpoint; a run folder is answered with its model's folder.

@@ -12,7 +12,8 @@ use crate::linalg::StoredDtype;
 use crate::linalg::convert::narrow;
 use crate::linalg::select::first_not_finite;
 use crate::merging::{
-    MethodSettings, Mixer, OnCpu, RowBlock, SourceTask, TensorMerge, TensorTask, weighted_square_distance,
+    MethodSettings, Mixer, OnCpu, RowBlock, SourceTask, TensorMerge, TensorTask,
+    weighted_square_distance,
 };
 use crate::run::Stopped;
 use crate::run::merging::{MergedTensor, OutputErrors};

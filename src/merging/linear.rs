@@ -5,8 +5,8 @@
 use anyhow::Result;
 
 use super::group::Group;
-use super::mixer::{Formula, Mixer, WeightedSum};
 use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use super::mixer::{Formula, Mixer, WeightedSum};
 use crate::failure::Failure;
 use crate::recipe::{BaseModel, Declaration, Otherwise, Parameter};
 

@@ -334,11 +334,15 @@ fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Ve
     }
     lines.extend(differences(comparison));
     let has_new_zeros = inspection.sparsity.zeros > comparison.zeros_before;
+    let (merge, method) = (&comparison.merged_by, &comparison.changed_by);
     lines.push(match (comparison.is_pruned_copy, has_new_zeros) {
-        (false, _) if comparison.is_made_from_dense() => {
-            let method = comparison.changed_by.as_deref().unwrap_or_default();
-            format!("verdict: {dense} pruned by {method}, which changes the weights it keeps")
-        }
+        (false, _) if comparison.is_made_from_dense() => match (merge, method) {
+            (Some(merge), _) => format!("verdict: a merge by {}", printable(merge)),
+            (None, method) => {
+                let method = method.as_deref().unwrap_or_default();
+                format!("verdict: {dense} pruned by {method}, which changes the weights it keeps")
+            }
+        },
         (true, true) => format!("verdict: a pruned copy of {dense}"),
         (true, false) => format!("verdict: the weights of {dense}; nothing was pruned"),
         (false, _) => format!("verdict: not a pruned copy of {dense}"),

@@ -163,6 +163,9 @@ pub struct DenseComparison {
     /// The method that changed the kept weights, from the record of the run; absent where the record names none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changed_by: Option<String>,
+    /// The merge that made this model, from the record beside its weights; absent for other models.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merged_by: Option<String>,
     /// Every weight of a decoder linear is +0 or the dense model's.
     pub kept_identical: bool,
     /// Compared weights of decoder linears that are not zero in this model.
@@ -186,9 +189,11 @@ pub struct DenseComparison {
 }
 
 impl DenseComparison {
-    /// True if the model was made from the dense one: a pruned copy, or its kept weights alone differ and its method changes them.
+    /// True if the model was made from the dense one: a pruned copy, or its kept weights alone differ and its method changes them. A
+    /// merge may change every tensor.
     pub fn is_made_from_dense(&self) -> bool {
         self.is_pruned_copy
+            || self.merged_by.is_some()
             || self.changed_by.is_some()
                 && self.untouched_differing.is_empty()
                 && self.missing.is_empty()

@@ -49,7 +49,11 @@ fn at_every_operation(what: &str) -> usize {
             let second = place.run(TIES);
             assert_eq!(second.code, 0, "after {fault}\n{}", second.stderr);
         }
-        assert_same(&outcome(&place.path("out")), &expected, &format!("after {fault}"));
+        assert_same(
+            &outcome(&place.path("out")),
+            &expected,
+            &format!("after {fault}"),
+        );
         if without == WITHOUT_CONSEQUENCE {
             return times;
         }
@@ -82,9 +86,9 @@ fn slow() -> Place {
         place.checkpoint(
             name,
             &RandomCheckpoint {
-                hidden_size: 256,
-                intermediate_size: 704,
-                num_hidden_layers: 6,
+                hidden_size: 192,
+                intermediate_size: 512,
+                num_hidden_layers: 4,
                 dtype: StoredDtype::Bf16,
                 seed,
                 ..RandomCheckpoint::default()
@@ -97,7 +101,8 @@ fn slow() -> Place {
 #[test]
 fn killed_at_any_time_a_merge_goes_on_to_the_same_end() {
     const MOMENTS: u32 = 50;
-    let line = "merge --base m --model e1 --model e2 --method della --density 0.5 --quiet --save out";
+    let line =
+        "merge --base m --model e1 --model e2 --method della --density 0.5 --quiet --save out";
     let place = slow();
     let began = Instant::now();
     assert_eq!(place.run(line).code, 0);
@@ -115,7 +120,11 @@ fn killed_at_any_time_a_merge_goes_on_to_the_same_end() {
         // A moment in the moment-th part of the run.
         random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         let part = f64::from(moment) + f64::from(random >> 8) / f64::from(1u32 << 24);
-        std::thread::sleep(whole.mul_f64(part / f64::from(MOMENTS)).min(Duration::from_secs(60)));
+        std::thread::sleep(
+            whole
+                .mul_f64(part / f64::from(MOMENTS))
+                .min(Duration::from_secs(60)),
+        );
         let _ = child.kill();
         kills += u32::from(child.wait().expect("a child").code().is_none());
         let is_finished = place.path("out/run.json").exists();
@@ -123,7 +132,11 @@ fn killed_at_any_time_a_merge_goes_on_to_the_same_end() {
             let second = place.run(line);
             assert_eq!(second.code, 0, "{}", second.stderr);
         }
-        assert_same(&outcome(&place.path("out")), &expected, &format!("after moment {moment}"));
+        assert_same(
+            &outcome(&place.path("out")),
+            &expected,
+            &format!("after moment {moment}"),
+        );
     }
     assert!(kills >= MOMENTS / 2, "{kills} of {MOMENTS} came in time");
 }
