@@ -50,9 +50,6 @@ impl Adapter {
                 Some(8 * (down.entry.elements() + up.entry.elements()) as u64)
             }
             Product::Bias { bias, .. } => Some(8 * bias.entry.elements() as u64),
-            Product::Held(factors) => {
-                Some(8 * (factors.rank * (factors.rows + factors.columns)) as u64)
-            }
         });
         sizes.max().unwrap_or(0)
     }

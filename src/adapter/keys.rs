@@ -31,7 +31,7 @@ pub(super) enum Part {
 }
 
 /// Beginning of every key.
-const PREFIX: &str = "base_model.model.";
+pub(super) const PREFIX: &str = "base_model.model.";
 
 /// Ending of a key, ending of the base's tensor, part.
 const ENDINGS: &[(&str, &str, Part)] = &[

@@ -21,7 +21,7 @@ pub(super) const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 /// The weights of an adapter as a pickle, which is never opened: loading a pickle can run code.
 const PICKLE_FILE: &str = "adapter_model.bin";
 
-/// A change of a base model: an adapter's folder, or a combination of several.
+/// A change of a base model: an adapter's folder.
 #[derive(Debug, Clone)]
 pub struct Adapter {
     place: PathBuf,
@@ -87,15 +87,6 @@ impl Adapter {
             base_model: config.base_model,
             parts,
         })
-    }
-
-    /// An adapter in memory.
-    pub(super) fn held(place: PathBuf, parts: BTreeMap<String, Parts>) -> Self {
-        Self {
-            place,
-            base_model: None,
-            parts,
-        }
     }
 
     /// The folder in messages.

@@ -1,7 +1,6 @@
 //! [`Parts`]: the tensors of an adapter's file that change one tensor of the base, checked against one another.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use anyhow::Result;
 
@@ -24,7 +23,7 @@ pub(super) struct Parts {
     tokens: Option<(Stored, Vec<usize>)>,
 }
 
-/// Factors in a file, or in memory.
+/// Factors in a file.
 #[derive(Debug, Clone)]
 pub(super) enum Product {
     /// A and B.
@@ -37,8 +36,17 @@ pub(super) enum Product {
     },
     /// The bias of B; as a product, it has one row and rank 1.
     Bias { bias: Stored, scale: f32 },
-    /// Combined factors.
-    Held(Arc<LowRank>),
+}
+
+/// The shape of two factors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FactorShape {
+    /// Rows of the base's tensor.
+    pub(super) rows: usize,
+    /// Columns of the base's tensor.
+    pub(super) columns: usize,
+    pub(super) rank: usize,
+    pub(super) is_embedding: bool,
 }
 
 impl Parts {
@@ -87,15 +95,6 @@ impl Parts {
         parts.check_magnitude(tensor, config)?;
         parts.check_copy(tensor)?;
         Ok(parts)
-    }
-
-    /// Combined factors, and the base's copy that came with the originals.
-    pub(super) fn held(factors: LowRank, whole: Option<Stored>) -> Self {
-        Self {
-            whole,
-            product: Some(Product::Held(Arc::new(factors))),
-            ..Self::default()
-        }
     }
 
     /// Checks that linear layers have magnitudes if the adapter is of DoRA, and nothing else has.
@@ -229,13 +228,21 @@ impl Parts {
         })
     }
 
-    /// The change consists of factors alone, at most with the base's copy under them.
-    pub(super) fn is_plain(&self) -> bool {
-        let has_factors = matches!(
-            self.product,
-            Some(Product::Stored { .. } | Product::Held(_))
-        );
-        has_factors && self.magnitude.is_none()
+    /// The shape of the factors; `None` if the change is more than factors, at most with the base's copy under them.
+    pub(super) fn factor_shape(&self) -> Option<FactorShape> {
+        let product = self.product.as_ref().filter(|_| self.magnitude.is_none());
+        let (rows, columns) = product?.shape();
+        match product? {
+            Product::Bias { .. } => None,
+            Product::Stored {
+                is_embedding, rank, ..
+            } => Some(FactorShape {
+                rows,
+                columns,
+                rank: *rank,
+                is_embedding: *is_embedding,
+            }),
+        }
     }
 }
 
@@ -290,7 +297,6 @@ impl Product {
                 }
             }
             Self::Bias { bias, .. } => (1, bias.entry.elements()),
-            Self::Held(factors) => (factors.rows, factors.columns),
         }
     }
 
@@ -299,7 +305,7 @@ impl Product {
         let (rows, columns) = self.shape();
         match self {
             Self::Bias { .. } => shape == [columns],
-            Self::Stored { .. } | Self::Held(_) => shape == [rows, columns],
+            Self::Stored { .. } => shape == [rows, columns],
         }
     }
 
@@ -307,7 +313,6 @@ impl Product {
     pub(super) fn read(&self) -> Result<LowRank> {
         let (rows, columns) = self.shape();
         Ok(match self {
-            Self::Held(factors) => LowRank::clone(factors),
             Self::Bias { bias, scale } => LowRank {
                 rows,
                 columns,
@@ -404,7 +409,7 @@ fn token_rows(
 }
 
 /// The transpose of a matrix with these `columns`.
-fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
+pub(super) fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
     let rows = values.len() / columns.max(1);
     let mut out = vec![0.0; values.len()];
     for (row, from) in values.chunks(columns.max(1)).enumerate() {

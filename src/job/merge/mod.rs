@@ -2,6 +2,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
+//! | `combined` | `--semantics peft`: adapters, combined |
 //! | `settle` | everything that can be wrong is checked |
 //! | `models` | the input models and their adapters |
 //! | `memory` | the memory of the pass |
@@ -9,6 +10,7 @@
 //! | `published` | the files beside the weights |
 //! | `record` | `run.json` |
 
+mod combined;
 mod memory;
 mod models;
 mod outputs;
@@ -19,10 +21,11 @@ mod settle;
 use anyhow::Result;
 
 use super::recorder::Recorder;
-use crate::merge::MergePass;
+use crate::merge::{Inputs, MergePass};
 use crate::run::command_line::quoted;
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
+pub use combined::peft_methods;
 use outputs::MergeOutputs;
 use settle::{MergeJob, SettledMerge};
 
@@ -44,11 +47,16 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     if_interrupted(&job, &recorder);
     let mut outputs = MergeOutputs::open(&job, &recorder)?;
     job.clock.mark(Moment::BeforePruning, &recorder);
+    let combined = job.combine(&recorder)?;
+    let inputs: &dyn Inputs = match &combined {
+        Some(combined) => combined,
+        None => &job.inputs,
+    };
     let pass = MergePass {
         method: job.method,
         settings: job.method_settings,
         tensors: &job.tensors,
-        inputs: &job.inputs,
+        inputs,
         writer: &outputs.writer,
         workers: job.size.workers,
         piece_elements: job.size.piece_elements,
@@ -58,7 +66,8 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.clock
         .measure(Phase::Merge, || pass.run(&mut outputs.state))?;
     job.clock.mark(Moment::AfterPruning, &recorder);
-    let report = job.report(&outputs)?;
+    let mut report = job.report(&outputs)?;
+    report.combined_adapter = combined.map(|combined| combined.report);
     let (state, output) = outputs.finish(&job, &report, &recorder)?;
     let manifest = job.record(report, state, output, &recorder)?;
     events.emit(Event::IfInterrupted(None));

@@ -80,6 +80,7 @@ impl MergeJob {
             bytes: [ByteSize(read.sum()), self.output_bytes()],
             seconds: outputs.state.seconds_of(Phase::Merge),
             saliency: None,
+            combined_adapter: None,
             perplexities: Vec::new(),
             tensors: tensors?,
         })
