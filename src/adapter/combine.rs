@@ -58,7 +58,7 @@ pub enum MajoritySign {
 
 /// The part of an adapter in the combination of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Share {
+pub struct AdapterShare {
     /// The weight.
     pub weight: f64,
     /// The fraction of the elements of a factor that stays; 1 and more: all. `Linear` and `Cat` do not use it.
@@ -76,7 +76,7 @@ pub struct Combination {
     kind: CombinationKind,
     majority_sign: MajoritySign,
     /// By tensor of the base: the adapters that change it.
-    tensors: BTreeMap<String, Vec<(usize, Share)>>,
+    tensors: BTreeMap<String, Vec<(usize, AdapterShare)>>,
 }
 
 impl Combination {
@@ -93,9 +93,9 @@ impl Combination {
         adapters: Vec<Arc<Adapter>>,
         kind: CombinationKind,
         majority_sign: MajoritySign,
-        share: &dyn Fn(usize, &str) -> Option<Share>,
+        share: &dyn Fn(usize, &str) -> Option<AdapterShare>,
     ) -> Result<Self, Failure> {
-        let mut tensors: BTreeMap<String, Vec<(usize, Share)>> = BTreeMap::new();
+        let mut tensors: BTreeMap<String, Vec<(usize, AdapterShare)>> = BTreeMap::new();
         for (index, adapter) in adapters.iter().enumerate() {
             for tensor in adapter.changed() {
                 let Some(share) = share(index, tensor) else {
@@ -156,7 +156,7 @@ impl Combination {
         let mut inputs = Vec::new();
         for (index, share) in self.tensors.get(tensor).into_iter().flatten() {
             if let Some(factors) = self.adapters[*index].factors(tensor)? {
-                inputs.push(Input {
+                inputs.push(AdapterFactors {
                     index: *index,
                     share: *share,
                     factors,
@@ -220,14 +220,19 @@ impl Combination {
     }
 
     /// All kinds but `cat`.
-    fn factor_by_factor(&self, tensor: &str, inputs: &[Input], draws: &Draws<'_>) -> LowRank {
+    fn factor_by_factor(
+        &self,
+        tensor: &str,
+        inputs: &[AdapterFactors],
+        draws: &Draws<'_>,
+    ) -> LowRank {
         let first = &inputs[0].factors;
         let module = super::keys::module_of(tensor);
         let combined = |is_up: bool| {
             // An embedding's `up` is its A.
             let is_a = is_up == first.is_embedding;
             let name = format!("{module}.lora_{}", if is_a { "A" } else { "B" });
-            let tasks: Vec<Task> = inputs
+            let tasks: Vec<WeightedFactor> = inputs
                 .iter()
                 .map(|input| {
                     let scaled = input.share.weight * f64::from(input.factors.scale);
@@ -237,7 +242,7 @@ impl Combination {
                         false => &input.factors.down,
                     };
                     let draw = |numbers: &mut [u32]| draws(input.index, &name, numbers);
-                    Task {
+                    WeightedFactor {
                         weight: (sign * scaled.abs().sqrt()) as f32,
                         values: sparse(values, self.kind, input.share.density, &draw),
                     }
@@ -260,9 +265,9 @@ impl Combination {
 }
 
 /// The factors of one adapter.
-struct Input {
+struct AdapterFactors {
     index: usize,
-    share: Share,
+    share: AdapterShare,
     factors: LowRank,
 }
 
@@ -270,16 +275,16 @@ struct Input {
 fn check_share(
     adapter: &Adapter,
     tensor: &str,
-    share: Share,
+    share: AdapterShare,
     kind: CombinationKind,
 ) -> Result<(), Failure> {
     let place = adapter.place().display();
-    let Share { weight, density } = share;
+    let AdapterShare { weight, density } = share;
     let is_random = matches!(
         kind,
         CombinationKind::DareLinear | CombinationKind::DareTies
     );
-    if !(density >= 0.0) || (is_random && density == 0.0) {
+    if density.is_nan() || density < 0.0 || (is_random && density == 0.0) {
         return Err(Failure::new(format!(
             "the adapter `{place}` cannot be combined with density {density}"
         ))
@@ -300,7 +305,7 @@ fn check_share(
 }
 
 /// One factor of one adapter, after drops.
-struct Task {
+struct WeightedFactor {
     weight: f32,
     values: Vec<f32>,
 }
@@ -356,7 +361,7 @@ fn keep_largest(values: &mut [f32], kept: usize) {
 }
 
 /// Σ w · values
-fn weighted_sum(tasks: &[Task]) -> Vec<f32> {
+fn weighted_sum(tasks: &[WeightedFactor]) -> Vec<f32> {
     let mut sums = vec![0.0; tasks[0].values.len()];
     for task in tasks {
         for (sum, value) in sums.iter_mut().zip(&task.values) {
@@ -367,7 +372,7 @@ fn weighted_sum(tasks: &[Task]) -> Vec<f32> {
 }
 
 /// Σ agree · w · values / max(1, Σ agree)
-fn disjoint_mean(tasks: &[Task], majority: MajoritySign) -> Vec<f32> {
+fn disjoint_mean(tasks: &[WeightedFactor], majority: MajoritySign) -> Vec<f32> {
     let sign = |value: f32| if value == 0.0 { 0.0 } else { value.signum() };
     let one = |at: usize| {
         let values = tasks.iter().map(|task| task.values[at]);
@@ -386,27 +391,24 @@ fn disjoint_mean(tasks: &[Task], majority: MajoritySign) -> Vec<f32> {
 }
 
 /// `cat`: ranks side by side, A with weight and scale.
-fn side_by_side(inputs: &[Input]) -> LowRank {
+fn side_by_side(inputs: &[AdapterFactors]) -> LowRank {
     let first = &inputs[0].factors;
     let rank = inputs.iter().map(|input| input.factors.rank).sum();
     let mut down = Vec::with_capacity(rank * first.columns);
     let mut up = vec![0.0; first.rows * rank];
     let mut place = 0;
-    for Input { share, factors, .. } in inputs {
+    for AdapterFactors { share, factors, .. } in inputs {
         let (weight, scale) = (share.weight as f32, factors.scale);
         // The order of the two products is peft's.
-        let of_a = |value: &f32| value * weight * scale;
-        let (for_up, for_down): (&dyn Fn(&f32) -> f32, &dyn Fn(&f32) -> f32) =
-            match first.is_embedding {
-                true => (&of_a, &|value| *value),
-                false => (&|value| *value, &of_a),
-            };
-        down.extend(factors.down.iter().map(for_down));
-        let rows = up.chunks_mut(rank).zip(factors.up.chunks(factors.rank));
+        let scaled = |values: &[f32]| values.iter().map(|value| value * weight * scale).collect();
+        let (from_up, from_down) = match first.is_embedding {
+            true => (scaled(&factors.up), factors.down.clone()),
+            false => (factors.up.clone(), scaled(&factors.down)),
+        };
+        down.extend(from_down);
+        let rows = up.chunks_mut(rank).zip(from_up.chunks(factors.rank));
         for (to, from) in rows {
-            for (to, value) in to[place..].iter_mut().zip(from) {
-                *to = for_up(value);
-            }
+            to[place..place + factors.rank].copy_from_slice(from);
         }
         place += factors.rank;
     }

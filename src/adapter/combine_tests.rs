@@ -15,7 +15,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
-use super::combine::{Combination, CombinationKind, MajoritySign, Share};
+use super::combine::{AdapterShare, Combination, CombinationKind, MajoritySign};
 use super::test_files::{TestTensor, adapter, config, pair, tensor, waves};
 use super::{Adapter, LowRank};
 use crate::bytes::hex;
@@ -55,7 +55,7 @@ fn combination(
 ) -> Result<Combination, crate::failure::Failure> {
     let adapters = adapters.iter().map(|of| Arc::clone(of)).collect();
     let share = |at: usize, _: &str| {
-        Some(Share {
+        Some(AdapterShare {
             weight: weights[at],
             density,
         })

@@ -44,7 +44,7 @@ impl Combination {
             disk::create(&partial)
         });
         let file = created.map_err(|error| cannot_write(folder, &error))?;
-        let mut output = Output::new(&file, &partial);
+        let mut output = AdapterFile::new(&file, &partial);
         output.put(&self.header())?;
         for tensor in self.tensors() {
             let factors = self.factors(tensor, draws)?;
@@ -162,14 +162,14 @@ impl Combination {
 }
 
 /// A file that is written from its beginning to its end.
-struct Output<'a> {
+struct AdapterFile<'a> {
     file: &'a File,
     path: &'a Path,
     at: u64,
     sha256: Sha256,
 }
 
-impl<'a> Output<'a> {
+impl<'a> AdapterFile<'a> {
     fn new(file: &'a File, path: &'a Path) -> Self {
         Self {
             file,

@@ -80,8 +80,8 @@ struct InOrder<T>(Vec<(String, T)>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for InOrder<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Collect<T>(std::marker::PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Collect<T> {
+        struct OrderedVisitor<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for OrderedVisitor<T> {
             type Value = InOrder<T>;
 
             fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -96,7 +96,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for InOrder<T> {
                 Ok(InOrder(entries))
             }
         }
-        deserializer.deserialize_map(Collect(std::marker::PhantomData))
+        deserializer.deserialize_map(OrderedVisitor(std::marker::PhantomData))
     }
 }
 

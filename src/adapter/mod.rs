@@ -43,6 +43,6 @@ mod test_files;
 
 pub use adapted::AdaptedSource;
 pub use change::TensorChange;
-pub use combine::{Combination, CombinationKind, Draws, MajoritySign, Share};
+pub use combine::{AdapterShare, Combination, CombinationKind, Draws, MajoritySign};
 pub use low_rank::LowRank;
 pub use opened::Adapter;

@@ -8,7 +8,7 @@ use anyhow::Result;
 
 use super::change::TensorChange;
 use super::config::{AdapterConfig, CONFIG_FILE};
-use super::keys::{self, Part};
+use super::keys::{self, ChangePart};
 use super::low_rank::LowRank;
 use super::parts::Parts;
 use super::stored::Stored;
@@ -40,7 +40,7 @@ impl Adapter {
         find_files(folder)?;
         let config = AdapterConfig::read(folder)?;
         let file = Arc::new(Checkpoint::open_file(folder, WEIGHTS_FILE)?);
-        let mut found: BTreeMap<String, BTreeMap<Part, Stored>> = BTreeMap::new();
+        let mut found: BTreeMap<String, BTreeMap<ChangePart, Stored>> = BTreeMap::new();
         for entry in file.tensors() {
             let in_file =
                 |failure: Failure| failure.detail(format!("it is in `{}`", file.file_of(entry)));
@@ -53,7 +53,7 @@ impl Adapter {
                 .hint("save the adapter with peft: model.save_pretrained(FOLDER)")
                 .into());
             };
-            if part == Part::Original {
+            if part == ChangePart::Original {
                 continue;
             }
             let stored = Stored::new(&file, entry)?;

@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::change::{TensorChange, TokenRows};
 use super::config::AdapterConfig;
-use super::keys::{Part, module_of};
+use super::keys::{ChangePart, module_of};
 use super::low_rank::{LowRank, Panels};
 use super::stored::Stored;
 use crate::checkpoint::TensorEntry;
@@ -17,7 +17,7 @@ use crate::failure::Failure;
 pub(super) struct Parts {
     /// A tensor in place of the base's.
     pub(super) whole: Option<Stored>,
-    pub(super) product: Option<Product>,
+    pub(super) product: Option<ProductSource>,
     magnitude: Option<Stored>,
     /// Rows in place of the base's: `[tokens, columns]`, and where they belong.
     tokens: Option<(Stored, Vec<usize>)>,
@@ -25,7 +25,7 @@ pub(super) struct Parts {
 
 /// Factors in a file.
 #[derive(Debug, Clone)]
-pub(super) enum Product {
+pub(super) enum ProductSource {
     /// A and B.
     Stored {
         down: Stored,
@@ -56,17 +56,20 @@ impl Parts {
     /// Fails when a factor has no partner, when two parts exclude one another, and when shapes or ranks do not fit.
     pub(super) fn new(
         tensor: &str,
-        mut found: BTreeMap<Part, Stored>,
+        mut found: BTreeMap<ChangePart, Stored>,
         config: &AdapterConfig,
     ) -> Result<Self, Failure> {
-        let linear = pair(&mut found, [Part::Down, Part::Up])?;
-        let embedding = pair(&mut found, [Part::EmbeddingDown, Part::EmbeddingUp])?;
-        let bias = found.remove(&Part::UpBias);
-        let magnitude = found.remove(&Part::Magnitude);
-        let copy = found.remove(&Part::Copy);
-        let saved = found.remove(&Part::SavedModule);
-        let saved = found.remove(&Part::Whole).or(saved);
-        let tokens = found.remove(&Part::Tokens);
+        let linear = pair(&mut found, [ChangePart::Down, ChangePart::Up])?;
+        let embedding = pair(
+            &mut found,
+            [ChangePart::EmbeddingDown, ChangePart::EmbeddingUp],
+        )?;
+        let bias = found.remove(&ChangePart::UpBias);
+        let magnitude = found.remove(&ChangePart::Magnitude);
+        let copy = found.remove(&ChangePart::Copy);
+        let saved = found.remove(&ChangePart::SavedModule);
+        let saved = found.remove(&ChangePart::Whole).or(saved);
+        let tokens = found.remove(&ChangePart::Tokens);
         let others = usize::from(saved.is_some()) + usize::from(tokens.is_some());
         let ways = usize::from(linear.is_some()) + usize::from(embedding.is_some()) + others;
         // The bias of B may come on top of a bias that was trained.
@@ -77,11 +80,11 @@ impl Parts {
             );
         }
         let product = match (linear, embedding, bias) {
-            (Some(pair), _, _) => Some(Product::of_pair(tensor, pair, false, config)?),
-            (_, Some(pair), _) => Some(Product::of_pair(tensor, pair, true, config)?),
+            (Some(pair), _, _) => Some(ProductSource::of_pair(tensor, pair, false, config)?),
+            (_, Some(pair), _) => Some(ProductSource::of_pair(tensor, pair, true, config)?),
             (_, _, Some(bias)) => {
                 let (_, scale) = config.rank_and_scale(module_of(tensor))?;
-                Some(Product::Bias { bias, scale })
+                Some(ProductSource::Bias { bias, scale })
             }
             _ => None,
         };
@@ -100,7 +103,7 @@ impl Parts {
     /// Checks that linear layers have magnitudes if the adapter is of DoRA, and nothing else has.
     fn check_magnitude(&self, tensor: &str, config: &AdapterConfig) -> Result<(), Failure> {
         let is_embedding = match &self.product {
-            Some(Product::Stored { is_embedding, .. }) => Some(*is_embedding),
+            Some(ProductSource::Stored { is_embedding, .. }) => Some(*is_embedding),
             _ => None,
         };
         match (&self.magnitude, is_embedding, config.use_dora) {
@@ -223,7 +226,10 @@ impl Parts {
             columns,
             whole: self.whole.clone(),
             tokens,
-            product: product.map(Product::read).transpose()?.map(Panels::new),
+            product: product
+                .map(ProductSource::read)
+                .transpose()?
+                .map(Panels::new),
             magnitude: self.magnitude.as_ref().map(Stored::read).transpose()?,
         })
     }
@@ -233,8 +239,8 @@ impl Parts {
         let product = self.product.as_ref().filter(|_| self.magnitude.is_none());
         let (rows, columns) = product?.shape();
         match product? {
-            Product::Bias { .. } => None,
-            Product::Stored {
+            ProductSource::Bias { .. } => None,
+            ProductSource::Stored {
                 is_embedding, rank, ..
             } => Some(FactorShape {
                 rows,
@@ -246,7 +252,7 @@ impl Parts {
     }
 }
 
-impl Product {
+impl ProductSource {
     /// Checks a pair of factors.
     fn of_pair(
         tensor: &str,
@@ -354,8 +360,8 @@ impl Product {
 
 /// Takes both of two factors, or none.
 fn pair(
-    found: &mut BTreeMap<Part, Stored>,
-    parts: [Part; 2],
+    found: &mut BTreeMap<ChangePart, Stored>,
+    parts: [ChangePart; 2],
 ) -> Result<Option<[Stored; 2]>, Failure> {
     match parts.map(|part| found.remove(&part)) {
         [Some(down), Some(up)] => Ok(Some([down, up])),

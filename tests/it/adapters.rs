@@ -85,7 +85,7 @@ fn write_adapter(place: &Place, name: &str, config: &Value, tensors: &[(String, 
     let folder = place.path(name);
     fs::create_dir_all(&folder).expect("a new folder");
     fs::write(folder.join("adapter_config.json"), config.to_string()).expect("a new file");
-    let (mut infos, mut data) = (Vec::new(), Vec::new());
+    let (mut infos, mut data): (_, Vec<u8>) = (Vec::new(), Vec::new());
     for (key, tensor) in tensors {
         let start = data.len();
         data.extend_from_slice(bytemuck::cast_slice(&tensor.values));

@@ -15,7 +15,7 @@ use anyhow::{Context, Result};
 
 use super::models::{InputModelFiles, InputModels};
 use super::settle::MergeJob;
-use crate::adapter::{Adapter, Combination, CombinationKind, MajoritySign, Share};
+use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind, MajoritySign};
 use crate::checkpoint::refuse_source_folder;
 use crate::failure::Failure;
 use crate::merge::{AdaptedRows, InputRows, Inputs, MergeTensor};
@@ -181,7 +181,7 @@ impl CombinedJob {
             .iter()
             .filter_map(|model| model.adapter.clone())
             .collect();
-        let mut shares: BTreeMap<(usize, String), Share> = BTreeMap::new();
+        let mut shares: BTreeMap<(usize, String), AdapterShare> = BTreeMap::new();
         for tensor in tensors {
             let sources = std::mem::take(&mut tensor.recipe.sources);
             for source in sources {
@@ -189,7 +189,7 @@ impl CombinedJob {
                     tensor.recipe.sources = vec![source];
                     continue;
                 }
-                let share = Share {
+                let share = AdapterShare {
                     weight: source.values.number(Parameter::Weight),
                     density: source.values.get(Parameter::Density).unwrap_or(1.0),
                 };

@@ -134,7 +134,13 @@ fn an_unfinished_merge_is_not_continued_with_another_election() {
     assert_ne!(killed.expect("the binary").status.code(), Some(0));
     let other = place.run(&format!("{line} --majority-sign frequency"));
     assert_eq!(other.code, 1, "{}", other.stderr);
-    assert!(other.stderr.contains("majority_sign"), "{}", other.stderr);
+    assert!(
+        other
+            .stderr
+            .contains("majority-sign: total there, frequency now"),
+        "{}",
+        other.stderr
+    );
 }
 
 #[test]
