@@ -23,6 +23,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
+use super::config::MAX_RANK;
 use super::low_rank::LowRank;
 use super::opened::Adapter;
 use super::parts::FactorShape;
@@ -199,7 +200,14 @@ impl Combination {
             .iter()
             .find(|(_, shape)| compared(*shape) != compared(first_shape));
         let Some((other, shape)) = other else {
-            return Ok(());
+            let rank = self.shape(tensor).rank;
+            return match rank <= MAX_RANK {
+                true => Ok(()),
+                false => Err(Failure::new(format!(
+                    "the combined factors of `{tensor}` have rank {rank}"
+                ))
+                .detail(format!("ranks of 1 to {MAX_RANK} are written and read"))),
+            };
         };
         let shown = |adapter: &Adapter, shape: FactorShape| {
             let FactorShape {

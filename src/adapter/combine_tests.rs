@@ -189,6 +189,20 @@ fn cat_puts_ranks_side_by_side() {
     assert!(error.contains("`cat`"), "{error}");
 }
 
+#[test]
+fn ranks_that_no_adapter_can_have_are_refused() {
+    let (_folder, wide) = open(
+        r#"{"peft_type": "LORA", "r": 9000}"#,
+        &[
+            waves(&key("v.lora_A.weight"), &[9000, 4], 0.1),
+            waves(&key("v.lora_B.weight"), &[2, 9000], 0.2),
+        ],
+    );
+    let error = combination(&[&wide, &wide], Cat, Total, &[1.0; 2], 1.0).unwrap_err();
+    assert!(error.to_string().contains("rank 18000"), "{error}");
+    combination(&[&wide, &wide], Linear, Total, &[1.0; 2], 1.0).unwrap();
+}
+
 /// The factors of an embedding of 5 x 4, rank 2, and a copy of its base.
 fn embedding(seed: f32) -> Vec<TestTensor> {
     vec![

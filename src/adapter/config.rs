@@ -23,7 +23,7 @@ use crate::failure::Failure;
 pub(super) const CONFIG_FILE: &str = "adapter_config.json";
 
 /// The largest rank that is read. Adapters have ranks of 4 to 1024; the factors of a larger one are larger than the base's tensor.
-const MAX_RANK: usize = 16384;
+pub(super) const MAX_RANK: usize = 16384;
 
 /// Settings that make an adapter something else than a change of weights, and the reason.
 const REFUSED: &[(&str, &str)] = &[
