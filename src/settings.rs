@@ -21,8 +21,8 @@ use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
 pub use merge::{
-    MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings, SaliencySource,
-    TrimScope,
+    MajorityOf, MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings,
+    SaliencySource, TrimScope,
 };
 
 /// Pruning method unless one is named.

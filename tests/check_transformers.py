@@ -5,6 +5,11 @@
     venv/bin/python tests/check_transformers.py SOURCE_DIR PRUNED_DIR --run RUN_DIR/run.json
     venv/bin/python tests/check_transformers.py SOURCE_DIR PRUNED_DIR --text FILE --seqlen 512 --windows 20
 
+For what `prune merge` wrote, with transformers 5.23.0 and peft==0.21.2 instead:
+
+    venv/bin/python tests/check_transformers.py BASE_DIR OUT/model --merged --run OUT/run.json
+    venv/bin/python tests/check_transformers.py BASE_DIR OUT/model --folded ADAPTER_DIR
+
 Python 3.10 or later; a CPU build of torch is enough. sentencepiece and protobuf are what transformers needs where a model's
 tokenizer_config.json makes it build the tokenizer anew from tokenizer.model.
 
@@ -14,6 +19,11 @@ pruned weights per matrix, the masks' hashes where the source had no zeros of it
 `run.json` has them. Checked with `transformers`: model and tokenizer load without missing or unexpected tensors, logits are finite,
 a few tokens are generated greedily, and with `--text` the perplexity over the first windows equals that of `prune eval` to a
 relative 1e-4 (f32 on both sides, other kernels), on the same token ids.
+
+With `--merged`, the second folder is a merge, and the comparison with the source's elements is left out: elements are finite, and
+with `--run` shapes, zeros and SHA-256 are those of `run.json`. `--folded` names the adapter that was folded into the base; with
+`--semantics peft`, that is OUT/adapter. peft loads it without missing or unexpected tensors, and its `merge_and_unload` gives the
+merged model: each element within 1e-6 of the largest of its tensor where that is f32, else within the rounding of its dtype.
 
 Prints one line per check and exits with 1 if any failed.
 """
@@ -133,6 +143,61 @@ def check_files(source, pruned, run):
         check("overall sparsity as in run.json", math.isclose(ratio, zeros / in_linears, rel_tol=1e-12), f"{ratio:.6f}")
 
 
+def check_merged_files(merged, run):
+    """Everything the safetensors package can tell of a merge."""
+    recorded = {}
+    if run:
+        recorded = {tensor["name"]: tensor for tensor in run["merge"]["tensors"]}
+        hashes = {f["file"]: f["sha256"] for f in run["output"]["verification"]["files"]}
+        found = {name: hashlib.sha256((merged / name).read_bytes()).hexdigest() for name in shards(merged)}
+        check("files' SHA-256 as in run.json", hashes == found)
+        adapter = run["merge"].get("combined_adapter")
+        if adapter:
+            hashes = {f["file"]: f["sha256"] for f in adapter["files"]}
+            found = {name: hashlib.sha256((Path(adapter["folder"]) / name).read_bytes()).hexdigest() for name in hashes}
+            check("the combined adapter's SHA-256 as in run.json", hashes == found)
+    wrong_format, not_finite, wrong_record, tensors = [], [], [], 0
+    for shard in shards(merged):
+        with safe_open(merged / shard, "pt") as file:
+            wrong_format += [shard] * ((file.metadata() or {}).get("format") != "pt")
+            for name in file.keys():
+                tensor, tensors = file.get_tensor(name), tensors + 1
+                not_finite += [name] * (not bool(torch.isfinite(tensor).all()))
+                if run:
+                    of = recorded.pop(name, {"shape": None, "zeros": None})
+                    right = list(tensor.shape) == of["shape"] and int((tensor == 0).sum()) == of["zeros"]
+                    wrong_record += [name] * (not right)
+    check('metadata format = "pt"', not wrong_format, ", ".join(wrong_format))
+    check("every element is finite", not not_finite, ", ".join(not_finite) or f"{tensors} tensors")
+    if run:
+        wrong_record += list(recorded)
+        check("shapes and zeros per tensor as in run.json", not wrong_record, ", ".join(wrong_record))
+
+
+def check_folded(base, adapter, merged):
+    """Folds the adapter by peft and compares."""
+    import peft
+
+    model = peft.PeftModel.from_pretrained(load(base)[0], adapter)
+    weights = peft.utils.save_and_load.load_peft_weights(adapter)
+    result = peft.set_peft_model_state_dict(model, weights)
+    missing = [name for name in result.missing_keys if "lora_" in name]
+    wrong = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in result.unexpected_keys]
+    check(f"peft {peft.__version__} loads every tensor of the adapter", not wrong, ", ".join(wrong) or f"{len(weights)} tensors")
+    folded, worst, differ = model.merge_and_unload().state_dict(), 0.0, []
+    for shard in shards(merged):
+        with safe_open(merged / shard, "pt") as file:
+            for name in file.keys():
+                ours = file.get_tensor(name)
+                theirs = folded[name].float()
+                # Half a unit in the last place of bf16 and of f16.
+                limit = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[ours.dtype]
+                off = float((ours.float() - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
+                worst = max(worst, off)
+                differ += [name] * (off > limit)
+    check("the merge is peft's merge_and_unload", not differ, ", ".join(differ) or f"at most {worst:.1e} of the largest element")
+
+
 def load(pruned):
     """Model (in f32) and tokenizer, as a user would."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(pruned, torch_dtype=torch.float32, output_loading_info=True)
@@ -178,6 +243,8 @@ def main():
     parser.add_argument("source", type=Path, metavar="SOURCE_DIR")
     parser.add_argument("pruned", type=Path, metavar="PRUNED_DIR", help="the model folder that was written")
     parser.add_argument("--run", type=Path, help="run.json of the run that wrote it")
+    parser.add_argument("--merged", action="store_true", help="PRUNED_DIR is a merge")
+    parser.add_argument("--folded", type=Path, metavar="ADAPTER_DIR", help="PRUNED_DIR is SOURCE_DIR with this adapter")
     parser.add_argument("--text", type=Path, help="plain text to compare perplexities on")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--windows", type=int, default=0, help="only the first so many windows [default: all]")
@@ -185,7 +252,15 @@ def main():
     args = parser.parse_args()
     print(f"python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}, safetensors {safetensors.__version__}")
     transformers.utils.logging.disable_progress_bar()
-    check_files(args.source, args.pruned, json.loads(args.run.read_text()) if args.run else None)
+    run = json.loads(args.run.read_text()) if args.run else None
+    if args.merged or args.folded:
+        check_merged_files(args.pruned, run)
+        if not args.folded:
+            load(args.source)
+    else:
+        check_files(args.source, args.pruned, run)
+    if args.folded:
+        check_folded(args.source, args.folded, args.pruned)
     model, tokenizer = load(args.pruned)
     check_generation(model, tokenizer)
     if args.text:

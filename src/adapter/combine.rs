@@ -1,4 +1,4 @@
-//! [`combine`]: several adapters into one, factor by factor, as `add_weighted_adapter` of peft 0.21.2 does.
+//! [`Combination`]: several adapters into one, factor by factor, as `add_weighted_adapter` of peft 0.21.2 does.
 //!
 //! ```text
 //! w_A = sign(w·s) · √|w·s|,  w_B = √|w·s|                for each adapter, w its weight and s its scale
@@ -7,24 +7,29 @@
 //! dare_linear      A' = Σ w_A · drop(A) / density        drop: an element stays with probability density
 //! ties, dare_ties  A' = Σ agree ∘ w_A · top(A) / max(1, Σ agree)
 //!                  agree: the sign of an element is the elected one, + where Σ top(A) ≥ 0 (total) or Σ sign(top(A)) ≥ 0 (frequency)
+//!                  dare_ties: drop(A) / density for top(A)
 //! cat              A' = [w·s·A; …] stacked,  B' = [B, …] side by side
 //! ```
 //!
 //! B likewise with w_B. The combined adapter has scale 1. A and B are combined **separately**, so all kinds but `cat` are no merge of the
 //! deltas B A. Elections do not see weights. One adapter alone is always combined as `linear`.
 //!
-//! Differences from peft: of equal magnitudes the earlier element stays (peft: not defined). The draws are the caller's. If the first
-//! adapter uses rsLoRA, peft scales the combined factors by √r once more; here the scale is 1.
+//! Differences from peft: of equal magnitudes the earlier element stays (peft: not defined). The draws are the caller's. Weights and
+//! densities may differ by adapter and tensor. If the first adapter uses rsLoRA, peft scales the combined factors by √r once more; here
+//! the scale is 1. The factors of an embedding are transposed here, [`LowRank`] says how; indices of elements count in that form.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::Result;
 
+use super::config::MAX_RANK;
 use super::low_rank::LowRank;
 use super::opened::Adapter;
-use super::parts::Parts;
+use super::parts::FactorShape;
+use super::stored::Stored;
 use crate::failure::Failure;
+use crate::linalg::select::first_not_finite;
 
 /// Rules for the combination of factors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,212 +57,291 @@ pub enum MajoritySign {
     Frequency,
 }
 
-/// A combination of adapters.
+/// The part of an adapter in the combination of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Combination {
-    /// Its rule.
-    pub kind: CombinationKind,
+pub struct AdapterShare {
+    /// The weight.
+    pub weight: f64,
     /// The fraction of the elements of a factor that stays; 1 and more: all. `Linear` and `Cat` do not use it.
     pub density: f64,
-    /// The election of `Ties` and `DareTies`.
-    pub majority_sign: MajoritySign,
 }
 
-/// Uniform numbers in [0, 1): of an adapter by its place in the list, of a factor by its name (`<module>.lora_A` or `<module>.lora_B`),
-/// of an element by its index.
-pub type Draws<'a> = dyn Fn(usize, &str, u64) -> f32 + 'a;
+/// A source of uniform numbers of 32 bits: of an adapter by its place in the list, of a factor by its name (`<module>.lora_A` or
+/// `<module>.lora_B`), one for each of its elements. An element stays if its number is less than density · 2³².
+pub type Draws<'a> = dyn Fn(usize, &str, &mut [u32]) + 'a;
 
-/// Combines adapters with their weights. The result holds its factors in memory.
-///
-/// # Errors
-/// Fails for a weight or a density that is no number, for a density that is negative, or zero with random drops, for adapters with
-/// other changes than factors, for ranks that differ (except `Cat`), and when an adapter cannot be read.
-pub fn combine(
-    adapters: &[(&Adapter, f64)],
-    how: Combination,
-    draws: &Draws<'_>,
-) -> Result<Adapter> {
-    check(adapters, how)?;
-    let mut tensors = BTreeSet::new();
-    for (adapter, _) in adapters {
-        tensors.extend(adapter.changed());
+/// Adapters that can be combined.
+#[derive(Debug)]
+pub struct Combination {
+    pub(super) adapters: Vec<Arc<Adapter>>,
+    kind: CombinationKind,
+    majority_sign: MajoritySign,
+    /// By tensor of the base: the adapters that change it.
+    tensors: BTreeMap<String, Vec<(usize, AdapterShare)>>,
+}
+
+impl Combination {
+    /// Checks that adapters can be combined.
+    ///
+    /// # Arguments
+    /// * `majority_sign`: the election of `Ties` and `DareTies`
+    /// * `share`: the part of an adapter, by its index, in a tensor of the base; a tensor without one is left out
+    ///
+    /// # Errors
+    /// Fails without adapters, for a weight that is not finite, for a density that is negative, or zero with random drops, for adapters
+    /// with other changes than factors, and for ranks that differ (except `Cat`).
+    pub fn new(
+        adapters: Vec<Arc<Adapter>>,
+        kind: CombinationKind,
+        majority_sign: MajoritySign,
+        share: &dyn Fn(usize, &str) -> Option<AdapterShare>,
+    ) -> Result<Self, Failure> {
+        let mut tensors: BTreeMap<String, Vec<(usize, AdapterShare)>> = BTreeMap::new();
+        for (index, adapter) in adapters.iter().enumerate() {
+            for tensor in adapter.changed() {
+                let Some(share) = share(index, tensor) else {
+                    continue;
+                };
+                check_share(adapter, tensor, share, kind)?;
+                let shares = tensors.entry(tensor.to_owned()).or_default();
+                shares.push((index, share));
+            }
+        }
+        if tensors.is_empty() {
+            return Err(Failure::new("there are no adapters to combine"));
+        }
+        let combination = Self {
+            kind: match adapters.len() {
+                1 => CombinationKind::Linear,
+                _ => kind,
+            },
+            adapters,
+            majority_sign,
+            tensors,
+        };
+        combination
+            .tensors()
+            .try_for_each(|tensor| combination.check_shapes(tensor))?;
+        Ok(combination)
     }
-    let mut parts = BTreeMap::new();
-    for tensor in tensors {
+
+    /// Names of the base's tensors that the combined adapter changes, sorted.
+    pub fn tensors(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The shape of the combined factors of one of the tensors.
+    pub(super) fn shape(&self, tensor: &str) -> FactorShape {
+        let mut shapes = self.shapes(tensor).map(|(_, shape)| shape);
+        let first = shapes.next().expect("every tensor has an adapter");
+        match self.kind {
+            CombinationKind::Cat => FactorShape {
+                rank: first.rank + shapes.map(|shape| shape.rank).sum::<usize>(),
+                ..first
+            },
+            _ => first,
+        }
+    }
+
+    /// The base's copy that comes with the factors of a tensor. peft loads every copy over the one before.
+    pub(super) fn copy(&self, tensor: &str) -> Option<&Stored> {
+        let mut adapters = self.adapters.iter().rev();
+        adapters.find_map(|adapter| adapter.parts().get(tensor)?.whole.as_ref())
+    }
+
+    /// Reads and combines the factors of one of the tensors.
+    ///
+    /// # Errors
+    /// Fails when an adapter cannot be read, and for a combined element that is not finite.
+    pub fn factors(&self, tensor: &str, draws: &Draws<'_>) -> Result<LowRank> {
         let mut inputs = Vec::new();
-        let mut whole = None;
-        for (index, (adapter, weight)) in adapters.iter().enumerate() {
-            if let Some(factors) = adapter.factors(tensor)? {
-                inputs.push(Input {
-                    index,
-                    weight: *weight,
+        for (index, share) in self.tensors.get(tensor).into_iter().flatten() {
+            if let Some(factors) = self.adapters[*index].factors(tensor)? {
+                inputs.push(AdapterFactors {
+                    index: *index,
+                    share: *share,
                     factors,
                 });
             }
-            // peft loads every copy over the one before.
-            let of = adapter.parts().get(tensor);
-            whole = of.and_then(|parts| parts.whole.clone()).or(whole);
         }
-        let combined = match how.kind {
-            CombinationKind::Cat if adapters.len() > 1 => side_by_side(&inputs),
-            _ => {
-                check_shapes(tensor, adapters, &inputs)?;
-                let alone = adapters.len() == 1;
-                let kind = if alone {
-                    CombinationKind::Linear
-                } else {
-                    how.kind
-                };
-                factor_by_factor(tensor, &inputs, Combination { kind, ..how }, draws)
+        let factors = match self.kind {
+            CombinationKind::Cat => side_by_side(&inputs),
+            _ => self.factor_by_factor(tensor, &inputs, draws),
+        };
+        for values in [&factors.down, &factors.up] {
+            if let Some(at) = first_not_finite(values) {
+                return Err(Failure::new(format!(
+                    "an element of the combined factors of `{tensor}` is {}",
+                    values[at]
+                ))
+                .hint("use smaller weights")
+                .into());
+            }
+        }
+        Ok(factors)
+    }
+
+    fn shapes(&self, tensor: &str) -> impl Iterator<Item = (&Adapter, FactorShape)> {
+        let shares = self.tensors.get(tensor).into_iter().flatten();
+        let adapters = shares.map(|(index, _)| &*self.adapters[*index]);
+        let tensor = tensor.to_owned();
+        adapters.filter_map(move |of| Some((of, of.parts().get(&tensor)?.factor_shape()?)))
+    }
+
+    /// Checks that the factors of one tensor can be combined.
+    fn check_shapes(&self, tensor: &str) -> Result<(), Failure> {
+        let shapes: Vec<_> = self.shapes(tensor).collect();
+        let compared = |shape: FactorShape| match self.kind {
+            CombinationKind::Cat => FactorShape { rank: 0, ..shape },
+            _ => shape,
+        };
+        let (first, first_shape) = shapes[0];
+        let other = shapes
+            .iter()
+            .find(|(_, shape)| compared(*shape) != compared(first_shape));
+        let Some((other, shape)) = other else {
+            let rank = self.shape(tensor).rank;
+            return match rank <= MAX_RANK {
+                true => Ok(()),
+                false => Err(Failure::new(format!(
+                    "the combined factors of `{tensor}` have rank {rank}"
+                ))
+                .detail(format!("ranks of 1 to {MAX_RANK} are written and read"))),
+            };
+        };
+        let shown = |adapter: &Adapter, shape: FactorShape| {
+            let FactorShape {
+                rank,
+                rows,
+                columns,
+                ..
+            } = shape;
+            let place = adapter.place().display();
+            format!("`{place}`: rank {rank} of [{rows}, {columns}]")
+        };
+        Err(Failure::new(format!(
+            "the adapters' factors of `{tensor}` differ in rank or shape"
+        ))
+        .detail(shown(first, first_shape))
+        .detail(shown(other, *shape))
+        .hint("combine adapters of unequal ranks by `cat`, or merge them as models: --semantics mergekit"))
+    }
+
+    /// All kinds but `cat`.
+    fn factor_by_factor(
+        &self,
+        tensor: &str,
+        inputs: &[AdapterFactors],
+        draws: &Draws<'_>,
+    ) -> LowRank {
+        let first = &inputs[0].factors;
+        let module = super::keys::module_of(tensor);
+        let combined = |is_up: bool| {
+            // An embedding's `up` is its A.
+            let is_a = is_up == first.is_embedding;
+            let name = format!("{module}.lora_{}", if is_a { "A" } else { "B" });
+            let tasks: Vec<WeightedFactor> = inputs
+                .iter()
+                .map(|input| {
+                    let scaled = input.share.weight * f64::from(input.factors.scale);
+                    let sign = if is_a && scaled < 0.0 { -1.0 } else { 1.0 };
+                    let values = match is_up {
+                        true => &input.factors.up,
+                        false => &input.factors.down,
+                    };
+                    let draw = |numbers: &mut [u32]| draws(input.index, &name, numbers);
+                    WeightedFactor {
+                        weight: (sign * scaled.abs().sqrt()) as f32,
+                        values: sparse(values, self.kind, input.share.density, &draw),
+                    }
+                })
+                .collect();
+            match self.kind {
+                CombinationKind::Ties | CombinationKind::DareTies => {
+                    disjoint_mean(&tasks, self.majority_sign)
+                }
+                _ => weighted_sum(&tasks),
             }
         };
-        parts.insert(tensor.to_owned(), Parts::held(combined, whole));
+        LowRank {
+            scale: 1.0,
+            up: combined(true),
+            down: combined(false),
+            ..*first
+        }
     }
-    let places: Vec<_> = adapters
-        .iter()
-        .map(|(of, _)| of.place().to_string_lossy())
-        .collect();
-    Ok(Adapter::held(PathBuf::from(places.join(" + ")), parts))
 }
 
 /// The factors of one adapter.
-struct Input {
+struct AdapterFactors {
     index: usize,
-    weight: f64,
+    share: AdapterShare,
     factors: LowRank,
 }
 
-fn check(adapters: &[(&Adapter, f64)], how: Combination) -> Result<(), Failure> {
-    if adapters.is_empty() {
-        return Err(Failure::new("no adapters to combine"));
-    }
+/// Checks that an adapter changes a tensor by factors alone, and that its share makes sense.
+fn check_share(
+    adapter: &Adapter,
+    tensor: &str,
+    share: AdapterShare,
+    kind: CombinationKind,
+) -> Result<(), Failure> {
+    let place = adapter.place().display();
+    let AdapterShare { weight, density } = share;
     let is_random = matches!(
-        how.kind,
+        kind,
         CombinationKind::DareLinear | CombinationKind::DareTies
     );
-    if !(how.density >= 0.0) || (is_random && how.density == 0.0) {
+    if density.is_nan() || density < 0.0 || (is_random && density == 0.0) {
         return Err(Failure::new(format!(
-            "adapters cannot be combined with density {}",
-            how.density
+            "the adapter `{place}` cannot be combined with density {density}"
         ))
         .hint("use a density in (0, 1]"));
     }
-    for (adapter, weight) in adapters {
-        let place = adapter.place().display();
-        if !weight.is_finite() {
-            return Err(Failure::new(format!("the weight of `{place}` is {weight}")));
-        }
-        if let Some((tensor, _)) = adapter.parts().iter().find(|(_, of)| !of.is_plain()) {
-            return Err(Failure::new(format!(
-                "the adapter `{place}` cannot be combined with others: it changes `{tensor}` by more than factors"
-            ))
-            .detail("saved modules, biases, trained tokens and DoRA have no combination")
-            .hint("merge it as a model: `--semantics mergekit`"));
-        }
+    if !weight.is_finite() {
+        return Err(Failure::new(format!("the weight of `{place}` is {weight}")));
+    }
+    let shape = adapter.parts().get(tensor).and_then(|of| of.factor_shape());
+    if shape.is_none() {
+        return Err(Failure::new(format!(
+            "the adapter `{place}` cannot be combined with others: it changes `{tensor}` by more than factors"
+        ))
+        .detail("saved modules, biases, trained tokens and DoRA have no combination")
+        .hint("merge it as a model: --semantics mergekit"));
     }
     Ok(())
 }
 
-/// Checks that the factors of one tensor can be added.
-fn check_shapes(
-    tensor: &str,
-    adapters: &[(&Adapter, f64)],
-    inputs: &[Input],
-) -> Result<(), Failure> {
-    let shape = |input: &Input| {
-        let LowRank {
-            rows,
-            columns,
-            rank,
-            ..
-        } = input.factors;
-        (rows, columns, rank)
-    };
-    let Some(other) = inputs
-        .iter()
-        .find(|input| shape(input) != shape(&inputs[0]))
-    else {
-        return Ok(());
-    };
-    let failure = [&inputs[0], other].iter().fold(
-        Failure::new(format!(
-            "the adapters' factors of `{tensor}` differ in rank or shape"
-        )),
-        |failure, input| {
-            let (rows, columns, rank) = shape(input);
-            let place = adapters[input.index].0.place().display();
-            failure.detail(format!("`{place}`: rank {rank} of [{rows}, {columns}]"))
-        },
-    );
-    Err(failure.hint("combine adapters of unequal ranks by `cat`, or merge them as models"))
-}
-
-/// All kinds but `cat`.
-fn factor_by_factor(
-    tensor: &str,
-    inputs: &[Input],
-    how: Combination,
-    draws: &Draws<'_>,
-) -> LowRank {
-    let first = &inputs[0].factors;
-    let module = super::keys::module_of(tensor);
-    let combined = |is_up: bool| {
-        // An embedding's `up` is its A.
-        let is_a = is_up == first.is_embedding;
-        let name = format!("{module}.lora_{}", if is_a { "A" } else { "B" });
-        let tasks: Vec<Task> = inputs
-            .iter()
-            .map(|input| {
-                let scaled = input.weight * f64::from(input.factors.scale);
-                let sign = if is_a && scaled < 0.0 { -1.0 } else { 1.0 };
-                let values = match is_up {
-                    true => &input.factors.up,
-                    false => &input.factors.down,
-                };
-                Task {
-                    weight: (sign * scaled.abs().sqrt()) as f32,
-                    values: sparse(values, how, &|at| draws(input.index, &name, at)),
-                }
-            })
-            .collect();
-        match how.kind {
-            CombinationKind::Ties | CombinationKind::DareTies => {
-                disjoint_mean(&tasks, how.majority_sign)
-            }
-            _ => weighted_sum(&tasks),
-        }
-    };
-    LowRank {
-        scale: 1.0,
-        up: combined(true),
-        down: combined(false),
-        ..*first
-    }
-}
-
 /// One factor of one adapter, after drops.
-struct Task {
+struct WeightedFactor {
     weight: f32,
     values: Vec<f32>,
 }
 
 /// The elements that stay.
-fn sparse(values: &[f32], how: Combination, draw: &dyn Fn(u64) -> f32) -> Vec<f32> {
+fn sparse(
+    values: &[f32],
+    kind: CombinationKind,
+    density: f64,
+    draw: &dyn Fn(&mut [u32]),
+) -> Vec<f32> {
     let mut values = values.to_vec();
-    if how.density >= 1.0 {
+    if density >= 1.0 {
         return values;
     }
-    match how.kind {
+    match kind {
         CombinationKind::Linear | CombinationKind::Cat => {}
         CombinationKind::Ties | CombinationKind::MagnitudePrune => {
-            let kept = (how.density * values.len() as f64) as usize;
+            let kept = (density * values.len() as f64) as usize;
             keep_largest(&mut values, kept);
         }
         CombinationKind::DareLinear | CombinationKind::DareTies => {
-            for (value, at) in values.iter_mut().zip(0..) {
-                let stays = f64::from(draw(at)) < how.density;
-                *value = if stays {
-                    *value / how.density as f32
+            let mut numbers = vec![0; values.len()];
+            draw(&mut numbers);
+            let limit = density * NUMBERS;
+            for (value, number) in values.iter_mut().zip(numbers) {
+                *value = if f64::from(number) < limit {
+                    *value / density as f32
                 } else {
                     0.0
                 };
@@ -266,6 +350,9 @@ fn sparse(values: &[f32], how: Combination, draw: &dyn Fn(u64) -> f32) -> Vec<f3
     }
     values
 }
+
+/// 2³²: the numbers that can be drawn.
+const NUMBERS: f64 = 4_294_967_296.0;
 
 /// Writes zeros over all but the `kept` largest magnitudes; of equal ones, the earlier stay.
 fn keep_largest(values: &mut [f32], kept: usize) {
@@ -282,7 +369,7 @@ fn keep_largest(values: &mut [f32], kept: usize) {
 }
 
 /// Σ w · values
-fn weighted_sum(tasks: &[Task]) -> Vec<f32> {
+fn weighted_sum(tasks: &[WeightedFactor]) -> Vec<f32> {
     let mut sums = vec![0.0; tasks[0].values.len()];
     for task in tasks {
         for (sum, value) in sums.iter_mut().zip(&task.values) {
@@ -293,7 +380,7 @@ fn weighted_sum(tasks: &[Task]) -> Vec<f32> {
 }
 
 /// Σ agree · w · values / max(1, Σ agree)
-fn disjoint_mean(tasks: &[Task], majority: MajoritySign) -> Vec<f32> {
+fn disjoint_mean(tasks: &[WeightedFactor], majority: MajoritySign) -> Vec<f32> {
     let sign = |value: f32| if value == 0.0 { 0.0 } else { value.signum() };
     let one = |at: usize| {
         let values = tasks.iter().map(|task| task.values[at]);
@@ -312,30 +399,24 @@ fn disjoint_mean(tasks: &[Task], majority: MajoritySign) -> Vec<f32> {
 }
 
 /// `cat`: ranks side by side, A with weight and scale.
-fn side_by_side(inputs: &[Input]) -> LowRank {
+fn side_by_side(inputs: &[AdapterFactors]) -> LowRank {
     let first = &inputs[0].factors;
     let rank = inputs.iter().map(|input| input.factors.rank).sum();
     let mut down = Vec::with_capacity(rank * first.columns);
     let mut up = vec![0.0; first.rows * rank];
     let mut place = 0;
-    for Input {
-        weight, factors, ..
-    } in inputs
-    {
-        let (weight, scale) = (*weight as f32, factors.scale);
+    for AdapterFactors { share, factors, .. } in inputs {
+        let (weight, scale) = (share.weight as f32, factors.scale);
         // The order of the two products is peft's.
-        let of_a = |value: &f32| value * weight * scale;
-        let (for_up, for_down): (&dyn Fn(&f32) -> f32, &dyn Fn(&f32) -> f32) =
-            match first.is_embedding {
-                true => (&of_a, &|value| *value),
-                false => (&|value| *value, &of_a),
-            };
-        down.extend(factors.down.iter().map(for_down));
-        let rows = up.chunks_mut(rank).zip(factors.up.chunks(factors.rank));
+        let scaled = |values: &[f32]| values.iter().map(|value| value * weight * scale).collect();
+        let (from_up, from_down) = match first.is_embedding {
+            true => (scaled(&factors.up), factors.down.clone()),
+            false => (factors.up.clone(), scaled(&factors.down)),
+        };
+        down.extend(from_down);
+        let rows = up.chunks_mut(rank).zip(from_up.chunks(factors.rank));
         for (to, from) in rows {
-            for (to, value) in to[place..].iter_mut().zip(from) {
-                *to = for_up(value);
-            }
+            to[place..place + factors.rank].copy_from_slice(from);
         }
         place += factors.rank;
     }

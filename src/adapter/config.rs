@@ -23,7 +23,7 @@ use crate::failure::Failure;
 pub(super) const CONFIG_FILE: &str = "adapter_config.json";
 
 /// The largest rank that is read. Adapters have ranks of 4 to 1024; the factors of a larger one are larger than the base's tensor.
-const MAX_RANK: usize = 16384;
+pub(super) const MAX_RANK: usize = 16384;
 
 /// Settings that make an adapter something else than a change of weights, and the reason.
 const REFUSED: &[(&str, &str)] = &[
@@ -80,8 +80,8 @@ struct InOrder<T>(Vec<(String, T)>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for InOrder<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Collect<T>(std::marker::PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Collect<T> {
+        struct OrderedVisitor<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for OrderedVisitor<T> {
             type Value = InOrder<T>;
 
             fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -96,7 +96,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for InOrder<T> {
                 Ok(InOrder(entries))
             }
         }
-        deserializer.deserialize_map(Collect(std::marker::PhantomData))
+        deserializer.deserialize_map(OrderedVisitor(std::marker::PhantomData))
     }
 }
 

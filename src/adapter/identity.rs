@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::config::CONFIG_FILE;
 use super::opened::{Adapter, WEIGHTS_FILE};
-use super::parts::Product;
+use super::parts::ProductSource;
 use crate::bytes::hex;
 
 /// Bytes that are hashed at once.
@@ -46,13 +46,10 @@ impl Adapter {
     pub fn largest_change_bytes(&self) -> u64 {
         let products = self.parts().values();
         let sizes = products.filter_map(|parts| match parts.product.as_ref()? {
-            Product::Stored { down, up, .. } => {
+            ProductSource::Stored { down, up, .. } => {
                 Some(8 * (down.entry.elements() + up.entry.elements()) as u64)
             }
-            Product::Bias { bias, .. } => Some(8 * bias.entry.elements() as u64),
-            Product::Held(factors) => {
-                Some(8 * (factors.rank * (factors.rows + factors.columns)) as u64)
-            }
+            ProductSource::Bias { bias, .. } => Some(8 * bias.entry.elements() as u64),
         });
         sizes.max().unwrap_or(0)
     }

@@ -5,7 +5,7 @@
 
 /// A part of the change of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Part {
+pub(super) enum ChangePart {
     /// A of a linear layer: `[r, in_features]`.
     Down,
     /// B of a linear layer: `[out_features, r]`.
@@ -31,35 +31,43 @@ pub(super) enum Part {
 }
 
 /// Beginning of every key.
-const PREFIX: &str = "base_model.model.";
+pub(super) const PREFIX: &str = "base_model.model.";
 
 /// Ending of a key, ending of the base's tensor, part.
-const ENDINGS: &[(&str, &str, Part)] = &[
-    (".lora_A.weight", ".weight", Part::Down),
-    (".lora_B.weight", ".weight", Part::Up),
-    (".lora_B.bias", ".bias", Part::UpBias),
-    (".lora_embedding_A", ".weight", Part::EmbeddingDown),
-    (".lora_embedding_B", ".weight", Part::EmbeddingUp),
-    (".lora_magnitude_vector", ".weight", Part::Magnitude),
-    (".lora_magnitude_vector.weight", ".weight", Part::Magnitude),
-    (".base_layer.weight", ".weight", Part::Copy),
-    (".base_layer.bias", ".bias", Part::Copy),
-    (".modules_to_save.weight", ".weight", Part::SavedModule),
+const ENDINGS: &[(&str, &str, ChangePart)] = &[
+    (".lora_A.weight", ".weight", ChangePart::Down),
+    (".lora_B.weight", ".weight", ChangePart::Up),
+    (".lora_B.bias", ".bias", ChangePart::UpBias),
+    (".lora_embedding_A", ".weight", ChangePart::EmbeddingDown),
+    (".lora_embedding_B", ".weight", ChangePart::EmbeddingUp),
+    (".lora_magnitude_vector", ".weight", ChangePart::Magnitude),
+    (
+        ".lora_magnitude_vector.weight",
+        ".weight",
+        ChangePart::Magnitude,
+    ),
+    (".base_layer.weight", ".weight", ChangePart::Copy),
+    (".base_layer.bias", ".bias", ChangePart::Copy),
+    (
+        ".modules_to_save.weight",
+        ".weight",
+        ChangePart::SavedModule,
+    ),
     (
         ".modules_to_save.default.weight",
         ".weight",
-        Part::SavedModule,
+        ChangePart::SavedModule,
     ),
-    (".original_module.weight", ".weight", Part::Original),
+    (".original_module.weight", ".weight", ChangePart::Original),
     (
         ".token_adapter.trainable_tokens_delta",
         ".weight",
-        Part::Tokens,
+        ChangePart::Tokens,
     ),
 ];
 
 /// Returns the name of the base's tensor and the part of its change; `None` for a key of another form.
-pub(super) fn parse(key: &str) -> Option<(String, Part)> {
+pub(super) fn parse(key: &str) -> Option<(String, ChangePart)> {
     let rest = key.strip_prefix(PREFIX)?;
     for (ending, tensor, part) in ENDINGS {
         if let Some(module) = rest.strip_suffix(ending) {
@@ -67,7 +75,7 @@ pub(super) fn parse(key: &str) -> Option<(String, Part)> {
         }
     }
     let is_parameter = rest.ends_with(".weight") || rest.ends_with(".bias");
-    (is_parameter && !rest.contains("lora_")).then(|| (rest.to_owned(), Part::Whole))
+    (is_parameter && !rest.contains("lora_")).then(|| (rest.to_owned(), ChangePart::Whole))
 }
 
 /// The module of a tensor: its name without `.weight` or `.bias`.
@@ -83,16 +91,20 @@ mod tests {
     fn keys_name_a_tensor_of_the_base_and_a_part() {
         let q = "base_model.model.model.layers.0.self_attn.q_proj";
         let cases = [
-            ("lora_A.weight", "weight", Part::Down),
-            ("lora_B.weight", "weight", Part::Up),
-            ("lora_B.bias", "bias", Part::UpBias),
-            ("lora_magnitude_vector", "weight", Part::Magnitude),
-            ("lora_magnitude_vector.weight", "weight", Part::Magnitude),
-            ("base_layer.weight", "weight", Part::Copy),
-            ("base_layer.bias", "bias", Part::Copy),
-            ("bias", "bias", Part::Whole),
-            ("weight", "weight", Part::Whole),
-            ("modules_to_save.weight", "weight", Part::SavedModule),
+            ("lora_A.weight", "weight", ChangePart::Down),
+            ("lora_B.weight", "weight", ChangePart::Up),
+            ("lora_B.bias", "bias", ChangePart::UpBias),
+            ("lora_magnitude_vector", "weight", ChangePart::Magnitude),
+            (
+                "lora_magnitude_vector.weight",
+                "weight",
+                ChangePart::Magnitude,
+            ),
+            ("base_layer.weight", "weight", ChangePart::Copy),
+            ("base_layer.bias", "bias", ChangePart::Copy),
+            ("bias", "bias", ChangePart::Whole),
+            ("weight", "weight", ChangePart::Whole),
+            ("modules_to_save.weight", "weight", ChangePart::SavedModule),
         ];
         for (ending, tensor, part) in cases {
             assert_eq!(
@@ -102,7 +114,10 @@ mod tests {
         }
         assert_eq!(
             parse("base_model.model.model.embed_tokens.lora_embedding_A"),
-            Some(("model.embed_tokens.weight".into(), Part::EmbeddingDown))
+            Some((
+                "model.embed_tokens.weight".into(),
+                ChangePart::EmbeddingDown
+            ))
         );
     }
 

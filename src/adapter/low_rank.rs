@@ -79,7 +79,7 @@ impl Panels {
     pub(super) fn add_to(&self, first_row: usize, values: &mut [f32]) {
         let count = values.len() / self.columns;
         let up = &self.up[first_row * self.rank..(first_row + count) * self.rank];
-        Arch::new().dispatch(Add {
+        Arch::new().dispatch(AddPanels {
             of: self,
             up,
             values,
@@ -87,13 +87,13 @@ impl Panels {
     }
 }
 
-struct Add<'a> {
+struct AddPanels<'a> {
     of: &'a Panels,
     up: &'a [f32],
     values: &'a mut [f32],
 }
 
-impl WithSimd for Add<'_> {
+impl WithSimd for AddPanels<'_> {
     type Output = ();
 
     #[inline(always)]

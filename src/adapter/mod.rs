@@ -19,11 +19,13 @@
 //! | `low_rank` | [`LowRank`], two factors, and their product added to rows |
 //! | `change` | [`TensorChange`], the change of one tensor |
 //! | `adapted` | [`AdaptedSource`], base and adapter read as one model |
-//! | `combine` | [`combine`](fn@combine), several adapters into one, factor by factor |
+//! | `combine` | [`Combination`], several adapters into one, factor by factor |
+//! | `combined_files` | a combination as a folder that peft loads |
 
 mod adapted;
 mod change;
 mod combine;
+mod combined_files;
 mod config;
 mod identity;
 mod keys;
@@ -33,12 +35,14 @@ mod parts;
 mod stored;
 
 #[cfg(test)]
+mod combine_tests;
+#[cfg(test)]
 mod opened_tests;
 #[cfg(test)]
 mod test_files;
 
 pub use adapted::AdaptedSource;
 pub use change::TensorChange;
-pub use combine::{Combination, CombinationKind, Draws, MajoritySign, combine};
+pub use combine::{AdapterShare, Combination, CombinationKind, Draws, MajoritySign};
 pub use low_rank::LowRank;
 pub use opened::Adapter;

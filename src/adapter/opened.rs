@@ -8,7 +8,7 @@ use anyhow::Result;
 
 use super::change::TensorChange;
 use super::config::{AdapterConfig, CONFIG_FILE};
-use super::keys::{self, Part};
+use super::keys::{self, ChangePart};
 use super::low_rank::LowRank;
 use super::parts::Parts;
 use super::stored::Stored;
@@ -21,7 +21,7 @@ pub(super) const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 /// The weights of an adapter as a pickle, which is never opened: loading a pickle can run code.
 const PICKLE_FILE: &str = "adapter_model.bin";
 
-/// A change of a base model: an adapter's folder, or a combination of several.
+/// A change of a base model: an adapter's folder.
 #[derive(Debug, Clone)]
 pub struct Adapter {
     place: PathBuf,
@@ -40,7 +40,7 @@ impl Adapter {
         find_files(folder)?;
         let config = AdapterConfig::read(folder)?;
         let file = Arc::new(Checkpoint::open_file(folder, WEIGHTS_FILE)?);
-        let mut found: BTreeMap<String, BTreeMap<Part, Stored>> = BTreeMap::new();
+        let mut found: BTreeMap<String, BTreeMap<ChangePart, Stored>> = BTreeMap::new();
         for entry in file.tensors() {
             let in_file =
                 |failure: Failure| failure.detail(format!("it is in `{}`", file.file_of(entry)));
@@ -53,7 +53,7 @@ impl Adapter {
                 .hint("save the adapter with peft: model.save_pretrained(FOLDER)")
                 .into());
             };
-            if part == Part::Original {
+            if part == ChangePart::Original {
                 continue;
             }
             let stored = Stored::new(&file, entry)?;
@@ -87,15 +87,6 @@ impl Adapter {
             base_model: config.base_model,
             parts,
         })
-    }
-
-    /// An adapter in memory.
-    pub(super) fn held(place: PathBuf, parts: BTreeMap<String, Parts>) -> Self {
-        Self {
-            place,
-            base_model: None,
-            parts,
-        }
     }
 
     /// The folder in messages.

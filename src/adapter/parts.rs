@@ -1,13 +1,12 @@
 //! [`Parts`]: the tensors of an adapter's file that change one tensor of the base, checked against one another.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use anyhow::Result;
 
 use super::change::{TensorChange, TokenRows};
 use super::config::AdapterConfig;
-use super::keys::{Part, module_of};
+use super::keys::{ChangePart, module_of};
 use super::low_rank::{LowRank, Panels};
 use super::stored::Stored;
 use crate::checkpoint::TensorEntry;
@@ -18,15 +17,15 @@ use crate::failure::Failure;
 pub(super) struct Parts {
     /// A tensor in place of the base's.
     pub(super) whole: Option<Stored>,
-    pub(super) product: Option<Product>,
+    pub(super) product: Option<ProductSource>,
     magnitude: Option<Stored>,
     /// Rows in place of the base's: `[tokens, columns]`, and where they belong.
     tokens: Option<(Stored, Vec<usize>)>,
 }
 
-/// Factors in a file, or in memory.
+/// Factors in a file.
 #[derive(Debug, Clone)]
-pub(super) enum Product {
+pub(super) enum ProductSource {
     /// A and B.
     Stored {
         down: Stored,
@@ -37,8 +36,17 @@ pub(super) enum Product {
     },
     /// The bias of B; as a product, it has one row and rank 1.
     Bias { bias: Stored, scale: f32 },
-    /// Combined factors.
-    Held(Arc<LowRank>),
+}
+
+/// The shape of two factors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FactorShape {
+    /// Rows of the base's tensor.
+    pub(super) rows: usize,
+    /// Columns of the base's tensor.
+    pub(super) columns: usize,
+    pub(super) rank: usize,
+    pub(super) is_embedding: bool,
 }
 
 impl Parts {
@@ -48,17 +56,20 @@ impl Parts {
     /// Fails when a factor has no partner, when two parts exclude one another, and when shapes or ranks do not fit.
     pub(super) fn new(
         tensor: &str,
-        mut found: BTreeMap<Part, Stored>,
+        mut found: BTreeMap<ChangePart, Stored>,
         config: &AdapterConfig,
     ) -> Result<Self, Failure> {
-        let linear = pair(&mut found, [Part::Down, Part::Up])?;
-        let embedding = pair(&mut found, [Part::EmbeddingDown, Part::EmbeddingUp])?;
-        let bias = found.remove(&Part::UpBias);
-        let magnitude = found.remove(&Part::Magnitude);
-        let copy = found.remove(&Part::Copy);
-        let saved = found.remove(&Part::SavedModule);
-        let saved = found.remove(&Part::Whole).or(saved);
-        let tokens = found.remove(&Part::Tokens);
+        let linear = pair(&mut found, [ChangePart::Down, ChangePart::Up])?;
+        let embedding = pair(
+            &mut found,
+            [ChangePart::EmbeddingDown, ChangePart::EmbeddingUp],
+        )?;
+        let bias = found.remove(&ChangePart::UpBias);
+        let magnitude = found.remove(&ChangePart::Magnitude);
+        let copy = found.remove(&ChangePart::Copy);
+        let saved = found.remove(&ChangePart::SavedModule);
+        let saved = found.remove(&ChangePart::Whole).or(saved);
+        let tokens = found.remove(&ChangePart::Tokens);
         let others = usize::from(saved.is_some()) + usize::from(tokens.is_some());
         let ways = usize::from(linear.is_some()) + usize::from(embedding.is_some()) + others;
         // The bias of B may come on top of a bias that was trained.
@@ -69,11 +80,11 @@ impl Parts {
             );
         }
         let product = match (linear, embedding, bias) {
-            (Some(pair), _, _) => Some(Product::of_pair(tensor, pair, false, config)?),
-            (_, Some(pair), _) => Some(Product::of_pair(tensor, pair, true, config)?),
+            (Some(pair), _, _) => Some(ProductSource::of_pair(tensor, pair, false, config)?),
+            (_, Some(pair), _) => Some(ProductSource::of_pair(tensor, pair, true, config)?),
             (_, _, Some(bias)) => {
                 let (_, scale) = config.rank_and_scale(module_of(tensor))?;
-                Some(Product::Bias { bias, scale })
+                Some(ProductSource::Bias { bias, scale })
             }
             _ => None,
         };
@@ -89,19 +100,10 @@ impl Parts {
         Ok(parts)
     }
 
-    /// Combined factors, and the base's copy that came with the originals.
-    pub(super) fn held(factors: LowRank, whole: Option<Stored>) -> Self {
-        Self {
-            whole,
-            product: Some(Product::Held(Arc::new(factors))),
-            ..Self::default()
-        }
-    }
-
     /// Checks that linear layers have magnitudes if the adapter is of DoRA, and nothing else has.
     fn check_magnitude(&self, tensor: &str, config: &AdapterConfig) -> Result<(), Failure> {
         let is_embedding = match &self.product {
-            Some(Product::Stored { is_embedding, .. }) => Some(*is_embedding),
+            Some(ProductSource::Stored { is_embedding, .. }) => Some(*is_embedding),
             _ => None,
         };
         match (&self.magnitude, is_embedding, config.use_dora) {
@@ -224,22 +226,33 @@ impl Parts {
             columns,
             whole: self.whole.clone(),
             tokens,
-            product: product.map(Product::read).transpose()?.map(Panels::new),
+            product: product
+                .map(ProductSource::read)
+                .transpose()?
+                .map(Panels::new),
             magnitude: self.magnitude.as_ref().map(Stored::read).transpose()?,
         })
     }
 
-    /// The change consists of factors alone, at most with the base's copy under them.
-    pub(super) fn is_plain(&self) -> bool {
-        let has_factors = matches!(
-            self.product,
-            Some(Product::Stored { .. } | Product::Held(_))
-        );
-        has_factors && self.magnitude.is_none()
+    /// The shape of the factors; `None` if the change is more than factors, at most with the base's copy under them.
+    pub(super) fn factor_shape(&self) -> Option<FactorShape> {
+        let product = self.product.as_ref().filter(|_| self.magnitude.is_none());
+        let (rows, columns) = product?.shape();
+        match product? {
+            ProductSource::Bias { .. } => None,
+            ProductSource::Stored {
+                is_embedding, rank, ..
+            } => Some(FactorShape {
+                rows,
+                columns,
+                rank: *rank,
+                is_embedding: *is_embedding,
+            }),
+        }
     }
 }
 
-impl Product {
+impl ProductSource {
     /// Checks a pair of factors.
     fn of_pair(
         tensor: &str,
@@ -290,7 +303,6 @@ impl Product {
                 }
             }
             Self::Bias { bias, .. } => (1, bias.entry.elements()),
-            Self::Held(factors) => (factors.rows, factors.columns),
         }
     }
 
@@ -299,7 +311,7 @@ impl Product {
         let (rows, columns) = self.shape();
         match self {
             Self::Bias { .. } => shape == [columns],
-            Self::Stored { .. } | Self::Held(_) => shape == [rows, columns],
+            Self::Stored { .. } => shape == [rows, columns],
         }
     }
 
@@ -307,7 +319,6 @@ impl Product {
     pub(super) fn read(&self) -> Result<LowRank> {
         let (rows, columns) = self.shape();
         Ok(match self {
-            Self::Held(factors) => LowRank::clone(factors),
             Self::Bias { bias, scale } => LowRank {
                 rows,
                 columns,
@@ -349,8 +360,8 @@ impl Product {
 
 /// Takes both of two factors, or none.
 fn pair(
-    found: &mut BTreeMap<Part, Stored>,
-    parts: [Part; 2],
+    found: &mut BTreeMap<ChangePart, Stored>,
+    parts: [ChangePart; 2],
 ) -> Result<Option<[Stored; 2]>, Failure> {
     match parts.map(|part| found.remove(&part)) {
         [Some(down), Some(up)] => Ok(Some([down, up])),
@@ -404,7 +415,7 @@ fn token_rows(
 }
 
 /// The transpose of a matrix with these `columns`.
-fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
+pub(super) fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
     let rows = values.len() / columns.max(1);
     let mut out = vec![0.0; values.len()];
     for (row, from) in values.chunks(columns.max(1)).enumerate() {

@@ -55,6 +55,14 @@ impl Stored {
         Ok(values)
     }
 
+    /// Reads some of its bytes, as they are stored.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read.
+    pub(super) fn read_bytes(&self, start: u64, bytes: &mut [u8]) -> Result<()> {
+        self.file.read(&self.entry, start, bytes)
+    }
+
     /// Reads some rows of `columns` elements.
     ///
     /// # Errors

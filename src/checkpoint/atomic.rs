@@ -30,7 +30,7 @@ pub fn sync_folder(folder: &Path) -> anyhow::Result<()> {
 }
 
 /// The failure of a write to `path`, with a hint if the disk is full.
-pub(super) fn cannot_write(path: &Path, error: &io::Error) -> Failure {
+pub fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     let failure =
         Failure::new(format!("cannot write `{}`", path.display())).detail(error.to_string());
     match error.kind() {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::builder::PossibleValuesParser;
+use clap::builder::{PossibleValue, PossibleValuesParser};
 use clap::{Args, ValueEnum};
 
 use super::args::{DeviceArgs, MessageArgs};
@@ -15,11 +15,11 @@ use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::job;
 use crate::merging::METHODS;
-use crate::recipe::{FlagRecipe, MergeDtype, TokenizerSource};
+use crate::recipe::{FlagRecipe, MergeDtype, OTHER_METHODS, TokenizerSource};
 use crate::report;
 use crate::settings::{
-    CalibrationSettings, DATASET, EvaluationSettings, MergeEval, MergeSemantics, MergeSettings,
-    OutputSettings, RecipeSettings, SaliencySource, TrimScope,
+    CalibrationSettings, DATASET, EvaluationSettings, MajorityOf, MergeEval, MergeSemantics,
+    MergeSettings, OutputSettings, RecipeSettings, SaliencySource, TrimScope,
 };
 
 /// Shown below the flags.
@@ -167,6 +167,10 @@ struct SemanticsArgs {
     #[arg(long, value_name = "SCOPE")]
     trim_scope: Option<TrimScope>,
 
+    /// Elections of signs in ties and dare_ties of peft [default: total]
+    #[arg(long, value_name = "MEASURE")]
+    majority_sign: Option<MajorityOf>,
+
     /// Seed of random masks, and of calibration samples
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     seed: u64,
@@ -281,13 +285,13 @@ impl ValueEnum for OutDtypeArg {
         ]
     }
 
-    fn to_possible_value(&self) -> Option<clap::builder::PossibleValue> {
+    fn to_possible_value(&self) -> Option<PossibleValue> {
         let (name, others) = match self.0 {
             MergeDtype::F32 => ("f32", F32),
             MergeDtype::F16 => ("f16", F16),
             MergeDtype::Bf16 => ("bf16", BF16),
         };
-        Some(clap::builder::PossibleValue::new(name).aliases(others))
+        Some(PossibleValue::new(name).aliases(others))
     }
 }
 
@@ -326,6 +330,7 @@ impl MergeArgs {
             cache_dir: self.recipe.cache_dir.clone(),
             semantics: self.semantics.semantics,
             trim_scope: self.semantics.trim_scope,
+            majority_sign: self.semantics.majority_sign,
             seed: self.semantics.seed,
             keep_zeros: self.semantics.keep_zeros,
             truncates_embeddings: self.recipe.unsafe_truncate_embeddings,
@@ -397,11 +402,12 @@ impl MergeArgs {
     }
 }
 
-fn method_names() -> Vec<&'static str> {
-    METHODS
-        .iter()
-        .map(|method| method.declaration().name)
-        .collect()
+/// The methods, and hidden ones that the recipe refuses with the reason.
+fn method_names() -> Vec<PossibleValue> {
+    let of_models = METHODS.iter().map(|method| method.declaration().name);
+    let others = OTHER_METHODS.map(|name| PossibleValue::new(name).hide(true));
+    let names = of_models.chain(job::peft_methods()).map(PossibleValue::new);
+    names.chain(others).collect()
 }
 
 /// The table of methods, for the help text.
@@ -410,7 +416,12 @@ fn methods_help() -> String {
         .iter()
         .map(|method| format!("{} ({})", method.declaration().name, method.summary()))
         .collect();
-    format!("How the models are merged: {}", methods.join(", "))
+    let of_adapters: Vec<&str> = job::peft_methods().collect();
+    format!(
+        "How the models are merged: {}; with --semantics peft also {}",
+        methods.join(", "),
+        of_adapters.join(", ")
+    )
 }
 
 /// Runs the command and prints its table.

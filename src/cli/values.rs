@@ -5,7 +5,7 @@ use clap::builder::PossibleValue;
 
 use crate::run::verification::VerifyLevel;
 use crate::settings::{
-    ComputeDtype, EvalSides, MergeEval, MergeSemantics, SaliencySource, TrimScope,
+    ComputeDtype, EvalSides, MajorityOf, MergeEval, MergeSemantics, SaliencySource, TrimScope,
 };
 
 /// Other names of f32.
@@ -104,6 +104,20 @@ impl ValueEnum for MergeSemantics {
             ),
         };
         Some(PossibleValue::new(name).help(help))
+    }
+}
+
+impl ValueEnum for MajorityOf {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Total, Self::Frequency]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let help = match self {
+            Self::Total => "The sum of the elements",
+            Self::Frequency => "The number of adapters with the sign",
+        };
+        Some(PossibleValue::new(self.name()).help(help))
     }
 }
 

@@ -43,6 +43,6 @@ mod texts;
 pub use eval::eval;
 pub use generate::generate;
 pub use inspect::inspect;
-pub use merge::merge;
+pub use merge::{merge, peft_methods};
 pub use plan::plan;
 pub use prune::prune;

@@ -52,7 +52,7 @@ impl Stream {
     }
 
     /// Fills `numbers` with those of the elements from `first` on, which is a multiple of 4.
-    pub(super) fn fill(&self, first: u64, numbers: &mut [u32]) {
+    pub fn fill(&self, first: u64, numbers: &mut [u32]) {
         debug_assert_eq!(first % WORDS as u64, 0, "a counter has four elements");
         Arch::new().dispatch(Fill {
             of: self,

@@ -18,9 +18,12 @@ use crate::bytes::read_given_settings;
 use crate::failure::Failure;
 
 /// Methods of mergekit and peft that this version does not have.
-const OTHER_METHODS: [&str; 10] = [
+pub const OTHER_METHODS: [&str; 13] = [
     "arcee_fusion",
+    "dare_linear_svd",
+    "dare_ties_svd",
     "karcher",
+    "magnitude_prune_svd",
     "multislerp",
     "nearswap",
     "nuslerp",

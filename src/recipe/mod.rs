@@ -35,7 +35,9 @@ mod testing;
 #[cfg(test)]
 mod yaml_tests;
 
-pub use contents::{MergeDtype, MergeInputs, ModelInput, Recipe, SliceRecipe, SliceSource};
+pub use contents::{
+    MergeDtype, MergeInputs, ModelInput, OTHER_METHODS, Recipe, SliceRecipe, SliceSource,
+};
 pub use flags::FlagRecipe;
 pub use model_spec::ModelSpec;
 pub use parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, Values};

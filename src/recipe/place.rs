@@ -22,7 +22,7 @@ impl PartialEq for Place {
 
 impl Place {
     /// A failure at this place. Mistakes on the command line are of usage.
-    pub(super) fn failure(&self, message: impl fmt::Display) -> Failure {
+    pub fn failure(&self, message: impl fmt::Display) -> Failure {
         match self {
             Self::Line(..) => Failure::new(format!("{self}: {message}")),
             Self::Flags => Failure::usage(message.to_string()),

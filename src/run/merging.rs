@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::verification::VerifiedFile;
 use crate::bytes::ByteSize;
 
 /// A merge, in the record of its run.
@@ -33,6 +34,9 @@ pub struct MergeReport {
     /// `--saliency`, `--aim` and their statistics; absent without them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub saliency: Option<SaliencyReport>,
+    /// The adapter that `--semantics peft` combined; absent without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub combined_adapter: Option<CombinedAdapter>,
     /// Perplexities of the inputs and of the merged model, in the order of `models`, the merged one last; empty without evaluation.
     #[serde(default)]
     pub perplexities: Vec<ModelPerplexity>,
@@ -56,6 +60,10 @@ impl MergeReport {
         Self {
             models: models.collect(),
             recipe,
+            combined_adapter: self.combined_adapter.as_ref().map(|of| CombinedAdapter {
+                folder: shown(&of.folder),
+                ..of.clone()
+            }),
             ..self.clone()
         }
     }
@@ -90,6 +98,18 @@ pub struct InputModel {
     pub adapter: Option<String>,
     /// The fingerprint of its weights, the adapter's after it.
     pub fingerprint: String,
+}
+
+/// An adapter that was combined from those of the models.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CombinedAdapter {
+    /// Its folder.
+    pub folder: String,
+    /// The election of signs: `total` or `frequency`; absent for methods without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub majority_sign: Option<String>,
+    /// Its files.
+    pub files: Vec<VerifiedFile>,
 }
 
 /// The statistics of a merge.

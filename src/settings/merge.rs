@@ -24,6 +24,8 @@ pub struct MergeSettings {
     pub semantics: MergeSemantics,
     /// `--trim-scope`; `None` for what the semantics say.
     pub trim_scope: Option<TrimScope>,
+    /// `--majority-sign`; `None` for the sum.
+    pub majority_sign: Option<MajorityOf>,
     /// `--seed` of random masks and of calibration samples.
     pub seed: u64,
     /// `--keep-zeros`.
@@ -76,6 +78,26 @@ pub enum MergeSemantics {
     Paper,
     /// peft's: adapters are combined factor by factor.
     Peft,
+}
+
+/// The measure by which a combination of adapters elects signs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum MajorityOf {
+    /// The sum of the elements.
+    #[default]
+    Total,
+    /// The number of adapters with the sign.
+    Frequency,
+}
+
+impl MajorityOf {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Total => "total",
+            Self::Frequency => "frequency",
+        }
+    }
 }
 
 /// Tensors that are trimmed together.

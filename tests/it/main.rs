@@ -5,6 +5,7 @@
     reason = "tests print skipped parts and measurements"
 )]
 
+mod adapters;
 mod arithmetic;
 mod cli;
 mod cli_page;

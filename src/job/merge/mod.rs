@@ -2,6 +2,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
+//! | `combined` | `--semantics peft`: adapters, combined |
 //! | `settle` | everything that can be wrong is checked |
 //! | `models` | the input models and their adapters |
 //! | `devices` | the GPUs that compute |
@@ -10,6 +11,7 @@
 //! | `published` | the files beside the weights |
 //! | `record` | `run.json` |
 
+mod combined;
 mod devices;
 mod memory;
 mod models;
@@ -21,10 +23,11 @@ mod settle;
 use anyhow::Result;
 
 use super::recorder::Recorder;
-use crate::merge::MergePass;
+use crate::merge::{Inputs, MergePass};
 use crate::run::command_line::quoted;
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
+pub use combined::peft_methods;
 use outputs::MergeOutputs;
 use settle::{MergeJob, SettledMerge};
 
@@ -47,11 +50,16 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     let mut outputs = MergeOutputs::open(&job, &recorder)?;
     job.clock.mark(Moment::BeforePruning, &recorder);
     let devices = devices::open(&job.plan, &job.settings.device, job.size)?;
+    let combined = job.combine(&recorder)?;
+    let inputs: &dyn Inputs = match &combined {
+        Some(combined) => combined,
+        None => &job.inputs,
+    };
     let pass = MergePass {
         method: job.method,
         settings: job.method_settings,
         tensors: &job.tensors,
-        inputs: &job.inputs,
+        inputs,
         writer: &outputs.writer,
         devices: &devices,
         workers: job.size.workers,
@@ -62,7 +70,8 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.clock
         .measure(Phase::Merge, || pass.run(&mut outputs.state))?;
     job.clock.mark(Moment::AfterPruning, &recorder);
-    let report = job.report(&outputs)?;
+    let mut report = job.report(&outputs)?;
+    report.combined_adapter = combined.map(|combined| combined.report);
     let (state, output) = outputs.finish(&job, &report, &recorder)?;
     let manifest = job.record(report, devices, (state, output), &recorder)?;
     events.emit(Event::IfInterrupted(None));

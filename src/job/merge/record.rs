@@ -80,6 +80,7 @@ impl MergeJob {
             left_out: self.left_out.clone(),
             bytes: [ByteSize(read.sum()), self.output_bytes()],
             saliency: None,
+            combined_adapter: None,
             perplexities: Vec::new(),
             tensors: tensors?,
         })

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use super::combined::{self, CombinedJob};
 use super::memory::{PassSize, PassWork};
 use super::models::InputModels;
 use super::published::Donor;
@@ -16,7 +17,7 @@ use crate::job::folder::RunFolder;
 use crate::job::{machine, same_run};
 use crate::linalg::StoredDtype;
 use crate::merge::MergeTensor;
-use crate::merging::{self, MergeMethod, MethodSettings, Scope, Semantics};
+use crate::merging::{MergeMethod, MethodSettings, Scope, Semantics};
 use crate::model::stored_dtype;
 use crate::placement::planner::cpu_budget;
 use crate::recipe::{Declaration, MergeDtype, Parameter, Recipe, TensorRecipe};
@@ -37,6 +38,8 @@ pub(super) struct MergeJob {
     pub(super) method: &'static dyn MergeMethod,
     pub(super) method_settings: MethodSettings,
     pub(super) inputs: InputModels,
+    /// The combination of adapters, with `--semantics peft`.
+    pub(super) combined: Option<CombinedJob>,
     pub(super) tensors: Vec<MergeTensor>,
     pub(super) left_out: Vec<String>,
     pub(super) num_hidden_layers: usize,
@@ -89,9 +92,7 @@ impl MergeJob {
         clock.mark(Moment::Start, events);
         let started_unix_seconds = machine::unix_seconds();
         let recipe = read_recipe(&settings)?;
-        let method = merging::method(&recipe.merge_method)
-            .with_context(|| format!("there is no method `{}`", recipe.merge_method))?;
-        let declaration = method.declaration();
+        let (declaration, method) = combined::method(&settings, &recipe.merge_method)?;
         check_flags(&settings, method)?;
         let inputs = InputModels::open(
             recipe.models(),
@@ -107,7 +108,8 @@ impl MergeJob {
             .into_iter()
             .map(|tensor| merge_tensor(tensor, &recipe, &inputs))
             .collect();
-        let tensors = tensors?;
+        let mut tensors = tensors?;
+        let combined = CombinedJob::settle(&settings, &recipe, &inputs, &mut tensors)?;
         check_rows(&tensors, &recipe)?;
         let donor = Donor::of(&recipe, &inputs, &tensors)?;
         let planned = tensors.iter().map(|tensor| PlannedTensor {
@@ -136,7 +138,7 @@ impl MergeJob {
         let budget = cpu_budget(&inventory, &settings.device.max_memory);
         let shape = MergeShape::of(
             &tensors,
-            &declaration,
+            &method.declaration(),
             method.scope(&method_settings),
             &inputs,
         );
@@ -156,6 +158,10 @@ impl MergeJob {
         if folder.state().is_some() {
             deciding = decide(&settings, &recipe, &inputs, &folder)?;
         }
+        if let Some(combined) = &combined {
+            deciding.extend(combined.deciding());
+            combined.check_folder(unfinished.is_some() || settings.output.force)?;
+        }
         if let Some(state) = unfinished.take() {
             unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
             if let Some(manifest) = folder.record_of_the_last_step(None)? {
@@ -173,6 +179,7 @@ impl MergeJob {
             method,
             method_settings,
             inputs,
+            combined,
             tensors,
             left_out: resolved.left_out.into_iter().collect(),
             num_hidden_layers,
@@ -253,10 +260,7 @@ impl MergeJob {
 
 /// Reads the recipe of a file or of flags.
 fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
-    let methods: Vec<Declaration> = merging::METHODS
-        .iter()
-        .map(|method| method.declaration())
-        .collect();
+    let methods = combined::declarations(settings.semantics);
     match &settings.recipe {
         RecipeSettings::File(path) => Recipe::load(path, &methods),
         RecipeSettings::Flags(flags) => Recipe::from_flags((**flags).clone(), &methods),

@@ -1,0 +1,217 @@
+//! A combination of adapters as a folder that peft loads: `adapter_config.json` and `adapter_model.safetensors`.
+//!
+//! Tensors are combined and written one after another, so the factors of one tensor are in memory. They are f32, and their scale is 1:
+//! `lora_alpha` is `r`, for modules of another rank by patterns. The config is written last.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use anyhow::Result;
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use super::combine::{Combination, Draws};
+use super::config::CONFIG_FILE;
+use super::keys::{PREFIX, module_of};
+use super::opened::WEIGHTS_FILE;
+use super::parts::transposed;
+use super::stored::Stored;
+use crate::bytes::hex;
+use crate::checkpoint::{
+    PARTIAL_SUFFIX, TensorEntry, cannot_write, encode_header, sync_folder, write_atomic,
+};
+use crate::disk;
+use crate::run::verification::VerifiedFile;
+
+/// Bytes of a copied tensor that are in memory at once.
+const PIECE: usize = 1 << 20;
+
+impl Combination {
+    /// Writes the combined adapter into `folder`, over an adapter that is there, and returns its files.
+    ///
+    /// # Errors
+    /// Fails when files cannot be written, when an adapter cannot be read, and for a combined element that is not finite.
+    pub fn write(&self, folder: &Path, draws: &Draws<'_>) -> Result<Vec<VerifiedFile>> {
+        let (config, weights) = (folder.join(CONFIG_FILE), folder.join(WEIGHTS_FILE));
+        let partial = folder.join(format!("{WEIGHTS_FILE}{PARTIAL_SUFFIX}"));
+        let created = std::fs::create_dir_all(folder).and_then(|()| {
+            // Without its config, an adapter that is half replaced is not loaded.
+            disk::remove(&config)?;
+            disk::create(&partial)
+        });
+        let file = created.map_err(|error| cannot_write(folder, &error))?;
+        let mut output = AdapterFile::new(&file, &partial);
+        output.put(&self.header())?;
+        for tensor in self.tensors() {
+            let factors = self.factors(tensor, draws)?;
+            let (down, up) = match factors.is_embedding {
+                false => (factors.down, factors.up),
+                true => (
+                    transposed(&factors.up, factors.rank),
+                    transposed(&factors.down, factors.columns),
+                ),
+            };
+            // The bytes of a file are little endian, as those of every machine that this program is built for.
+            output.put(bytemuck::cast_slice(&down))?;
+            output.put(bytemuck::cast_slice(&up))?;
+            if let Some(copy) = self.copy(tensor) {
+                output.copy(copy)?;
+            }
+        }
+        let weights_file = output.finish(&weights)?;
+        sync_folder(folder)?;
+        let mut text = serde_json::to_vec_pretty(&self.config())?;
+        text.push(b'\n');
+        write_atomic(&config, &text)?;
+        let config_file = VerifiedFile {
+            file: CONFIG_FILE.to_string(),
+            bytes: text.len() as u64,
+            sha256: hex(&Sha256::digest(&text)),
+        };
+        Ok(vec![config_file, weights_file])
+    }
+
+    /// The header of the weights.
+    fn header(&self) -> Vec<u8> {
+        let (mut infos, mut end) = (Vec::new(), 0);
+        let mut add = |key: String, dtype: Dtype, shape: Vec<usize>, bytes: usize| {
+            let data_offsets = (end, end + bytes);
+            end += bytes;
+            let info = TensorInfo {
+                dtype,
+                shape,
+                data_offsets,
+            };
+            infos.push((key, info));
+        };
+        for tensor in self.tensors() {
+            let of = self.shape(tensor);
+            let module = format!("{PREFIX}{}", module_of(tensor));
+            let ([down, up], inner, outer) = match of.is_embedding {
+                false => (["lora_A.weight", "lora_B.weight"], of.columns, of.rows),
+                true => (
+                    ["lora_embedding_A", "lora_embedding_B"],
+                    of.rows,
+                    of.columns,
+                ),
+            };
+            let (first, second) = (vec![of.rank, inner], vec![outer, of.rank]);
+            add(
+                format!("{module}.{down}"),
+                Dtype::F32,
+                first,
+                4 * of.rank * inner,
+            );
+            add(
+                format!("{module}.{up}"),
+                Dtype::F32,
+                second,
+                4 * of.rank * outer,
+            );
+            if let Some(copy) = self.copy(tensor) {
+                let TensorEntry {
+                    dtype,
+                    shape,
+                    bytes,
+                    ..
+                } = &copy.entry;
+                add(
+                    copy.key().to_owned(),
+                    *dtype,
+                    shape.clone(),
+                    *bytes as usize,
+                );
+            }
+        }
+        encode_header(&BTreeMap::from([("format".into(), "pt".into())]), &infos)
+    }
+
+    /// The config. Modules are named in full, so that no other module gets factors.
+    fn config(&self) -> serde_json::Value {
+        let modules = self
+            .tensors()
+            .map(|tensor| (module_of(tensor), self.shape(tensor).rank));
+        let ranks: BTreeMap<&str, usize> = modules.collect();
+        let most = ranks.values().max().copied().unwrap_or(1);
+        let others = ranks.iter().filter(|(_, rank)| **rank != most);
+        let patterns: BTreeMap<String, usize> = others
+            .map(|(module, rank)| (regex::escape(module), *rank))
+            .collect();
+        json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.adapters[0].base_model_name(),
+            "inference_mode": true,
+            "r": most,
+            "lora_alpha": most,
+            "rank_pattern": patterns,
+            "alpha_pattern": patterns,
+            "target_modules": ranks.keys().collect::<Vec<_>>(),
+            "use_rslora": false,
+            "use_dora": false,
+            "bias": "none",
+            "lora_dropout": 0.0,
+            "fan_in_fan_out": false,
+            "init_lora_weights": true,
+        })
+    }
+}
+
+/// A file that is written from its beginning to its end.
+struct AdapterFile<'a> {
+    file: &'a File,
+    path: &'a Path,
+    at: u64,
+    sha256: Sha256,
+}
+
+impl<'a> AdapterFile<'a> {
+    fn new(file: &'a File, path: &'a Path) -> Self {
+        Self {
+            file,
+            path,
+            at: 0,
+            sha256: Sha256::new(),
+        }
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        disk::write_all_at(self.file, bytes, self.at).map_err(|error| self.failed(&error))?;
+        self.sha256.update(bytes);
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Copies a tensor as it is stored.
+    fn copy(&mut self, of: &Stored) -> Result<()> {
+        let mut buffer = vec![0; PIECE];
+        let mut at = 0;
+        while at < of.entry.bytes {
+            let length = (of.entry.bytes - at).min(PIECE as u64);
+            let piece = &mut buffer[..length as usize];
+            of.read_bytes(at, piece)?;
+            self.put(piece)?;
+            at += length;
+        }
+        Ok(())
+    }
+
+    /// Gives the file its name.
+    fn finish(self, path: &Path) -> Result<VerifiedFile> {
+        let named = disk::sync(self.file).and_then(|()| disk::rename(self.path, path));
+        named.map_err(|error| self.failed(&error))?;
+        Ok(VerifiedFile {
+            file: WEIGHTS_FILE.to_string(),
+            bytes: self.at,
+            sha256: hex(&self.sha256.finalize()),
+        })
+    }
+
+    fn failed(&self, error: &io::Error) -> crate::failure::Failure {
+        cannot_write(self.path, error)
+    }
+}
