@@ -39,12 +39,6 @@ pub fn text(report: &MergeReport) -> String {
         let role = if model.is_base { " (base)" } else { "" };
         let _ = writeln!(card, "- `{}`{role}", model.name);
     }
-    if !report.perplexities.is_empty() {
-        card += "\n## Perplexity\n\n| model | perplexity |\n| --- | --- |\n";
-        for row in &report.perplexities {
-            let _ = writeln!(card, "| `{}` | {:.4} |", row.model, row.perplexity);
-        }
-    }
     let _ = write!(
         card,
         "\n## Recipe\n\nThe same recipe is in `merge_config.yml`, and per-tensor counts are in `merging.json`.\n\n```yaml\n{}\n```\n",

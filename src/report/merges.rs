@@ -21,7 +21,7 @@ pub(super) fn rows(merge: &MergeReport) -> Vec<(String, String)> {
     )];
     for (at, row) in merge.perplexities.iter().enumerate() {
         let name = if at == 0 { "perplexity" } else { "" };
-        let value = format!("{:.4}  {}", row.perplexity, row.model);
+        let value = format!("{:.4}  {}", row.report.perplexity, row.model);
         rows.push((name.to_string(), value));
     }
     if let Some(errors) = output_errors(merge) {
@@ -46,7 +46,7 @@ pub(super) fn settings(merge: &MergeReport, row: &mut impl FnMut(&'static str, S
     for measured in &merge.perplexities {
         row(
             "perplexity",
-            format!("{}, of {}", finite(measured.perplexity), measured.model),
+            format!("{}, of {}", finite(measured.report.perplexity), measured.model),
         );
     }
     if let Some(errors) = output_errors(merge) {
@@ -69,7 +69,7 @@ pub(super) fn summary(merge: &MergeReport, model: &str) -> String {
     );
     let perplexities = merge.perplexities.iter();
     let perplexities: Vec<String> = perplexities
-        .map(|row| format!("{} of {}", finite(row.perplexity), row.model))
+        .map(|row| format!("{} of {}", finite(row.report.perplexity), row.model))
         .collect();
     if !perplexities.is_empty() {
         // Writing to a String cannot fail.

@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::verification::VerifiedFile;
+use super::TextProtocol;
+use super::manifest::PerplexityReport;
 use crate::bytes::ByteSize;
 
 /// A merge, in the record of its run.
@@ -37,7 +39,8 @@ pub struct MergeReport {
     /// The adapter that `--semantics peft` combined; absent without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub combined_adapter: Option<CombinedAdapter>,
-    /// Perplexities of the inputs and of the merged model, in the order of `models`, the merged one last; empty without evaluation.
+    /// Perplexities of the inputs and of the merged model, in the order of `models`, the merged one last; empty without evaluation, and
+    /// in the record beside the weights, which is written before them.
     #[serde(default)]
     pub perplexities: Vec<ModelPerplexity>,
     /// Per tensor of the output, in its order.
@@ -134,7 +137,10 @@ pub struct ModelPerplexity {
     /// The model as the recipe names it, or `merged`.
     pub model: String,
     /// Its perplexity.
-    pub perplexity: f64,
+    #[serde(flatten)]
+    pub report: PerplexityReport,
+    /// The text, by the model's own tokenizer.
+    pub text: TextProtocol,
 }
 
 /// One tensor of a merged model.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
-use super::merging::MergedTensor;
+use super::merging::{MergedTensor, ModelPerplexity};
 
 /// The version of the schema. A run with another version cannot be continued.
 pub const SCHEMA: u32 = 1;
@@ -34,6 +34,9 @@ pub struct RunState {
     /// The finished tensors of a merge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub merged: Vec<MergedTensor>,
+    /// The perplexities of the models of a merge.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub perplexities_of_models: Vec<ModelPerplexity>,
     /// The perplexities, once all are measured.
     pub perplexity: Option<Perplexities>,
     /// All warnings.

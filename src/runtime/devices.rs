@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::clock::DeviceGauge;
 use super::device_worker::DeviceWorker;
-use super::engine::{DeviceMemory, Engine, Simulated};
+use super::engine::{Engine, Simulated};
 use super::ledger::{Ledger, Refusals};
 use crate::bytes::ByteSize;
 use crate::linalg::StoredDtype;
@@ -78,7 +78,7 @@ impl DeviceAccount {
         #[cfg(feature = "cuda")]
         let memory = self.device.as_ref().and_then(super::engine::cuda::memory);
         #[cfg(not(feature = "cuda"))]
-        let memory = None::<DeviceMemory>;
+        let memory = None::<super::engine::DeviceMemory>;
         DeviceMemoryReport {
             device: self.name.clone(),
             name: self.driver_name.clone(),

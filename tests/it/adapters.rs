@@ -22,7 +22,7 @@ use crate::support::Place;
 
 /// A tensor of f32.
 #[derive(Debug, Clone, PartialEq)]
-struct Tensor {
+pub(crate) struct Tensor {
     shape: Vec<usize>,
     values: Vec<f32>,
 }
@@ -81,7 +81,7 @@ fn merge(place: &Place, flags: &str) {
 }
 
 /// Writes an adapter: a config, and tensors of f32 by their keys.
-fn write_adapter(place: &Place, name: &str, config: &Value, tensors: &[(String, Tensor)]) {
+pub(crate) fn write_adapter(place: &Place, name: &str, config: &Value, tensors: &[(String, Tensor)]) {
     let folder = place.path(name);
     fs::create_dir_all(&folder).expect("a new folder");
     fs::write(folder.join("adapter_config.json"), config.to_string()).expect("a new file");
@@ -113,7 +113,7 @@ fn waves(shape: &[usize], seed: f32) -> Tensor {
 }
 
 /// The two factors of a linear layer.
-fn pair(module: &str, rank: usize, rows: usize, columns: usize) -> Vec<(String, Tensor)> {
+pub(crate) fn pair(module: &str, rank: usize, rows: usize, columns: usize) -> Vec<(String, Tensor)> {
     let key = |factor: &str| format!("base_model.model.{module}.{factor}.weight");
     vec![
         (key("lora_A"), waves(&[rank, columns], 1.0)),

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use prune::synthetic::RandomCheckpoint;
 use serde_json::json;
 
+use crate::adapters;
 use crate::hub::{Server, command, parquet};
 use crate::support::{Place, ran, words};
 
@@ -172,7 +173,12 @@ fn staged() -> (Place, Server) {
     for folder in ["models", "data/c4", "data/wikitext-2", "scratch"] {
         fs::create_dir_all(place.path(folder)).expect("a new folder");
     }
-    place.checkpoint("models/llama-2-7b", &shape);
+    for (name, seed) in [("llama-2-7b", 0), ("chat", 1), ("math", 2)] {
+        place.checkpoint(&format!("models/{name}"), &RandomCheckpoint { seed, ..shape.clone() });
+    }
+    let lora = json!({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]});
+    let factors = adapters::pair("model.layers.0.self_attn.q_proj", 2, 32, 32);
+    adapters::write_adapter(&place, "models/my-lora", &lora, &factors);
     for name in place.names("models/llama-2-7b") {
         let content = fs::read(place.path("models/llama-2-7b").join(&name)).expect("written above");
         for id in ["meta-llama/Llama-2-7b-hf", "HuggingFaceTB/SmolLM2-135M"] {
@@ -213,12 +219,13 @@ fn staged() -> (Place, Server) {
 fn run(place: &Place, server: &Server, page: &Path, line: &str) -> Option<String> {
     let arguments = line.strip_prefix("prune ").expect("a command of prune");
     let is_pruning = arguments.starts_with("--model");
+    let writes = is_pruning || arguments.starts_with("merge");
     let mut arguments = arguments.to_string();
     if is_pruning && !arguments.contains("--nsamples") {
         arguments += " --nsamples 2";
     }
     // A page shows several ways to one result.
-    if is_pruning && !arguments.contains("--resume") && arguments.contains("--save ") {
+    if writes && !arguments.contains("--resume") && arguments.contains("--save ") {
         arguments += " --force";
     }
     let ran = ran(&mut command(place, server, &arguments));

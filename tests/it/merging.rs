@@ -5,6 +5,7 @@ mod bits;
 mod devices;
 mod goldens;
 mod interrupted;
+mod memory;
 mod random;
 
 use std::collections::BTreeMap;

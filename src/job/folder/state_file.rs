@@ -17,7 +17,7 @@ use crate::job::recorder::Recorder;
 use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
-use crate::run::merging::MergedTensor;
+use crate::run::merging::{MergedTensor, ModelPerplexity};
 use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
 use crate::run::{Events, RunState};
 use crate::runtime::Clock;
@@ -131,6 +131,20 @@ impl<'a> StateFile<'a> {
     /// The finished tensors of a merge, in the order in which they were finished.
     pub(in crate::job) fn merged_tensors(&self) -> &[MergedTensor] {
         &self.state.merged
+    }
+
+    /// Records the perplexity of a model.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written; the state before is still there.
+    pub(in crate::job) fn model_measured(&mut self, row: ModelPerplexity) -> Result<()> {
+        self.state.perplexities_of_models.push(row);
+        self.write()
+    }
+
+    /// The perplexities of the models of a merge, in the order in which they were measured.
+    pub(in crate::job) fn perplexities_of_models(&self) -> &[ModelPerplexity] {
+        &self.state.perplexities_of_models
     }
 
     /// The state with this session as it is now.

@@ -7,12 +7,14 @@
 //! | `models` | the input models and their adapters |
 //! | `devices` | the GPUs that compute |
 //! | `memory` | the memory of the pass |
+//! | `evaluation` | perplexities of the models and of the merge |
 //! | `outputs` | the files of the output, new or continued |
 //! | `published` | the files beside the weights |
 //! | `record` | `run.json` |
 
 mod combined;
 mod devices;
+mod evaluation;
 mod memory;
 mod models;
 mod outputs;
@@ -48,6 +50,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.announce(&recorder);
     if_interrupted(&job, &recorder);
     let mut outputs = MergeOutputs::open(&job, &recorder)?;
+    job.evaluate_inputs(&mut outputs.state, &recorder)?;
     job.clock.mark(Moment::BeforePruning, &recorder);
     let devices = devices::open(&job.plan, &job.settings.device, job.size)?;
     let combined = job.combine(&recorder)?;
@@ -72,7 +75,9 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.clock.mark(Moment::AfterPruning, &recorder);
     let mut report = job.report(&outputs)?;
     report.combined_adapter = combined.map(|combined| combined.report);
-    let (state, output) = outputs.finish(&job, &report, &recorder)?;
+    let (mut state, output) = outputs.finish(&job, &report, &recorder)?;
+    job.evaluate_merged(&mut state, &recorder)?;
+    report.perplexities = state.perplexities_of_models().to_vec();
     let manifest = job.record(report, devices, (state, output), &recorder)?;
     events.emit(Event::IfInterrupted(None));
     Ok(manifest)

@@ -175,6 +175,8 @@ impl MergeJob {
             masks: None,
             warnings: Vec::new(),
         };
+        let texts = manifest.merge.iter().flat_map(|merge| &merge.perplexities);
+        manifest.evaluation = texts.last().map(|row| row.text.clone());
         for exceeded in manifest.exceeded_plan() {
             recorder.warn(exceeded);
         }

@@ -24,7 +24,7 @@ use crate::recipe::{Declaration, MergeDtype, Parameter, Recipe, TensorRecipe};
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
 use crate::runtime::Clock;
 use crate::settings::{
-    MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings, SaliencySource, TrimScope,
+    MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings, SaliencySource, TrimScope,
     check_device,
 };
 
@@ -398,6 +398,20 @@ fn check_rows(tensors: &[MergeTensor], recipe: &Recipe) -> Result<()> {
     Ok(())
 }
 
+/// The measurements of perplexity; the state of a run keeps their results.
+fn evaluation_of(settings: &MergeSettings) -> String {
+    if settings.eval == MergeEval::None {
+        return "none".to_string();
+    }
+    let of = &settings.evaluation;
+    let windows = of.eval_windows.map_or("all".to_string(), |windows| windows.to_string());
+    let seqlen = settings.seqlen.map_or("default".to_string(), |seqlen| seqlen.to_string());
+    format!(
+        "{:?}, {}, windows: {windows}, seqlen: {seqlen}",
+        settings.eval, of.eval_dataset
+    )
+}
+
 /// Everything that decides the outcome, by name.
 fn decide(
     settings: &MergeSettings,
@@ -429,6 +443,7 @@ fn decide(
         ),
         ("seed", settings.seed.to_string()),
         ("keep_zeros", settings.keep_zeros.to_string()),
+        ("evaluation", evaluation_of(settings)),
         ("out_shard_size", settings.shard_bytes.to_string()),
         ("model folder", same_run::model_folder(folder)?),
     ];

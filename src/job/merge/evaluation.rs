@@ -1,0 +1,123 @@
+//! `--eval`: the perplexities of the models and of the merge. Each model is read once, layer by layer.
+//!
+//! The inputs are measured before the merge, so that a text that is missing or a model that does not fit ends the run early. The state of
+//! the run keeps every perplexity.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+
+use super::settle::MergeJob;
+use crate::adapter::{Adapter, AdaptedSource};
+use crate::job::folder::state_file::StateFile;
+use crate::job::opened::OpenedModel;
+use crate::job::outputs::Outputs;
+use crate::job::recorder::Recorder;
+use crate::job::settle::{Job, Settled};
+use crate::job::streams::Streams;
+use crate::run::Events;
+use crate::run::merging::ModelPerplexity;
+use crate::settings::{EvalSides, EvaluationSettings, MergeEval, ModelSettings, OutputSettings, Settings};
+
+/// The merged model's name in the table.
+const MERGED: &str = "merged";
+
+impl MergeJob {
+    /// Measures the models that are merged.
+    ///
+    /// # Errors
+    /// Fails for everything that can be wrong with text, models and memory.
+    pub(super) fn evaluate_inputs(
+        &self,
+        state: &mut StateFile<'_>,
+        recorder: &Recorder<'_>,
+    ) -> Result<()> {
+        if self.settings.eval != MergeEval::All {
+            return Ok(());
+        }
+        for model in &self.inputs.models {
+            let adapter = model.adapter.as_ref().map(|adapter| adapter.folder());
+            let name = model.spec.to_string();
+            self.evaluate(&name, &model.folder, adapter, state, recorder)?;
+        }
+        Ok(())
+    }
+
+    /// Measures the merged model, which is complete.
+    ///
+    /// # Errors
+    /// As [`MergeJob::evaluate_inputs`].
+    pub(super) fn evaluate_merged(
+        &self,
+        state: &mut StateFile<'_>,
+        recorder: &Recorder<'_>,
+    ) -> Result<()> {
+        if self.settings.eval == MergeEval::None {
+            return Ok(());
+        }
+        let folder = self.folder.model.as_ref().context("a merge has a folder")?;
+        self.evaluate(MERGED, folder, None, state, recorder)
+    }
+
+    /// Measures one model, unless the state has its perplexity.
+    fn evaluate(
+        &self,
+        name: &str,
+        folder: &Path,
+        adapter: Option<&Path>,
+        state: &mut StateFile<'_>,
+        recorder: &Recorder<'_>,
+    ) -> Result<()> {
+        let is_measured = |row: &ModelPerplexity| row.model == name;
+        if state.perplexities_of_models().iter().any(is_measured) {
+            return Ok(());
+        }
+        let row = self
+            .perplexity(name, folder, adapter, recorder)
+            .with_context(|| format!("measuring the perplexity of `{name}`"))?;
+        recorder.note(format!("perplexity   {:.4} of {name}", row.report.perplexity));
+        state.model_measured(row)
+    }
+
+    fn perplexity(
+        &self,
+        name: &str,
+        folder: &Path,
+        adapter: Option<&Path>,
+        events: &dyn Events,
+    ) -> Result<ModelPerplexity> {
+        let settings = Settings {
+            arguments: Vec::new(),
+            model: ModelSettings::of(folder),
+            sparsity: None,
+            calibration: None,
+            seqlen: self.settings.seqlen,
+            evaluation: EvaluationSettings {
+                eval: EvalSides::Dense,
+                ..self.settings.evaluation.clone()
+            },
+            device: self.settings.device.clone(),
+            output: OutputSettings::default(),
+        };
+        let mut model =
+            OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
+        if let Some(adapter) = adapter {
+            let adapter = Adapter::open(adapter)?;
+            let adapted = AdaptedSource::new(model.checkpoint.clone(), adapter)?;
+            model.source = Arc::new(adapted);
+        }
+        let Settled::Job(job) = Job::settle_opened(settings, model, None, events)? else {
+            anyhow::bail!("only a run that prunes can have finished before");
+        };
+        let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
+        streams.sweep(&job, None, None, events)?;
+        self.clock.add(&job.model.clock.report());
+        let windows = job.texts.windows.as_ref();
+        Ok(ModelPerplexity {
+            model: name.to_string(),
+            report: streams.perplexities(&job).dense.context("a model is measured")?,
+            text: windows.context("a text is measured")?.protocol.clone(),
+        })
+    }
+}
