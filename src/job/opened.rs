@@ -155,6 +155,7 @@ impl OpenedModel {
             windows: 0,
             sides: &[],
             method: None,
+            observes: None,
             saves: false,
             threads: self.threads,
             products: self.products,
