@@ -196,15 +196,18 @@ impl Editor for ActivationMeter<'_> {
 
 /// Refuses means that are not finite.
 fn check(means: &ColumnMeans, point: Observation, layer: usize) -> Result<()> {
-    let all = means.squares.iter().chain(means.magnitudes.iter().flatten());
+    let all = means
+        .squares
+        .iter()
+        .chain(means.magnitudes.iter().flatten());
     match all.clone().find(|mean| !mean.is_finite()) {
         None => Ok(()),
-        Some(mean) => Err(Failure::new(format!(
-            "the activations of layer {layer} are not finite"
-        ))
-        .detail(format!("a mean at {point:?} is {mean}"))
-        .hint("check the weights of this model with prune inspect")
-        .into()),
+        Some(mean) => Err(
+            Failure::new(format!("the activations of layer {layer} are not finite"))
+                .detail(format!("a mean at {point:?} is {mean}"))
+                .hint("check the weights of this model with prune inspect")
+                .into(),
+        ),
     }
 }
 

@@ -26,9 +26,6 @@ pub mod save_masks;
 pub mod targets;
 pub mod workload;
 
-pub use activations::{
-    ActivationJournal, ActivationMeter, ColumnMeans, MEANS_OF_SQUARES, MEANS_OF_SQUARES_AND_MAGNITUDES, widths,
-};
 pub use calibrate::{Calibrator, LayerStatistics, embed};
 pub use expected::check_verification;
 pub use layer_ratios::LayerRatios;

@@ -6,6 +6,7 @@ use super::format::duration;
 use crate::bytes::ByteSize;
 use crate::run::fallback::{FallbackOutcome, FallbackReport};
 use crate::run::manifest::PerplexityReport;
+use crate::run::merging::MergeReport;
 use crate::run::{Manifest, TextProtocol};
 
 /// Rows of the table: names and values.
@@ -16,6 +17,7 @@ struct TableRows(Vec<(String, String)>);
 pub fn text(manifest: &Manifest) -> String {
     let mut rows = TableRows::default();
     rows.model(manifest);
+    rows.output_errors(manifest);
     rows.perplexities(manifest);
     let arithmetic = &manifest.arithmetic;
     rows.add(
@@ -91,6 +93,22 @@ impl TableRows {
                 format!("{} weights were zero already", sparsity.zeros_before),
             );
         }
+    }
+
+    /// The output errors of a merge with statistics, over all linears.
+    fn output_errors(&mut self, manifest: &Manifest) {
+        let errors = manifest.merge.as_ref();
+        let Some(errors) = errors.and_then(MergeReport::output_errors) else {
+            return;
+        };
+        let after = format!("{:.6} summed over models and linears", errors.after);
+        self.add(
+            "output error",
+            match errors.before {
+                Some(before) => format!("base {before:.6}, merged {after}"),
+                None => after,
+            },
+        );
     }
 
     /// Perplexities, and the texts behind them.

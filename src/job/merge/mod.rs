@@ -5,16 +5,22 @@
 //! | `settle` | everything that can be wrong is checked |
 //! | `models` | the input models and their adapters |
 //! | `memory` | the memory of the pass |
+//! | `saliency`, `saliency_file` | activation statistics: what is measured, and the file |
+//! | `measuring`, `weighing` | the sweeps that measure, and tensors with their statistics |
 //! | `outputs` | the files of the output, new or continued |
 //! | `published` | the files beside the weights |
 //! | `record` | `run.json` |
 
+mod measuring;
 mod memory;
 mod models;
 mod outputs;
 mod published;
 mod record;
+mod saliency;
+mod saliency_file;
 mod settle;
+mod weighing;
 
 use anyhow::Result;
 
@@ -43,11 +49,12 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.announce(&recorder);
     if_interrupted(&job, &recorder);
     let mut outputs = MergeOutputs::open(&job, &recorder)?;
+    let weighed = job.weigh(&recorder)?;
     job.clock.mark(Moment::BeforePruning, &recorder);
     let pass = MergePass {
         method: job.method,
         settings: job.method_settings,
-        tensors: &job.tensors,
+        tensors: &weighed.tensors,
         inputs: &job.inputs,
         writer: &outputs.writer,
         workers: job.size.workers,
@@ -58,9 +65,9 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.clock
         .measure(Phase::Merge, || pass.run(&mut outputs.state))?;
     job.clock.mark(Moment::AfterPruning, &recorder);
-    let report = job.report(&outputs)?;
+    let report = job.report(&outputs, &weighed)?;
     let (state, output) = outputs.finish(&job, &report, &recorder)?;
-    let manifest = job.record(report, state, output, &recorder)?;
+    let manifest = job.record(report, state, output, weighed, &recorder)?;
     events.emit(Event::IfInterrupted(None));
     Ok(manifest)
 }

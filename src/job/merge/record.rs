@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use super::outputs::MergeOutputs;
 use super::published::widest;
 use super::settle::MergeJob;
+use super::weighing::Weighed;
 use crate::bytes::ByteSize;
 use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
@@ -19,7 +20,11 @@ use crate::run::{Events, HiddenStatesStorage, Moment, Phase};
 
 impl MergeJob {
     /// The merge, in the record.
-    pub(super) fn report(&self, outputs: &MergeOutputs<'_>) -> Result<MergeReport> {
+    pub(super) fn report(
+        &self,
+        outputs: &MergeOutputs<'_>,
+        weighed: &Weighed,
+    ) -> Result<MergeReport> {
         let models: Result<Vec<InputModel>> = self
             .inputs
             .models
@@ -79,7 +84,10 @@ impl MergeJob {
             left_out: self.left_out.clone(),
             bytes: [ByteSize(read.sum()), self.output_bytes()],
             seconds: outputs.state.seconds_of(Phase::Merge),
-            saliency: None,
+            saliency: self
+                .saliency
+                .as_ref()
+                .map(|saliency| saliency.report(&weighed.used)),
             perplexities: Vec::new(),
             tensors: tensors?,
         })
@@ -99,6 +107,8 @@ impl MergeJob {
             .iter()
             .any(|(parameter, _)| *parameter == Parameter::Density);
         let scope = match self.method.scope(&self.method_settings) {
+            // Activations weigh the columns of a row.
+            _ if self.settings.saliency.is_some() => "row",
             Scope::Tensor => "tensor",
             Scope::Layer => "layer",
             Scope::Model => "model",
@@ -112,6 +122,7 @@ impl MergeJob {
         report: MergeReport,
         state: StateFile<'_>,
         output: OutputReport,
+        weighed: Weighed,
         recorder: &Recorder<'_>,
     ) -> Result<Manifest> {
         self.clock.mark(Moment::End, recorder);
@@ -165,8 +176,8 @@ impl MergeJob {
             phases,
             memory: self.clock.samples(),
             output: Some(output),
-            fallbacks: Vec::new(),
-            devices: Vec::new(),
+            fallbacks: weighed.fallbacks,
+            devices: weighed.devices,
             profile: None,
             masks: None,
             warnings: Vec::new(),

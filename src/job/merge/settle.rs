@@ -5,9 +5,11 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use super::measuring::joined;
 use super::memory::PassSize;
 use super::models::InputModels;
 use super::published::Donor;
+use super::saliency::Saliency;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, PlannedTensor, WeightSource};
 use crate::disk;
@@ -47,6 +49,8 @@ pub(super) struct MergeJob {
     pub(super) size: PassSize,
     pub(super) plan: Plan,
     pub(super) threads: usize,
+    /// Activation statistics; `None` for a merge without.
+    pub(super) saliency: Option<Saliency>,
     /// Everything that decides the outcome, by name.
     pub(super) deciding: BTreeMap<String, String>,
     /// The state that an earlier process left of this run.
@@ -76,6 +80,8 @@ pub(super) struct MergeShape {
     pub(super) groups: usize,
     /// Bytes of the factors of an adapter for one tensor.
     pub(super) factor_bytes: u64,
+    /// Bytes of activation statistics.
+    pub(super) statistics_bytes: u64,
 }
 
 impl MergeJob {
@@ -134,7 +140,7 @@ impl MergeJob {
         let threads = machine::start_workers(settings.device.threads)?;
         let inventory = machine::inventory(&settings.device, threads)?;
         let budget = cpu_budget(&inventory, &settings.device.max_memory);
-        let shape = MergeShape::of(
+        let mut shape = MergeShape::of(
             &tensors,
             &declaration,
             method.scope(&method_settings),
@@ -144,7 +150,8 @@ impl MergeJob {
             workers: threads * WORKERS_PER_THREAD,
             piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
         };
-        let size = shape.fit(wanted, budget)?;
+        // A pass that does not fit fails before texts are found.
+        shape.fit(wanted, budget)?;
         let folders: Vec<&Path> = inputs.folders();
         let mut folder = RunFolder::at(&folders, &settings.output, true)?;
         folder.lock(events)?;
@@ -152,9 +159,11 @@ impl MergeJob {
         if unfinished.is_none() && settings.output.resume {
             return Err(super::super::settle::nothing_to_resume(&folder).into());
         }
+        let saliency = Saliency::settle(&settings, &recipe, &inputs, &folder, events)?;
         let mut deciding = BTreeMap::new();
         if folder.state().is_some() {
             deciding = decide(&settings, &recipe, &inputs, &folder)?;
+            deciding.extend(Saliency::deciding(saliency.as_ref()));
         }
         if let Some(state) = unfinished.take() {
             unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
@@ -163,8 +172,14 @@ impl MergeJob {
                 return Ok(SettledMerge::Finished(Box::new(manifest)));
             }
         }
+        shape.statistics_bytes = saliency.as_ref().map_or(0, |of| of.bytes().0);
+        let size = shape.fit(wanted, budget)?;
+        let mut plan = shape.plan(size, budget);
+        for job in saliency.iter().flat_map(Saliency::jobs) {
+            plan = joined(job.plan.clone(), plan);
+        }
         let job = Self {
-            plan: shape.plan(size, budget),
+            plan,
             settings,
             recipe,
             method,
@@ -178,6 +193,7 @@ impl MergeJob {
             folder,
             size,
             threads,
+            saliency,
             deciding,
             unfinished,
             clock,
@@ -238,6 +254,9 @@ impl MergeJob {
                 "left out     {} tensors that are no part of a decoder, `{first}` among them",
                 self.left_out.len()
             ));
+        }
+        if let Some(saliency) = &self.saliency {
+            saliency.announce(events);
         }
         for line in crate::report::plan::text(&self.plan).lines() {
             events.note(line.to_string());
@@ -303,6 +322,7 @@ fn merge_tensor(
     let dtype = asked.map(stored).or(dtype).unwrap_or(StoredDtype::F32);
     Ok(MergeTensor {
         squares: vec![None; tensor.sources.len()],
+        observed: vec![None; tensor.sources.len()],
         recipe: tensor,
         shape,
         dtype,
@@ -452,6 +472,7 @@ impl MergeShape {
             searches: trims(Parameter::Density),
             groups,
             factor_bytes: inputs.factor_bytes(),
+            statistics_bytes: 0,
         }
     }
 }
