@@ -139,7 +139,10 @@ impl Groups {
             if number == elements.len() {
                 elements.push(0);
             }
-            elements[number] += tensor.elements();
+            // Tensors with statistics are trimmed row by row.
+            if tensor.squares.iter().all(Option::is_none) {
+                elements[number] += tensor.elements();
+            }
             of.push(number);
         }
         Self {

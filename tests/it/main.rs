@@ -34,6 +34,7 @@ mod publishing;
 mod report;
 mod resume;
 mod run_folder;
+mod saliency;
 mod source_tree;
 mod stories;
 mod support;

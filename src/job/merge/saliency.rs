@@ -247,11 +247,16 @@ fn wishes(settings: &MergeSettings, recipe: &Recipe, inputs: &InputModels) -> Re
             Some(_) => "--aim",
             None => "--saliency base",
         };
-        let none = || {
-            Failure::usage(format!(
+        let none = || match &recipe.base_model {
+            None => Failure::usage(format!(
                 "{flag} needs a base model, and this recipe has none"
             ))
-            .hint("name it with --base, or as `base_model` in the recipe")
+            .hint("name it with --base, or as `base_model` in the recipe"),
+            Some(base) => Failure::usage(format!(
+                "{flag} needs the base model, and {} does not read `{base}`",
+                recipe.merge_method
+            ))
+            .hint("use a method that subtracts the base, such as task_arithmetic"),
         };
         models.push((base.ok_or_else(none)?, true));
     }
