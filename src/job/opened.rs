@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::located::{self, HubModel};
 use super::machine;
 use crate::bytes::ByteSize;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, WeightSource};
 use crate::data::Tokenizer;
 use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
@@ -20,8 +20,10 @@ use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check
 
 /// A checkpoint opened for a run.
 pub(super) struct OpenedModel {
-    /// The weights.
+    /// The files of the weights.
     pub(super) checkpoint: Arc<Checkpoint>,
+    /// The weights that a sweep reads: the checkpoint, or one with an adapter.
+    pub(super) source: Arc<dyn WeightSource>,
     /// The shape.
     pub(super) config: Arc<ModelConfig>,
     /// The folder as given, or a model's snapshot in the hub's cache.
@@ -71,6 +73,7 @@ impl OpenedModel {
         let threads = machine::start_workers(device.threads)?;
         let stored = crate::model::stored_dtypes(&*checkpoint, &config).layers;
         Ok(Self {
+            source: checkpoint.clone(),
             checkpoint,
             config,
             folder,
@@ -155,6 +158,7 @@ impl OpenedModel {
             windows: 0,
             sides: &[],
             method: None,
+            observes: None,
             saves: false,
             threads: self.threads,
             products: self.products,

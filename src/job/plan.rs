@@ -112,6 +112,7 @@ fn run_shape<'a>(
         windows: if sides.is_empty() { 0 } else { windows.max(1) },
         sides,
         method,
+        observes: None,
         saves: !run.output.no_save_model,
         threads,
         products: products(settings, subject.dtypes.layers)?,

@@ -15,7 +15,7 @@ use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::disk::{self, Room};
 use crate::failure::Failure;
-use crate::pipeline::{LayerRatios, RunShape, SaveMasks, TargetPlan, check_verification};
+use crate::pipeline::{LayerRatios, Observed, RunShape, SaveMasks, TargetPlan, check_verification};
 use crate::pruning::{self, Pattern, PruningMethod};
 use crate::report;
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
@@ -61,9 +61,22 @@ impl Job {
     ///
     /// # Errors
     /// Fails for everything that can be wrong with settings, checkpoint, texts and folders.
-    pub(super) fn settle(mut settings: Settings, events: &dyn Events) -> Result<Settled> {
+    pub(super) fn settle(settings: Settings, events: &dyn Events) -> Result<Settled> {
         check_gate(&settings)?;
         let model = OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
+        Self::settle_opened(settings, model, None, events)
+    }
+
+    /// Settles a run of a model that is open; `observes` are statistics that the run measures for a later use.
+    ///
+    /// # Errors
+    /// Fails as [`Job::settle`].
+    pub(super) fn settle_opened(
+        mut settings: Settings,
+        model: OpenedModel,
+        observes: Option<Observed>,
+        events: &dyn Events,
+    ) -> Result<Settled> {
         settings.seqlen = Some(model.seqlen);
         let prunes = settings.sparsity.is_some();
         let mut folder = RunFolder::at(&[&model.folder], &settings.output, prunes)?;
@@ -98,6 +111,7 @@ impl Job {
             windows: sides.len().min(1),
             sides,
             method: pruning.as_ref().map(|pruning| pruning.method),
+            observes,
             saves: folder.model.is_some(),
             ..model.run_shape(&settings.device)
         };

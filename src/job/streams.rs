@@ -92,7 +92,7 @@ impl<'a> Streams<'a> {
             passes: self.passes(job, layers),
         });
         let sweep = Sweep {
-            source: model.checkpoint.clone(),
+            source: Arc::clone(&model.source),
             finished,
             config: Arc::clone(&model.config),
             seqlen: model.seqlen,
@@ -152,7 +152,7 @@ impl Job {
             unit: "samples",
             steps: samples as u64,
         });
-        let embedding = Embedding::open(&*model.checkpoint, &model.config)?;
+        let embedding = Embedding::open(&*model.source, &model.config)?;
         let dtype = if devices.is_empty() {
             StoredDtype::F32
         } else {

@@ -12,6 +12,20 @@ const COLUMNS_AT_ONCE: usize = 512;
 /// * `x`: `[tokens, columns]`, row-major
 /// * `sums`: `[columns]`
 pub fn add_squares(x: &[f32], sums: &mut [f64]) {
+    add(x, sums, square);
+}
+
+/// sums_j ← sums_j + Σ_t |x_tj|, as [`add_squares`].
+pub fn add_magnitudes(x: &[f32], sums: &mut [f64]) {
+    add(x, sums, f64::abs);
+}
+
+#[inline(always)]
+fn square(value: f64) -> f64 {
+    value * value
+}
+
+fn add(x: &[f32], sums: &mut [f64], of: impl Fn(f64) -> f64 + Copy + Sync) {
     let columns = sums.len();
     sums.par_chunks_mut(COLUMNS_AT_ONCE)
         .enumerate()
@@ -20,19 +34,21 @@ pub fn add_squares(x: &[f32], sums: &mut [f64]) {
                 x: &x[x.len().min(block * COLUMNS_AT_ONCE)..],
                 columns,
                 sums,
+                of,
             });
         });
 }
 
 /// The sums of some columns, compiled for the CPU's registers.
-struct Add<'a> {
+struct Add<'a, F> {
     /// The values from the first of these columns on.
     x: &'a [f32],
     columns: usize,
     sums: &'a mut [f64],
+    of: F,
 }
 
-impl WithSimd for Add<'_> {
+impl<F: Fn(f64) -> f64> WithSimd for Add<'_, F> {
     type Output = ();
 
     #[inline(always)]
@@ -40,7 +56,7 @@ impl WithSimd for Add<'_> {
         // The last row ends with the last column, so it may be shorter than the others.
         for row in self.x.chunks(self.columns) {
             for (sum, &value) in self.sums.iter_mut().zip(row) {
-                *sum += f64::from(value) * f64::from(value);
+                *sum += (self.of)(f64::from(value));
             }
         }
     }
@@ -67,5 +83,11 @@ mod tests {
             .map(|t| f64::from(x[t * columns + 1023]).powi(2))
             .sum();
         assert_eq!(whole[1023], exact);
+        let mut magnitudes = vec![0.0; columns];
+        add_magnitudes(&x, &mut magnitudes);
+        let exact: f64 = (0..tokens)
+            .map(|t| f64::from(x[t * columns + 1023]).abs())
+            .sum();
+        assert_eq!(magnitudes[1023], exact);
     }
 }

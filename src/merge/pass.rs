@@ -37,8 +37,10 @@ pub struct MergeTensor {
     pub shape: Vec<usize>,
     /// The dtype it is written in.
     pub dtype: StoredDtype,
-    /// Per source: means of x² per input column; `None` without statistics.
+    /// Per source: means of x² per input column, for the method; `None` without statistics.
     pub squares: Vec<Option<Arc<[f32]>>>,
+    /// Per source: means of x² per input column, for the output errors; `None` without statistics.
+    pub observed: Vec<Option<Arc<[f32]>>>,
     /// Factors per column of the merged difference from the base; `None` for 1.
     pub damping: Option<Arc<[f32]>>,
 }
@@ -146,7 +148,10 @@ impl Groups {
             if number == elements.len() {
                 elements.push(0);
             }
-            elements[number] += tensor.elements();
+            // Tensors with statistics are trimmed row by row.
+            if tensor.squares.iter().all(Option::is_none) {
+                elements[number] += tensor.elements();
+            }
             of.push(number);
         }
         Self {

@@ -251,8 +251,11 @@ fn damp(tensor: &MergeTensor, rows: &RowBlock<'_>, columns: usize, merged: &mut 
     };
     let base = rows.sources[base].chunks(columns);
     for (merged, base) in merged.chunks_mut(columns).zip(base) {
-        for ((merged, base), factor) in merged.iter_mut().zip(base).zip(factors.iter()) {
-            *merged = base + (*merged - base) * factor;
+        for ((merged, base), &factor) in merged.iter_mut().zip(base).zip(factors.iter()) {
+            // A factor of 1 leaves the bits as they are.
+            if factor != 1.0 {
+                *merged = base + (*merged - base) * factor;
+            }
         }
     }
 }
@@ -308,11 +311,16 @@ struct Counted {
 
 impl Counted {
     fn new(tensor: &MergeTensor) -> Self {
-        let has_squares = tensor.squares.iter().any(Option::is_some);
+        let observed = tensor.observed.iter().enumerate();
+        let is_observed =
+            |(at, of): (usize, &Option<_>)| of.is_some() && Some(at) != tensor.recipe.base;
         Self {
             zeros: 0,
             kept_zeros: 0,
-            errors: has_squares.then(OutputErrors::default),
+            errors: observed.into_iter().any(is_observed).then(|| OutputErrors {
+                before: tensor.recipe.base.map(|_| 0.0),
+                after: 0.0,
+            }),
         }
     }
 
@@ -323,7 +331,7 @@ impl Counted {
             return;
         };
         let base = tensor.recipe.base;
-        for (at, squares) in tensor.squares.iter().enumerate() {
+        for (at, squares) in tensor.observed.iter().enumerate() {
             let Some(squares) = squares.as_ref().filter(|_| Some(at) != base) else {
                 continue;
             };
@@ -331,9 +339,9 @@ impl Counted {
             for (row, expert) in expert.enumerate() {
                 let range = row * columns..(row + 1) * columns;
                 errors.after += weighted_square_distance(&merged[range.clone()], expert, squares);
-                if let Some(base) = base {
+                if let (Some(base), Some(before)) = (base, &mut errors.before) {
                     let base = &rows.sources[base][range];
-                    errors.before += weighted_square_distance(base, expert, squares);
+                    *before += weighted_square_distance(base, expert, squares);
                 }
             }
         }

@@ -39,6 +39,11 @@ impl LayerStatistics {
         &self.points[projection.observed_at() as usize]
     }
 
+    /// The statistics at an observation point.
+    pub(super) fn at(&self, point: Observation) -> &Statistics {
+        &self.points[point as usize]
+    }
+
     /// X `[tokens, in_features]` of a projection: a few of the rows behind [`LayerStatistics::of`].
     pub(super) fn rows(&self, projection: Projection) -> &[f32] {
         self.rows.of(projection)
@@ -158,8 +163,19 @@ impl<'a> Calibrator<'a> {
         clock: &'a Clock,
         events: &'a dyn Events,
     ) -> Self {
+        let stream = samples.zip(method.statistics());
+        Self::of(stream, config, clock, events)
+    }
+
+    /// Collects statistics of this kind from these samples.
+    pub(super) fn of(
+        stream: Option<(HiddenStates, &'static dyn StatisticsKind)>,
+        config: &'a ModelConfig,
+        clock: &'a Clock,
+        events: &'a dyn Events,
+    ) -> Self {
         Self {
-            stream: samples.zip(method.statistics()),
+            stream,
             config,
             clock,
             events,

@@ -3,6 +3,7 @@
 //! | file | story |
 //! | --- | --- |
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
+//! | `activations` | an editor that changes nothing: it measures the inputs of linears |
 //! | `calibrate` | the calibration samples and their statistics |
 //! | `output` | the receivers of a pruned layer: files, masks, the journal of finished layers |
 //! | `output_error` | the difference between the outputs of a pruned matrix and the dense one |
@@ -12,6 +13,7 @@
 //! | `save_masks` | masks into a file, as they come |
 //! | `workload` | a run in numbers, for the planner |
 
+pub mod activations;
 pub mod calibrate;
 pub mod expected;
 pub mod layer_ratios;
@@ -31,4 +33,4 @@ pub use output::{LayerJournal, MaskObserver, Output};
 pub use prune::{PrunedMatrix, Pruner};
 pub use save_masks::SaveMasks;
 pub use targets::{Selection, TargetPlan};
-pub use workload::RunShape;
+pub use workload::{Observed, RunShape};

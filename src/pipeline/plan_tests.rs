@@ -44,6 +44,7 @@ fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_>
         windows: if config.vocab_size > 64_000 { 141 } else { 166 },
         sides: &[Side::Pruned],
         method: crate::pruning::method("wanda"),
+        observes: None,
         saves: true,
         threads,
         products: Products::F32,

@@ -47,6 +47,8 @@ pub struct RunShape<'a> {
     pub sides: &'a [Side],
     /// The pruning method; `None` where nothing is pruned.
     pub method: Option<&'static dyn PruningMethod>,
+    /// Statistics of a run that measures activations and prunes nothing.
+    pub observes: Option<Observed>,
     /// The model is written.
     pub saves: bool,
     /// Worker threads.
@@ -59,6 +61,15 @@ pub struct RunShape<'a> {
     pub retained: ByteSize,
     /// Settings given by the user; `None` leaves the choice to the plan.
     pub settings: Option<MemorySettings>,
+}
+
+/// Statistics that are measured for a later use.
+#[derive(Debug, Clone, Copy)]
+pub struct Observed {
+    /// Their kind.
+    pub kind: &'static dyn StatisticsKind,
+    /// Bytes of the statistics of all layers, and of their file while it is written.
+    pub kept: ByteSize,
 }
 
 impl Workload for RunShape<'_> {
@@ -207,7 +218,8 @@ impl RunShape<'_> {
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
-        let kind = self.method.and_then(PruningMethod::statistics);
+        let of_method = self.method.and_then(PruningMethod::statistics);
+        let kind = of_method.or(self.observes.map(|observed| observed.kind));
         kind.filter(|_| self.samples > 0)
     }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::format::{finite, three_digits};
+use super::format::finite;
 use super::settings::Table;
 use crate::run::Manifest;
 use crate::run::merging::{MergeReport, MergedTensor};
@@ -97,7 +97,7 @@ pub(super) fn every_tensor(manifest: &Manifest) -> Table {
 fn tensor(of: &MergedTensor) -> Vec<String> {
     let numbers = |numbers: Vec<String>, between: &str| numbers.join(between);
     let errors = |value: fn(&MergedTensor) -> Option<f64>| {
-        value(of).map_or_else(|| "–".to_string(), three_digits)
+        value(of).map_or_else(|| "–".to_string(), |error| format!("{error:.6}"))
     };
     let shape = of.shape.iter().map(usize::to_string).collect();
     let kept: Vec<String> = of.kept.iter().map(u64::to_string).collect();
@@ -110,7 +110,7 @@ fn tensor(of: &MergedTensor) -> Vec<String> {
         } else {
             numbers(kept, ", ")
         },
-        errors(|of| Some(of.output_errors?.before)),
+        errors(|of| of.output_errors?.before),
         errors(|of| Some(of.output_errors?.after)),
     ]
 }
@@ -122,11 +122,11 @@ fn method(merge: &MergeReport) -> String {
 
 fn output_errors(merge: &MergeReport) -> Option<String> {
     let errors = merge.output_errors()?;
-    Some(format!(
-        "{} with the base's weights, {} merged",
-        three_digits(errors.before),
-        three_digits(errors.after)
-    ))
+    let after = format!("{:.6} summed over models and linears", errors.after);
+    Some(match errors.before {
+        Some(before) => format!("base {before:.6}, merged {after}"),
+        None => after,
+    })
 }
 
 fn kept_zeros(merge: &MergeReport) -> Option<String> {

@@ -14,7 +14,7 @@ pub struct MergeReport {
     pub method: String,
     /// `--semantics`: the tool or paper whose definition is followed.
     pub semantics: String,
-    /// The tensors that are trimmed together: `tensor`, `layer` or `model`; absent for methods that do not trim by magnitude.
+    /// The entries that are trimmed together: `tensor`, `layer` or `model`, with `--saliency` each `row` of a linear; absent for methods that do not trim by magnitude.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trim_scope: Option<String>,
     /// The seed of random masks.
@@ -51,14 +51,28 @@ impl MergeReport {
     /// The same without the paths of this machine, for files that are published.
     #[must_use]
     pub fn without_paths(&self, recipe: String, shown: impl Fn(&str) -> String) -> Self {
+        let name_of = |name: &str| match name.split_once('+') {
+            Some((base, adapter)) => format!("{}+{}", shown(base), shown(adapter)),
+            None => shown(name),
+        };
         let models = self.models.iter().map(|model| InputModel {
-            name: match model.name.split_once('+') {
-                Some((base, adapter)) => format!("{}+{}", shown(base), shown(adapter)),
-                None => shown(&model.name),
-            },
+            name: name_of(&model.name),
             path: shown(&model.path),
             adapter: model.adapter.as_deref().map(&shown),
             ..model.clone()
+        });
+        let measured = |of: &MeasuredActivations| MeasuredActivations {
+            model: name_of(&of.model),
+            dataset: match of.dataset.split_once(':') {
+                Some((name, path)) => format!("{name}:{}", shown(path)),
+                None => shown(&of.dataset),
+            },
+            ..of.clone()
+        };
+        let saliency = self.saliency.as_ref().map(|saliency| SaliencyReport {
+            file: shown(&saliency.file),
+            models: saliency.models.iter().map(measured).collect(),
+            ..saliency.clone()
         });
         Self {
             models: models.collect(),
@@ -67,6 +81,7 @@ impl MergeReport {
                 folder: shown(&of.folder),
                 ..of.clone()
             }),
+            saliency,
             ..self.clone()
         }
     }
@@ -78,7 +93,7 @@ impl MergeReport {
             .iter()
             .filter_map(|tensor| tensor.output_errors);
         errors.reduce(|sum, error| OutputErrors {
-            before: sum.before + error.before,
+            before: sum.before.zip(error.before).map(|(sum, error)| sum + error),
             after: sum.after + error.after,
         })
     }
@@ -118,17 +133,31 @@ pub struct CombinedAdapter {
 /// The statistics of a merge.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SaliencyReport {
-    /// The models whose activations were measured: `base` or `experts`.
-    pub of: String,
-    /// The texts, in the order of the models.
-    pub datasets: Vec<String>,
-    /// Samples per model.
-    pub nsamples: u32,
-    /// Tokens per sample.
-    pub seqlen: u64,
+    /// `--saliency`: `base` or `experts`; absent where statistics serve `--aim` or the output errors alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub of: Option<String>,
+    /// The file of the statistics.
+    pub file: String,
+    /// The statistics that were used, the base's first.
+    pub models: Vec<MeasuredActivations>,
     /// `--aim`; absent without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub aim: Option<f64>,
+}
+
+/// Activations of one model.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasuredActivations {
+    /// The model as the recipe named it.
+    pub model: String,
+    /// The text.
+    pub dataset: String,
+    /// Samples.
+    pub nsamples: u32,
+    /// Tokens per sample.
+    pub seqlen: u64,
+    /// The seed that selected the samples.
+    pub seed: u64,
 }
 
 /// The perplexity of one model.
@@ -166,8 +195,9 @@ pub struct MergedTensor {
 /// Σ_t E‖x_t (W − W_t)ᵀ‖² over the experts, to diagonal order: Σ_t Σ_ij a_tj² (W − W_t)_ij², with a_tj² the mean square of input j.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct OutputErrors {
-    /// With W the base model's.
-    pub before: f64,
+    /// With W the base model's; absent for a tensor without a base.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub before: Option<f64>,
     /// With W the merged one.
     pub after: f64,
 }

@@ -7,6 +7,7 @@ use super::engine::DeviceMemory;
 use super::memory;
 use crate::bytes::ByteSize;
 use crate::run::manifest::{GpuMemory, MemorySample, PhaseReport};
+use crate::run::state::merge_phases;
 use crate::run::{Event, Events, Moment, Phase};
 
 /// Collects time and memory of each phase. The sweep, its editor and its passengers share the clock by reference.
@@ -112,6 +113,12 @@ impl Clock {
             }),
         }
         result
+    }
+
+    /// Adds the phases of another clock.
+    pub fn add(&self, phases: &[PhaseReport]) {
+        let mut records = self.records();
+        records.phases = merge_phases(&records.phases, phases);
     }
 
     /// Returns the phases so far, in the order of their first run.

@@ -122,6 +122,16 @@ pub enum SaliencySource {
     Experts,
 }
 
+impl SaliencySource {
+    /// `base` or `experts`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Base => "base",
+            Self::Experts => "experts",
+        }
+    }
+}
+
 /// Models that perplexity is measured of.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]

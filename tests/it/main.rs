@@ -36,6 +36,7 @@ mod publishing;
 mod report;
 mod resume;
 mod run_folder;
+mod saliency;
 mod source_tree;
 mod stories;
 mod support;

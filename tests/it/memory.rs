@@ -238,6 +238,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         samples: SAMPLES,
         windows: WINDOWS,
         sides: &[Side::Dense, Side::Pruned],
+        observes: None,
         method: prune::pruning::method("wanda"),
         saves: true,
         threads: THREADS,

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
+use super::devices::DeviceRecords;
 use super::settle::MergeJob;
 use crate::adapter::{Adapter, AdaptedSource};
 use crate::job::folder::state_file::StateFile;
@@ -31,6 +32,7 @@ impl MergeJob {
     pub(super) fn evaluate_inputs(
         &self,
         state: &mut StateFile<'_>,
+        devices: &mut DeviceRecords,
         recorder: &Recorder<'_>,
     ) -> Result<()> {
         if self.settings.eval != MergeEval::All {
@@ -39,7 +41,7 @@ impl MergeJob {
         for model in &self.inputs.models {
             let adapter = model.adapter.as_ref().map(|adapter| adapter.folder());
             let name = model.spec.to_string();
-            self.evaluate(&name, &model.folder, adapter, state, recorder)?;
+            self.evaluate(&name, &model.folder, adapter, state, devices, recorder)?;
         }
         Ok(())
     }
@@ -51,13 +53,14 @@ impl MergeJob {
     pub(super) fn evaluate_merged(
         &self,
         state: &mut StateFile<'_>,
+        devices: &mut DeviceRecords,
         recorder: &Recorder<'_>,
     ) -> Result<()> {
         if self.settings.eval == MergeEval::None {
             return Ok(());
         }
         let folder = self.folder.model.as_ref().context("a merge has a folder")?;
-        self.evaluate(MERGED, folder, None, state, recorder)
+        self.evaluate(MERGED, folder, None, state, devices, recorder)
     }
 
     /// Measures one model, unless the state has its perplexity.
@@ -67,6 +70,7 @@ impl MergeJob {
         folder: &Path,
         adapter: Option<&Path>,
         state: &mut StateFile<'_>,
+        devices: &mut DeviceRecords,
         recorder: &Recorder<'_>,
     ) -> Result<()> {
         let is_measured = |row: &ModelPerplexity| row.model == name;
@@ -74,7 +78,7 @@ impl MergeJob {
             return Ok(());
         }
         let row = self
-            .perplexity(name, folder, adapter, recorder)
+            .perplexity(name, folder, adapter, devices, recorder)
             .with_context(|| format!("measuring the perplexity of `{name}`"))?;
         recorder.note(format!("perplexity   {:.4} of {name}", row.report.perplexity));
         state.model_measured(row)
@@ -85,6 +89,7 @@ impl MergeJob {
         name: &str,
         folder: &Path,
         adapter: Option<&Path>,
+        devices: &mut DeviceRecords,
         events: &dyn Events,
     ) -> Result<ModelPerplexity> {
         let settings = Settings {
@@ -111,7 +116,8 @@ impl MergeJob {
             anyhow::bail!("only a run that prunes can have finished before");
         };
         let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
-        streams.sweep(&job, None, None, events)?;
+        let swept = streams.sweep(&job, None, None, events)?;
+        devices.add(swept.fallbacks, swept.devices);
         self.clock.add(&job.model.clock.report());
         let windows = job.texts.windows.as_ref();
         Ok(ModelPerplexity {

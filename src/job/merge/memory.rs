@@ -77,6 +77,7 @@ impl MergeShape {
             part(PartKind::TensorPieces, pieces),
             part(PartKind::MagnitudeCounts, counts),
             part(PartKind::AdapterFactors, factors),
+            part(PartKind::Statistics, self.statistics_bytes),
         ]
         .into_iter()
         .filter(|part| part.bytes > ByteSize::ZERO)

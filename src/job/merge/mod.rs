@@ -8,6 +8,8 @@
 //! | `devices` | the GPUs that compute |
 //! | `memory` | the memory of the pass |
 //! | `evaluation` | perplexities of the models and of the merge |
+//! | `saliency`, `saliency_file` | activation statistics: what is measured, and the file |
+//! | `measuring`, `weighing` | the sweeps that measure, and tensors with their statistics |
 //! | `outputs` | the files of the output, new or continued |
 //! | `published` | the files beside the weights |
 //! | `record` | `run.json` |
@@ -15,12 +17,16 @@
 mod combined;
 mod devices;
 mod evaluation;
+mod measuring;
 mod memory;
 mod models;
 mod outputs;
 mod published;
 mod record;
+mod saliency;
+mod saliency_file;
 mod settle;
+mod weighing;
 
 use anyhow::Result;
 
@@ -50,7 +56,8 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.announce(&recorder);
     if_interrupted(&job, &recorder);
     let mut outputs = MergeOutputs::open(&job, &recorder)?;
-    job.evaluate_inputs(&mut outputs.state, &recorder)?;
+    let mut weighed = job.weigh(&recorder)?;
+    job.evaluate_inputs(&mut outputs.state, &mut weighed.devices, &recorder)?;
     job.clock.mark(Moment::BeforePruning, &recorder);
     let devices = devices::open(&job.plan, &job.settings.device, job.size)?;
     let combined = job.combine(&recorder)?;
@@ -61,7 +68,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     let pass = MergePass {
         method: job.method,
         settings: job.method_settings,
-        tensors: &job.tensors,
+        tensors: &weighed.tensors,
         inputs,
         writer: &outputs.writer,
         devices: &devices,
@@ -73,12 +80,13 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.clock
         .measure(Phase::Merge, || pass.run(&mut outputs.state))?;
     job.clock.mark(Moment::AfterPruning, &recorder);
-    let mut report = job.report(&outputs)?;
+    weighed.devices.add_all(devices);
+    let mut report = job.report(&outputs, &weighed)?;
     report.combined_adapter = combined.map(|combined| combined.report);
     let (mut state, output) = outputs.finish(&job, &report, &recorder)?;
-    job.evaluate_merged(&mut state, &recorder)?;
+    job.evaluate_merged(&mut state, &mut weighed.devices, &recorder)?;
     report.perplexities = state.perplexities_of_models().to_vec();
-    let manifest = job.record(report, devices, (state, output), &recorder)?;
+    let manifest = job.record(report, weighed.devices, (state, output), &recorder)?;
     events.emit(Event::IfInterrupted(None));
     Ok(manifest)
 }

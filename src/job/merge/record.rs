@@ -4,14 +4,15 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 
+use super::devices::DeviceRecords;
 use super::outputs::MergeOutputs;
 use super::published::widest;
 use super::settle::MergeJob;
+use super::weighing::Weighed;
 use crate::bytes::ByteSize;
 use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
 use crate::linalg::kernel;
-use crate::merge::MergeDevice;
 use crate::merging::Scope;
 use crate::recipe::Parameter;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport, Perplexities, SCHEMA};
@@ -20,7 +21,11 @@ use crate::run::{Events, HiddenStatesStorage, Moment};
 
 impl MergeJob {
     /// The merge, in the record.
-    pub(super) fn report(&self, outputs: &MergeOutputs<'_>) -> Result<MergeReport> {
+    pub(super) fn report(
+        &self,
+        outputs: &MergeOutputs<'_>,
+        weighed: &Weighed,
+    ) -> Result<MergeReport> {
         let models: Result<Vec<InputModel>> = self
             .inputs
             .models
@@ -79,7 +84,10 @@ impl MergeJob {
             dtype: widest(&self.tensors).name().to_string(),
             left_out: self.left_out.clone(),
             bytes: [ByteSize(read.sum()), self.output_bytes()],
-            saliency: None,
+            saliency: self
+                .saliency
+                .as_ref()
+                .map(|saliency| saliency.report(&weighed.used)),
             combined_adapter: None,
             perplexities: Vec::new(),
             tensors: tensors?,
@@ -100,6 +108,8 @@ impl MergeJob {
             .iter()
             .any(|(parameter, _)| *parameter == Parameter::Density);
         let scope = match self.method.scope(&self.method_settings) {
+            // Activations weigh the columns of a row.
+            _ if self.settings.saliency.is_some() => "row",
             Scope::Tensor => "tensor",
             Scope::Layer => "layer",
             Scope::Model => "model",
@@ -111,7 +121,7 @@ impl MergeJob {
     pub(super) fn record(
         &self,
         report: MergeReport,
-        devices: Vec<MergeDevice>,
+        devices: DeviceRecords,
         (state, output): (StateFile<'_>, OutputReport),
         recorder: &Recorder<'_>,
     ) -> Result<Manifest> {
@@ -123,9 +133,6 @@ impl MergeJob {
         let donor = donor.context("the donor is one of the models")?;
         let parameters = self.tensors.iter().map(|tensor| tensor.elements()).sum();
         let phases = self.clock.report();
-        let (fallbacks, devices): (Vec<_>, Vec<_>) =
-            devices.into_iter().map(MergeDevice::report).unzip();
-        let fallbacks = fallbacks.into_iter().flatten().collect();
         let mut manifest = Manifest {
             schema: SCHEMA,
             prune_version: env!("CARGO_PKG_VERSION").to_string(),
@@ -169,8 +176,8 @@ impl MergeJob {
             phases,
             memory: self.clock.samples(),
             output: Some(output),
-            fallbacks,
-            devices,
+            fallbacks: devices.fallbacks,
+            devices: devices.devices,
             profile: None,
             masks: None,
             warnings: Vec::new(),

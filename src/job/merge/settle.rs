@@ -6,9 +6,11 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::combined::{self, CombinedJob};
+use super::measuring::joined;
 use super::memory::{PassSize, PassWork};
 use super::models::InputModels;
 use super::published::Donor;
+use super::saliency::Saliency;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, PlannedTensor, WeightSource};
 use crate::disk;
@@ -50,6 +52,8 @@ pub(super) struct MergeJob {
     pub(super) size: PassSize,
     pub(super) plan: Plan,
     pub(super) threads: usize,
+    /// Activation statistics; `None` for a merge without.
+    pub(super) saliency: Option<Saliency>,
     /// Everything that decides the outcome, by name.
     pub(super) deciding: BTreeMap<String, String>,
     /// The state that an earlier process left of this run.
@@ -79,6 +83,8 @@ pub(super) struct MergeShape {
     pub(super) groups: usize,
     /// Bytes of the factors of an adapter for one tensor.
     pub(super) factor_bytes: u64,
+    /// Bytes of activation statistics.
+    pub(super) statistics_bytes: u64,
 }
 
 impl MergeJob {
@@ -112,31 +118,14 @@ impl MergeJob {
         let combined = CombinedJob::settle(&settings, &recipe, &inputs, &mut tensors)?;
         check_rows(&tensors, &recipe)?;
         let donor = Donor::of(&recipe, &inputs, &tensors)?;
-        let planned = tensors.iter().map(|tensor| PlannedTensor {
-            name: tensor.recipe.name.clone(),
-            dtype: dtype_on_disk(tensor.dtype),
-            shape: tensor.shape.clone(),
-        });
-        let layout = Layout::new(planned.collect(), settings.shard_bytes)?;
-        let method_settings = MethodSettings {
-            semantics: match settings.semantics {
-                MergeSemantics::Paper => Semantics::Paper,
-                MergeSemantics::Mergekit | MergeSemantics::Peft => Semantics::Mergekit,
-            },
-            scope: settings.trim_scope.map(|scope| match scope {
-                TrimScope::Tensor => Scope::Tensor,
-                TrimScope::Layer => Scope::Layer,
-                TrimScope::Model => Scope::Model,
-            }),
-            squares_vote: settings.saliency == Some(SaliencySource::Experts),
-            seed: settings.seed,
-        };
+        let layout = layout_of(&tensors, settings.shard_bytes)?;
+        let method_settings = method_settings(&settings);
         check_groups(&tensors, method.scope(&method_settings))?;
         let work = check_values(&tensors, method, &method_settings, &inputs)?;
         let threads = machine::start_workers(settings.device.threads)?;
         let inventory = machine::inventory(&settings.device, threads)?;
         let budget = cpu_budget(&inventory, &settings.device.max_memory);
-        let shape = MergeShape::of(
+        let mut shape = MergeShape::of(
             &tensors,
             &method.declaration(),
             method.scope(&method_settings),
@@ -146,7 +135,8 @@ impl MergeJob {
             workers: threads * WORKERS_PER_THREAD,
             piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
         };
-        let size = shape.fit(wanted, budget)?;
+        // A pass that does not fit fails before texts are found.
+        shape.fit(wanted, budget)?;
         let folders: Vec<&Path> = inputs.folders();
         let mut folder = RunFolder::at(&folders, &settings.output, true)?;
         folder.lock(events)?;
@@ -154,9 +144,11 @@ impl MergeJob {
         if unfinished.is_none() && settings.output.resume {
             return Err(super::super::settle::nothing_to_resume(&folder).into());
         }
+        let saliency = Saliency::settle(&settings, &recipe, &inputs, &folder, events)?;
         let mut deciding = BTreeMap::new();
         if folder.state().is_some() {
             deciding = decide(&settings, &recipe, &inputs, &folder)?;
+            deciding.extend(Saliency::deciding(saliency.as_ref()));
         }
         if let Some(combined) = &combined {
             deciding.extend(combined.deciding());
@@ -169,9 +161,14 @@ impl MergeJob {
                 return Ok(SettledMerge::Finished(Box::new(manifest)));
             }
         }
+        shape.statistics_bytes = saliency.as_ref().map_or(0, |of| of.bytes().0);
+        let size = shape.fit(wanted, budget)?;
         let time = work.time(layout.bytes(), threads, &inventory.rates);
         let mut plan = shape.plan(size, budget, time);
         super::devices::add(&mut plan, &settings.device, &inventory)?;
+        for job in saliency.iter().flat_map(Saliency::jobs) {
+            plan = joined(job.plan.clone(), plan);
+        }
         let job = Self {
             plan,
             settings,
@@ -188,6 +185,7 @@ impl MergeJob {
             folder,
             size,
             threads,
+            saliency,
             deciding,
             unfinished,
             clock,
@@ -248,6 +246,9 @@ impl MergeJob {
                 self.left_out.len()
             ));
         }
+        if let Some(saliency) = &self.saliency {
+            saliency.announce(events);
+        }
         for line in crate::report::plan::text(&self.plan).lines() {
             events.note(line.to_string());
         }
@@ -255,6 +256,33 @@ impl MergeJob {
             Some(model) => events.note(format!("output       {}", model.display())),
             None => events.warn("nothing will be saved; name a run folder with --save".to_string()),
         }
+    }
+}
+
+/// The files of the output.
+fn layout_of(tensors: &[MergeTensor], shard_bytes: u64) -> Result<Layout> {
+    let planned = tensors.iter().map(|tensor| PlannedTensor {
+        name: tensor.recipe.name.clone(),
+        dtype: dtype_on_disk(tensor.dtype),
+        shape: tensor.shape.clone(),
+    });
+    Layout::new(planned.collect(), shard_bytes)
+}
+
+/// The settings of the method.
+fn method_settings(settings: &MergeSettings) -> MethodSettings {
+    MethodSettings {
+        semantics: match settings.semantics {
+            MergeSemantics::Paper => Semantics::Paper,
+            MergeSemantics::Mergekit | MergeSemantics::Peft => Semantics::Mergekit,
+        },
+        scope: settings.trim_scope.map(|scope| match scope {
+            TrimScope::Tensor => Scope::Tensor,
+            TrimScope::Layer => Scope::Layer,
+            TrimScope::Model => Scope::Model,
+        }),
+        squares_vote: settings.saliency == Some(SaliencySource::Experts),
+        seed: settings.seed,
     }
 }
 
@@ -309,6 +337,7 @@ fn merge_tensor(
     let dtype = asked.map(stored).or(dtype).unwrap_or(StoredDtype::F32);
     Ok(MergeTensor {
         squares: vec![None; tensor.sources.len()],
+        observed: vec![None; tensor.sources.len()],
         recipe: tensor,
         shape,
         dtype,
@@ -480,6 +509,7 @@ impl MergeShape {
             searches: trims(Parameter::Density),
             groups,
             factor_bytes: inputs.factor_bytes(),
+            statistics_bytes: 0,
         }
     }
 }

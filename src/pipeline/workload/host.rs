@@ -204,10 +204,11 @@ impl<'r> Host<'r> {
             return Vec::new();
         };
         let widths = output_error::widths(run.config);
-        let columns = widths.iter().map(|&width| kind.bytes(width)).sum();
+        let columns: ByteSize = widths.iter().map(|&width| kind.bytes(width)).sum();
+        let kept = run.observes.map(|observed| observed.kept);
         let rows = output_error::bytes(run.config, run.samples, run.seqlen);
         vec![
-            part(PartKind::Statistics, columns),
+            part(PartKind::Statistics, columns + kept.unwrap_or_default()),
             part(PartKind::CalibrationRows, rows),
         ]
     }

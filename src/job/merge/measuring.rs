@@ -1,0 +1,146 @@
+//! The sweeps that measure activations, one per model, layer by layer into the file.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::devices::DeviceRecords;
+use super::saliency::{Saliency, kind};
+use super::saliency_file::{MeasuredModel, SaliencyFile};
+use crate::job::outputs::Outputs;
+use crate::job::settle::Job;
+use crate::job::streams::Streams;
+use crate::pipeline::activations::{ActivationJournal, ActivationMeter, ColumnMeans};
+use crate::run::{Events, Plan};
+use crate::runtime::{Clock, Finished};
+
+/// The statistics of a merge, and what measuring them took.
+#[derive(Default)]
+pub(super) struct Activations {
+    pub(super) file: SaliencyFile,
+    pub(super) devices: DeviceRecords,
+}
+
+impl Saliency {
+    /// Measures the models whose statistics the file does not have. Every finished layer is in the file at once, so another process
+    /// continues there.
+    ///
+    /// # Errors
+    /// Fails when a layer cannot be read, for activations that are not finite, when a device fails for another reason than lack of
+    /// memory, and when the file cannot be written.
+    pub(super) fn measure(&self, clock: &Clock, events: &dyn Events) -> Result<Activations> {
+        let mut activations = Activations {
+            file: self.found.clone(),
+            ..Activations::default()
+        };
+        for asked in &self.asked {
+            let Some(job) = &asked.job else { continue };
+            let file = &mut activations.file;
+            let at = file.begin(&asked.measurement);
+            let mut journal = FileJournal {
+                path: &self.path,
+                file,
+                at,
+            };
+            let name = &asked.measurement.model;
+            let swept = sweep(job, &mut journal, name, events)
+                .with_context(|| format!("measuring the activations of `{name}`"))?;
+            activations.devices.add(swept.fallbacks, swept.devices);
+            clock.add(&job.model.clock.report());
+        }
+        Ok(activations)
+    }
+}
+
+/// Passes the samples of one model through its layers; finished ones are not measured again.
+fn sweep(
+    job: &Job,
+    journal: &mut FileJournal<'_>,
+    name: &str,
+    events: &dyn Events,
+) -> Result<crate::runtime::SweepReport> {
+    let measured = journal.model();
+    let (layers, has_magnitudes) = (measured.layers.len(), measured.measurement.has_magnitudes);
+    let model = &job.model;
+    events.note(match layers {
+        0 => format!("measuring the activations of {name}"),
+        _ => format!(
+            "measuring the activations of {name}: {layers} of {} layers are finished",
+            model.config.num_hidden_layers
+        ),
+    });
+    let mut streams = Streams::embed(job, &Outputs::default(), events)?;
+    let samples = streams.calibration.take();
+    let samples = samples.context("a measurement has samples")?;
+    let finished = (layers > 0).then(|| Finished {
+        layers,
+        written: model.source.clone(),
+    });
+    let mut meter = ActivationMeter::new(
+        kind(has_magnitudes),
+        samples,
+        journal,
+        &model.config,
+        &model.clock,
+        events,
+    );
+    streams.sweep(job, finished, Some(&mut meter), events)
+}
+
+/// Replaces the file after every layer.
+struct FileJournal<'a> {
+    path: &'a Path,
+    file: &'a mut SaliencyFile,
+    /// The model that is measured.
+    at: usize,
+}
+
+impl FileJournal<'_> {
+    fn model(&self) -> &MeasuredModel {
+        &self.file.models[self.at]
+    }
+}
+
+impl ActivationJournal for FileJournal<'_> {
+    fn layer_measured(&mut self, means: [ColumnMeans; 4]) -> Result<()> {
+        self.file.models[self.at].layers.push(means);
+        self.file.write(self.path)
+    }
+}
+
+/// The plan of the whole run: that of a measurement, then that of the merge. Peaks are the larger ones, times add up.
+pub(super) fn joined(measuring: Plan, merging: Plan) -> Plan {
+    let mut devices = measuring.devices;
+    for device in merging.devices {
+        match devices
+            .iter_mut()
+            .find(|known| known.device == device.device)
+        {
+            Some(known) if known.peak >= device.peak => {}
+            Some(known) => *known = device,
+            None => devices.push(device),
+        }
+    }
+    let mut phases = measuring.phases;
+    for phase in merging.phases {
+        let is_it = |known: &&mut crate::run::plan::PhasePlan| {
+            known.phase == phase.phase && known.device == phase.device
+        };
+        match phases.iter_mut().find(is_it) {
+            Some(known) if known.bytes >= phase.bytes => {}
+            Some(known) => *known = phase,
+            None => phases.push(phase),
+        }
+    }
+    let mut notes = measuring.notes;
+    notes.extend(merging.notes);
+    Plan {
+        devices,
+        layers: measuring.layers,
+        hidden_states: measuring.hidden_states,
+        memory_settings: measuring.memory_settings,
+        phases,
+        time: measuring.time.plus(&merging.time),
+        notes,
+    }
+}

@@ -1,0 +1,463 @@
+//! Activation statistics of a merge: the models that are measured, their texts and plans, and the file.
+//!
+//! `--saliency base` and `--aim` need the base model's statistics, `--saliency experts` those of every other model. With
+//! `--saliency-file` alone, the statistics of that file serve the output errors of the record, and nothing is measured.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+
+use super::models::{InputModelFiles, InputModels};
+use super::saliency_file::{Measurement, SaliencyFile};
+use crate::adapter::AdaptedSource;
+use crate::bytes::ByteSize;
+use crate::data::DatasetSpec;
+use crate::failure::Failure;
+use crate::job::folder::RunFolder;
+use crate::job::opened::{OpenedModel, check_seqlen};
+use crate::job::record::arithmetic;
+use crate::job::settle::{Job, Settled};
+use crate::model::{DecoderLayer, ModelConfig, stored_dtypes};
+use crate::pipeline::Observed;
+use crate::pipeline::activations::{
+    ActivationSumsKind, MEANS_OF_SQUARES, MEANS_OF_SQUARES_AND_MAGNITUDES, widths,
+};
+use crate::recipe::Recipe;
+use crate::run::Events;
+use crate::run::merging::{MeasuredActivations, SaliencyReport};
+use crate::settings::{
+    CalibrationSettings, ComputeDtype, EvalSides, EvaluationSettings, MergeSettings, ModelSettings,
+    OutputSettings, SaliencySource, Settings,
+};
+
+/// The file of the statistics in a run folder.
+const FILE: &str = "saliency.safetensors";
+
+/// Memory of the changes of an adapter while its model is measured.
+const ADAPTER_CACHE: ByteSize = ByteSize(64 << 20);
+
+/// The statistics of a merge, settled.
+pub(super) struct Saliency {
+    pub(super) path: PathBuf,
+    /// The file as it was found.
+    pub(super) found: SaliencyFile,
+    /// The models whose statistics the merge needs, the base first.
+    pub(super) asked: Vec<Asked>,
+    /// The configurations of all models.
+    pub(super) configs: Vec<ModelConfig>,
+    pub(super) source: Option<SaliencySource>,
+    pub(super) aim: Option<f64>,
+}
+
+/// A model whose statistics the merge needs.
+pub(super) struct Asked {
+    pub(super) measurement: Measurement,
+    /// The run that measures; `None` where the file has the statistics.
+    pub(super) job: Option<Box<Job>>,
+}
+
+/// A model to measure, before its files are looked at.
+struct Wish {
+    /// Its index in the recipe.
+    model: usize,
+    has_magnitudes: bool,
+    dataset: DatasetSpec,
+}
+
+impl Saliency {
+    /// Finds the statistics that the merge needs: in the file, or by measurements that can begin. `None` for a merge without any.
+    ///
+    /// # Errors
+    /// Fails for flags that contradict the recipe, for a file of other statistics, and for everything that can be wrong with models and
+    /// texts.
+    pub(super) fn settle(
+        settings: &MergeSettings,
+        recipe: &Recipe,
+        inputs: &InputModels,
+        folder: &RunFolder,
+        events: &dyn Events,
+    ) -> Result<Option<Self>> {
+        let measures = settings.saliency.is_some() || settings.aim.is_some();
+        if !measures && settings.saliency_file.is_none() {
+            return Ok(None);
+        }
+        check_aim(settings.aim)?;
+        let wishes = wishes(settings, recipe, inputs)?;
+        let path = path_of(settings, folder)?;
+        let configs = inputs.models.iter();
+        let configs: Result<Vec<ModelConfig>> = configs
+            .map(|model| ModelConfig::load(&model.folder))
+            .collect();
+        let configs = configs?;
+        let measurements: Result<Vec<Measurement>> = wishes
+            .iter()
+            .map(|wish| {
+                measurement(
+                    settings,
+                    wish,
+                    &inputs.models[wish.model],
+                    &configs[wish.model],
+                )
+            })
+            .collect();
+        let measurements = measurements?;
+        let found = SaliencyFile::read(&path).and_then(|file| {
+            let file = file.unwrap_or_default();
+            check(&file, &measurements, inputs, &configs, &path)?;
+            Ok(file)
+        });
+        let found = match found {
+            // --force replaces a file in the run folder, and no other.
+            Err(_) if settings.output.force && settings.saliency_file.is_none() => {
+                SaliencyFile::default()
+            }
+            found => found?,
+        };
+        let kept = kept_bytes(&found, &wishes, &configs);
+        let mut asked = Vec::with_capacity(wishes.len());
+        for (wish, mut measurement) in wishes.iter().zip(measurements) {
+            let mut job = None;
+            if found.asked(&measurement, &path)?.is_none() {
+                let input = &inputs.models[wish.model];
+                let settled = measuring_job(settings, wish, input, kept, folder, events)
+                    .with_context(|| format!("measuring the activations of `{}`", input.spec))?;
+                measurement = settled.1;
+                job = Some(Box::new(settled.0));
+            }
+            asked.push(Asked { measurement, job });
+        }
+        Ok(Some(Self {
+            path,
+            found,
+            asked,
+            configs,
+            source: settings.saliency,
+            aim: settings.aim,
+        }))
+    }
+
+    /// Everything about the statistics that decides the outcome, for a merge without any, too.
+    pub(super) fn deciding(saliency: Option<&Self>) -> [(String, String); 3] {
+        let source = saliency.and_then(|saliency| saliency.source);
+        let aim = saliency.and_then(|saliency| saliency.aim);
+        let asked = saliency.iter().flat_map(|saliency| &saliency.asked);
+        let statistics: Vec<String> = asked
+            .map(|asked| {
+                let of = &asked.measurement;
+                format!(
+                    "{} x {} tokens of {}, seed {}",
+                    of.nsamples, of.seqlen, of.dataset, of.seed
+                )
+            })
+            .collect();
+        let none = || "none".to_string();
+        [
+            (
+                "saliency",
+                source.map_or_else(none, |of| of.name().to_string()),
+            ),
+            ("aim", aim.map_or_else(none, |aim| aim.to_string())),
+            (
+                "statistics",
+                match statistics.is_empty() {
+                    true => none(),
+                    false => statistics.join("; "),
+                },
+            ),
+        ]
+        .map(|(name, value)| (name.to_string(), value))
+    }
+
+    /// The measurements that begin.
+    pub(super) fn jobs(&self) -> impl Iterator<Item = &Job> {
+        self.asked.iter().filter_map(|asked| asked.job.as_deref())
+    }
+
+    /// Tells the statistics.
+    pub(super) fn announce(&self, events: &dyn Events) {
+        for asked in &self.asked {
+            let of = &asked.measurement;
+            events.note(format!(
+                "activations  {}: {} samples of {} tokens of {}{}",
+                of.model,
+                of.nsamples,
+                of.seqlen,
+                of.dataset,
+                match asked.job {
+                    Some(_) => String::new(),
+                    None => format!(", from `{}`", self.path.display()),
+                }
+            ));
+        }
+    }
+
+    /// Bytes of the statistics in memory during the merge.
+    pub(super) fn bytes(&self) -> ByteSize {
+        // The file as it was read, and the vectors that tensors share.
+        let all = self.configs.iter().map(|config| bytes_of(config, true));
+        let bytes: ByteSize = all.sum();
+        bytes + bytes
+    }
+
+    /// The statistics, in the record. `used` are those that the merge used.
+    pub(super) fn report(&self, used: &[Measurement]) -> SaliencyReport {
+        SaliencyReport {
+            of: self.source.map(|source| source.name().to_string()),
+            file: self.path.display().to_string(),
+            models: used
+                .iter()
+                .map(|of| MeasuredActivations {
+                    model: of.model.clone(),
+                    dataset: of.dataset.clone(),
+                    nsamples: of.nsamples,
+                    seqlen: of.seqlen,
+                    seed: of.seed,
+                })
+                .collect(),
+            aim: self.aim,
+        }
+    }
+}
+
+/// Refuses an ω outside of its range.
+fn check_aim(aim: Option<f64>) -> Result<()> {
+    match aim {
+        Some(omega) if !(0.0..=1.0).contains(&omega) => Err(Failure::usage(format!(
+            "--aim {omega} is not between 0 and 1"
+        ))
+        .hint("1 changes nothing; AIM's authors use 0.4")
+        .into()),
+        _ => Ok(()),
+    }
+}
+
+/// The index of the base model.
+pub(super) fn base_of(recipe: &Recipe, inputs: &InputModels) -> Option<usize> {
+    let mut models = inputs.models.iter();
+    models.position(|model| Some(&model.spec) == recipe.base_model.as_ref())
+}
+
+/// The models to measure, the base first, each with its text.
+fn wishes(settings: &MergeSettings, recipe: &Recipe, inputs: &InputModels) -> Result<Vec<Wish>> {
+    let base = base_of(recipe, inputs);
+    let mut models = Vec::new();
+    if settings.saliency == Some(SaliencySource::Base) || settings.aim.is_some() {
+        let flag = match settings.aim {
+            Some(_) => "--aim",
+            None => "--saliency base",
+        };
+        let none = || match &recipe.base_model {
+            None => Failure::usage(format!(
+                "{flag} needs a base model, and this recipe has none"
+            ))
+            .hint("name it with --base, or as `base_model` in the recipe"),
+            Some(base) => Failure::usage(format!(
+                "{flag} needs the base model, and {} does not read `{base}`",
+                recipe.merge_method
+            ))
+            .hint("use a method that subtracts the base, such as task_arithmetic"),
+        };
+        models.push((base.ok_or_else(none)?, true));
+    }
+    if settings.saliency == Some(SaliencySource::Experts) {
+        let experts = (0..inputs.models.len()).filter(|model| Some(*model) != base);
+        models.extend(experts.map(|model| (model, false)));
+    }
+    let (given, count) = (settings.datasets.len(), models.len());
+    if count > 0 && given != 1 && given != count {
+        let names = models.iter().map(|(model, _)| &inputs.models[*model].spec);
+        let names: Vec<String> = names.map(ToString::to_string).collect();
+        return Err(Failure::usage(format!(
+            "--dataset is given {given} times, and {count} models are measured"
+        ))
+        .detail(names.join(", "))
+        .hint("give it once for all models, or once for each in this order")
+        .into());
+    }
+    let datasets = settings.datasets.iter().cycle();
+    Ok(models
+        .into_iter()
+        .zip(datasets)
+        .map(|((model, has_magnitudes), dataset)| Wish {
+            model,
+            has_magnitudes,
+            dataset: dataset.clone(),
+        })
+        .collect())
+}
+
+/// The file: as given, else in the run folder.
+fn path_of(settings: &MergeSettings, folder: &RunFolder) -> Result<PathBuf> {
+    if let Some(path) = &settings.saliency_file {
+        return Ok(path.clone());
+    }
+    let run = folder
+        .run
+        .as_ref()
+        .filter(|run| Some(*run) != folder.model.as_ref());
+    let none = || {
+        Failure::usage("the statistics need a place")
+            .detail("a file beside the weights of a model would be loaded with them")
+            .hint("add --save DIR or --saliency-file FILE")
+    };
+    Ok(run.ok_or_else(none)?.join(FILE))
+}
+
+/// Everything that decides the statistics of a model and is known without its text.
+fn measurement(
+    settings: &MergeSettings,
+    wish: &Wish,
+    input: &InputModelFiles,
+    config: &ModelConfig,
+) -> Result<Measurement> {
+    for layer in 0..config.num_hidden_layers {
+        DecoderLayer::check(&*input.checkpoint, config, layer)?;
+    }
+    Ok(Measurement {
+        model: input.spec.to_string(),
+        fingerprint: input.fingerprint()?,
+        dataset: wish.dataset.to_string(),
+        nsamples: settings.calibration.nsamples,
+        seqlen: check_seqlen(settings.seqlen, config)? as u64,
+        seed: settings.calibration.seed,
+        dtype: stored_dtypes(&*input.checkpoint, config)
+            .layers
+            .name()
+            .to_string(),
+        num_hidden_layers: config.num_hidden_layers,
+        has_magnitudes: wish.has_magnitudes,
+        tokens_sha256: String::new(),
+        arithmetic: String::new(),
+    })
+}
+
+/// Refuses a file of other statistics.
+fn check(
+    file: &SaliencyFile,
+    measurements: &[Measurement],
+    inputs: &InputModels,
+    configs: &[ModelConfig],
+    path: &Path,
+) -> Result<()> {
+    let mut is_known = false;
+    for (input, config) in inputs.models.iter().zip(configs) {
+        if let Some(model) = file.find(&input.fingerprint()?) {
+            model.check(config, path)?;
+            is_known |= model.is_complete() || !measurements.is_empty();
+        }
+    }
+    for asked in measurements {
+        file.asked(asked, path)?;
+    }
+    let there: Vec<&str> = file
+        .models
+        .iter()
+        .map(|model| model.measurement.model.as_str())
+        .collect();
+    if is_known || (there.is_empty() && !measurements.is_empty()) {
+        return Ok(());
+    }
+    let failure = match there.is_empty() {
+        true => Failure::new(format!("there are no statistics in `{}`", path.display()))
+            .hint("add --saliency base or --saliency experts, which measures them"),
+        false => Failure::new(format!(
+            "`{}` holds statistics of other models",
+            path.display()
+        ))
+        .detail(format!("measured: {}", there.join(", ")))
+        .detail("models are compared by their weights, not by their names")
+        .hint("name another --saliency-file; a file that does not exist is written"),
+    };
+    Err(failure.into())
+}
+
+/// Bytes of the statistics of a model.
+fn bytes_of(config: &ModelConfig, has_magnitudes: bool) -> ByteSize {
+    let columns: usize = widths(config).iter().sum();
+    let vectors = config.num_hidden_layers * (1 + usize::from(has_magnitudes));
+    ByteSize::of(columns * vectors, size_of::<f32>())
+}
+
+/// Bytes of the statistics of all models, and of the file while it is written.
+fn kept_bytes(found: &SaliencyFile, wishes: &[Wish], configs: &[ModelConfig]) -> ByteSize {
+    let vectors = found
+        .models
+        .iter()
+        .flat_map(|model| model.layers.iter().flatten());
+    let found = vectors.map(|means| {
+        let magnitudes = means.magnitudes.as_ref().map_or(0, Vec::len);
+        ByteSize::of(means.squares.len() + magnitudes, size_of::<f32>())
+    });
+    let wishes = wishes
+        .iter()
+        .map(|wish| bytes_of(&configs[wish.model], wish.has_magnitudes));
+    let bytes: ByteSize = found.chain(wishes).sum();
+    bytes + bytes
+}
+
+/// The kind of statistics of a model.
+pub(super) fn kind(has_magnitudes: bool) -> &'static ActivationSumsKind {
+    match has_magnitudes {
+        true => &MEANS_OF_SQUARES_AND_MAGNITUDES,
+        false => &MEANS_OF_SQUARES,
+    }
+}
+
+/// The run that measures a model, with everything that decides its statistics.
+fn measuring_job(
+    settings: &MergeSettings,
+    wish: &Wish,
+    input: &InputModelFiles,
+    kept: ByteSize,
+    folder: &RunFolder,
+    events: &dyn Events,
+) -> Result<(Job, Measurement)> {
+    let mut device = settings.device.clone();
+    device.offload_folder = device.offload_folder.or_else(|| folder.run.clone());
+    let run = Settings {
+        arguments: settings.arguments.clone(),
+        model: ModelSettings {
+            model: input.folder.clone(),
+            revision: None,
+            cache_dir: settings.cache_dir.clone(),
+            dtype: ComputeDtype::Auto,
+        },
+        sparsity: None,
+        calibration: Some(CalibrationSettings {
+            dataset: wish.dataset.clone(),
+            ..settings.calibration.clone()
+        }),
+        seqlen: settings.seqlen,
+        evaluation: EvaluationSettings {
+            eval: EvalSides::None,
+            text_cache: settings.evaluation.text_cache.clone(),
+            ..EvaluationSettings::default()
+        },
+        device,
+        output: OutputSettings::default(),
+    };
+    let mut model = OpenedModel::open(&run.model, &run.device, run.seqlen, events)?;
+    let mut kept = kept;
+    if let Some(adapter) = &input.adapter {
+        kept = kept + ADAPTER_CACHE + ByteSize(adapter.largest_change_bytes());
+        model.source = Arc::new(AdaptedSource::new(model.source, (**adapter).clone())?);
+    }
+    let observes = Observed {
+        kind: kind(wish.has_magnitudes),
+        kept,
+    };
+    let Settled::Job(job) = Job::settle_opened(run, model, Some(observes), events)? else {
+        return Err(anyhow::anyhow!("a measurement has no record"));
+    };
+    let samples = job.texts.calibration.as_ref();
+    let samples = samples.context("a measurement has samples")?;
+    let arithmetic = arithmetic(&job.model, &job.settings.device, &job.plan);
+    let config = &job.model.config;
+    let measurement = Measurement {
+        tokens_sha256: samples.protocol.tokens_sha256.clone(),
+        arithmetic: format!("{} by {}", arithmetic.dtype, arithmetic.kernel),
+        ..measurement(settings, wish, input, config)?
+    };
+    Ok((*job, measurement))
+}
