@@ -46,7 +46,11 @@ pub(super) fn settings(merge: &MergeReport, row: &mut impl FnMut(&'static str, S
     for measured in &merge.perplexities {
         row(
             "perplexity",
-            format!("{}, of {}", finite(measured.report.perplexity), measured.model),
+            format!(
+                "{}, of {}",
+                finite(measured.report.perplexity),
+                measured.model
+            ),
         );
     }
     if let Some(errors) = output_errors(merge) {

@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::verification::VerifiedFile;
 use super::TextProtocol;
 use super::manifest::PerplexityReport;
+use super::verification::VerifiedFile;
 use crate::bytes::ByteSize;
 
 /// A merge, in the record of its run.

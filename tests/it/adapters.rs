@@ -81,7 +81,12 @@ fn merge(place: &Place, flags: &str) {
 }
 
 /// Writes an adapter: a config, and tensors of f32 by their keys.
-pub(crate) fn write_adapter(place: &Place, name: &str, config: &Value, tensors: &[(String, Tensor)]) {
+pub(crate) fn write_adapter(
+    place: &Place,
+    name: &str,
+    config: &Value,
+    tensors: &[(String, Tensor)],
+) {
     let folder = place.path(name);
     fs::create_dir_all(&folder).expect("a new folder");
     fs::write(folder.join("adapter_config.json"), config.to_string()).expect("a new file");
@@ -113,7 +118,12 @@ fn waves(shape: &[usize], seed: f32) -> Tensor {
 }
 
 /// The two factors of a linear layer.
-pub(crate) fn pair(module: &str, rank: usize, rows: usize, columns: usize) -> Vec<(String, Tensor)> {
+pub(crate) fn pair(
+    module: &str,
+    rank: usize,
+    rows: usize,
+    columns: usize,
+) -> Vec<(String, Tensor)> {
     let key = |factor: &str| format!("base_model.model.{module}.{factor}.weight");
     vec![
         (key("lora_A"), waves(&[rank, columns], 1.0)),

@@ -174,7 +174,13 @@ fn staged() -> (Place, Server) {
         fs::create_dir_all(place.path(folder)).expect("a new folder");
     }
     for (name, seed) in [("llama-2-7b", 0), ("chat", 1), ("math", 2)] {
-        place.checkpoint(&format!("models/{name}"), &RandomCheckpoint { seed, ..shape.clone() });
+        place.checkpoint(
+            &format!("models/{name}"),
+            &RandomCheckpoint {
+                seed,
+                ..shape.clone()
+            },
+        );
     }
     let lora = json!({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]});
     let factors = adapters::pair("model.layers.0.self_attn.q_proj", 2, 32, 32);

@@ -88,11 +88,7 @@ impl DeviceRecords {
     }
 
     /// Adds the records of one part. Units of a device add up, and peaks are the larger ones.
-    pub(super) fn add(
-        &mut self,
-        fallbacks: Vec<FallbackReport>,
-        devices: Vec<DeviceMemoryReport>,
-    ) {
+    pub(super) fn add(&mut self, fallbacks: Vec<FallbackReport>, devices: Vec<DeviceMemoryReport>) {
         self.fallbacks.extend(fallbacks);
         for report in devices {
             let mut devices = self.devices.iter_mut();

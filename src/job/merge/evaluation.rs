@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 use super::devices::DeviceRecords;
 use super::settle::MergeJob;
-use crate::adapter::{Adapter, AdaptedSource};
+use crate::adapter::{AdaptedSource, Adapter};
 use crate::job::folder::state_file::StateFile;
 use crate::job::opened::OpenedModel;
 use crate::job::outputs::Outputs;
@@ -19,7 +19,9 @@ use crate::job::settle::{Job, Settled};
 use crate::job::streams::Streams;
 use crate::run::Events;
 use crate::run::merging::ModelPerplexity;
-use crate::settings::{EvalSides, EvaluationSettings, MergeEval, ModelSettings, OutputSettings, Settings};
+use crate::settings::{
+    EvalSides, EvaluationSettings, MergeEval, ModelSettings, OutputSettings, Settings,
+};
 
 /// The merged model's name in the table.
 const MERGED: &str = "merged";
@@ -80,7 +82,10 @@ impl MergeJob {
         let row = self
             .perplexity(name, folder, adapter, devices, recorder)
             .with_context(|| format!("measuring the perplexity of `{name}`"))?;
-        recorder.note(format!("perplexity   {:.4} of {name}", row.report.perplexity));
+        recorder.note(format!(
+            "perplexity   {:.4} of {name}",
+            row.report.perplexity
+        ));
         state.model_measured(row)
     }
 
@@ -122,7 +127,10 @@ impl MergeJob {
         let windows = job.texts.windows.as_ref();
         Ok(ModelPerplexity {
             model: name.to_string(),
-            report: streams.perplexities(&job).dense.context("a model is measured")?,
+            report: streams
+                .perplexities(&job)
+                .dense
+                .context("a model is measured")?,
             text: windows.context("a text is measured")?.protocol.clone(),
         })
     }

@@ -26,8 +26,8 @@ use crate::recipe::{Declaration, MergeDtype, Parameter, Recipe, TensorRecipe};
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
 use crate::runtime::Clock;
 use crate::settings::{
-    MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings, SaliencySource, TrimScope,
-    check_device,
+    MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings, SaliencySource,
+    TrimScope, check_device,
 };
 
 /// Workers per thread: while one waits for the disk, another computes.
@@ -433,8 +433,12 @@ fn evaluation_of(settings: &MergeSettings) -> String {
         return "none".to_string();
     }
     let of = &settings.evaluation;
-    let windows = of.eval_windows.map_or("all".to_string(), |windows| windows.to_string());
-    let seqlen = settings.seqlen.map_or("default".to_string(), |seqlen| seqlen.to_string());
+    let windows = of
+        .eval_windows
+        .map_or("all".to_string(), |windows| windows.to_string());
+    let seqlen = settings
+        .seqlen
+        .map_or("default".to_string(), |seqlen| seqlen.to_string());
     format!(
         "{:?}, {}, windows: {windows}, seqlen: {seqlen}",
         settings.eval, of.eval_dataset

@@ -37,9 +37,17 @@ fn peak(place: &Place, flags: &str) -> ByteSize {
     let plan = manifest.plan.expect("planned");
     let planned = plan.phases.iter().find(|phase| phase.phase == Phase::Merge);
     let planned = planned.expect("planned").bytes;
-    let measured = manifest.phases.iter().find(|phase| phase.phase == Phase::Merge);
-    let measured = measured.and_then(|phase| phase.peak_anonymous).expect("measured");
-    assert!(measured <= planned, "{measured} measured, {planned} planned");
+    let measured = manifest
+        .phases
+        .iter()
+        .find(|phase| phase.phase == Phase::Merge);
+    let measured = measured
+        .and_then(|phase| phase.peak_anonymous)
+        .expect("measured");
+    assert!(
+        measured <= planned,
+        "{measured} measured, {planned} planned"
+    );
     measured
 }
 
@@ -64,7 +72,10 @@ fn a_merge_that_cannot_fit_is_refused_with_the_limit_that_is_enough() {
     let line = "merge --base m --model e1 --method ties --density 0.5 --save out --max-memory";
     let ran = place.run(&format!("{line} cpu=1MiB"));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    let hint = ran.stderr.lines().find_map(|line| line.strip_prefix("hint: use --max-memory "));
+    let hint = ran
+        .stderr
+        .lines()
+        .find_map(|line| line.strip_prefix("hint: use --max-memory "));
     let enough = hint.unwrap_or_else(|| panic!("{}", ran.stderr));
     assert!(!place.path("out").exists(), "nothing is written");
     let ran = place.run(&format!("{line} {}", enough.replace(' ', "")));
