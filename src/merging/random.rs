@@ -95,28 +95,24 @@ impl WithSimd for Fill<'_> {
 /// The four words of [`WIDTH`] successive counters.
 #[inline(always)]
 fn philox(counter: u64, stream: [u32; 2], key: [u32; 2]) -> [[u32; WIDTH]; WORDS] {
-    let mut words = [[0u32; WIDTH]; WORDS];
-    for at in 0..WIDTH {
-        let [low, high] = halves(counter.wrapping_add(at as u64));
-        words[0][at] = low;
-        words[1][at] = high;
-        words[2][at] = stream[0];
-        words[3][at] = stream[1];
-    }
+    let counters: [[u32; 2]; WIDTH] =
+        std::array::from_fn(|at| halves(counter.wrapping_add(at as u64)));
+    let [mut a, mut b] = [0, 1].map(|half| counters.map(|counter| counter[half]));
+    let [mut c, mut d] = stream.map(|half| [half; WIDTH]);
     let mut key = key;
     for _ in 0..ROUNDS {
-        for at in 0..WIDTH {
-            let first = u64::from(words[0][at]) * u64::from(FACTORS[0]);
-            let second = u64::from(words[2][at]) * u64::from(FACTORS[1]);
-            words[0][at] = (second >> 32) as u32 ^ words[1][at] ^ key[0];
-            words[1][at] = second as u32;
-            words[2][at] = (first >> 32) as u32 ^ words[3][at] ^ key[1];
-            words[3][at] = first as u32;
+        for (((a, b), c), d) in a.iter_mut().zip(&mut b).zip(&mut c).zip(&mut d) {
+            let first = u64::from(*a) * u64::from(FACTORS[0]);
+            let second = u64::from(*c) * u64::from(FACTORS[1]);
+            *a = (second >> 32) as u32 ^ *b ^ key[0];
+            *b = second as u32;
+            *c = (first >> 32) as u32 ^ *d ^ key[1];
+            *d = first as u32;
         }
         key[0] = key[0].wrapping_add(WEYL[0]);
         key[1] = key[1].wrapping_add(WEYL[1]);
     }
-    words
+    [a, b, c, d]
 }
 
 #[cfg(test)]
