@@ -141,7 +141,7 @@ struct RecipeArgs {
     out_dtype: Option<OutDtypeArg>,
 
     /// Vocabulary of the output where the models have different ones
-    #[arg(long, value_name = "TOKENS", conflicts_with = "config")]
+    #[arg(long, value_name = "TOKENS")]
     vocab: Option<VocabularyArg>,
 
     /// Cut all embeddings to the smallest vocabulary, as mergekit's flag does
@@ -371,8 +371,12 @@ impl MergeArgs {
 
     fn recipe(&self) -> Result<RecipeSettings> {
         let flags = &self.recipe;
+        let tokenizer = flags.vocab.map(|vocab| match vocab {
+            VocabularyArg::Base => TokenizerSource::Base,
+            VocabularyArg::Union => TokenizerSource::Union,
+        });
         if let Some(config) = &self.config {
-            return Ok(RecipeSettings::File(config.clone()));
+            return Ok(RecipeSettings::File(config.clone(), tokenizer));
         }
         let Some(method) = flags.method.clone().filter(|_| !flags.model.is_empty()) else {
             return Err(Failure::usage("there is nothing to merge")
@@ -394,10 +398,7 @@ impl MergeArgs {
             rescale: flags.rescale,
             dtype: None,
             out_dtype: flags.out_dtype.map(|dtype| dtype.0),
-            tokenizer: flags.vocab.map(|vocab| match vocab {
-                VocabularyArg::Base => TokenizerSource::Base,
-                VocabularyArg::Union => TokenizerSource::Union,
-            }),
+            tokenizer,
         })))
     }
 }

@@ -34,6 +34,8 @@ const FUEL: u64 = 1_000_000;
 /// Stack of the thread that renders. The library follows chains and nested values by recursion. The longest chain of a template of
 /// this size (`x()()()…`) needs between 128 and 256 MiB without optimization. Only the part in use takes memory.
 const STACK: usize = 512 << 20;
+const OWN_PROMPT: &str =
+    "leave --chat out, and write the prompt as the model was trained to see it";
 
 impl ChatTemplate {
     /// Reads the template of a model folder.
@@ -41,6 +43,22 @@ impl ChatTemplate {
     /// # Errors
     /// Fails when there is no template, or when one of the files cannot be read. The message names the files.
     pub fn load(folder: &Path) -> Result<Self> {
+        let found = Self::find(folder)?;
+        Ok(found.ok_or_else(|| {
+            Failure::new(format!(
+                "`{}` has no chat template",
+                folder.display()
+            ))
+            .detail("looked for `chat_template.jinja`, and for `chat_template` in `tokenizer_config.json`")
+            .hint("leave --chat out: a model without a template was not trained for questions")
+        })?)
+    }
+
+    /// Reads the template of a model folder; `None` if there is none.
+    ///
+    /// # Errors
+    /// Fails when one of the files cannot be read. The message names it.
+    pub fn find(folder: &Path) -> Result<Option<Self>> {
         let config_path = folder.join("tokenizer_config.json");
         let config: Value = match read(&config_path)? {
             Some(text) => serde_json::from_str(&text).map_err(|error| {
@@ -61,26 +79,36 @@ impl ChatTemplate {
             .collect();
         let path = folder.join("chat_template.jinja");
         if let Some(text) = read(&path)? {
-            return Ok(Self { text, path, tokens });
+            return Ok(Some(Self { text, path, tokens }));
         }
         let text = match &config["chat_template"] {
             Value::String(text) => text.clone(),
             Value::Array(named) => default_of(named, &config_path)?,
-            _ => {
-                return Err(Failure::new(format!(
-                    "`{}` has no chat template",
-                    folder.display()
-                ))
-                .detail("looked for `chat_template.jinja`, and for `chat_template` in `tokenizer_config.json`")
-                .hint("leave --chat out: a model without a template was not trained for questions")
-                .into());
-            }
+            _ => return Ok(None),
         };
-        Ok(Self {
+        Ok(Some(Self {
             text,
             path: config_path,
             tokens,
-        })
+        }))
+    }
+
+    /// Checks that a text is a template.
+    ///
+    /// # Errors
+    /// Fails for text that is not Jinja, or too large.
+    pub fn check(text: &str) -> Result<()> {
+        let template = Self {
+            text: text.to_string(),
+            path: PathBuf::from("chat_template"),
+            tokens: Map::new(),
+        };
+        template.apply(&|template| Environment::new().add_template("chat", &template.text))
+    }
+
+    /// The template.
+    pub fn text(&self) -> &str {
+        &self.text
     }
 
     /// Renders a conversation of a system message and a user message, up to the place where the model answers.
@@ -89,8 +117,26 @@ impl ChatTemplate {
     /// Fails when the template is too large, is not valid Jinja, or refuses the conversation; some refuse system messages. The message
     /// names the file.
     pub fn render(&self, system: Option<&str>, user: &str) -> Result<String> {
-        const OWN_PROMPT: &str =
-            "leave --chat out, and write the prompt as the model was trained to see it";
+        let rendered = self.apply(&|template| template.try_render(system, user));
+        rendered.map_err(|error| match error.downcast::<Failure>() {
+            Ok(failure) if failure.hint.is_none() => {
+                let hint = if system.is_some() {
+                    "some templates have no system message: leave --system out"
+                } else {
+                    OWN_PROMPT
+                };
+                failure.hint(hint).into()
+            }
+            Ok(failure) => failure.into(),
+            Err(error) => error,
+        })
+    }
+
+    /// Calls the template library on a thread with a stack that is large enough for any template.
+    fn apply<T: Send>(
+        &self,
+        work: &(dyn Fn(&Self) -> Result<T, minijinja::Error> + Sync),
+    ) -> Result<T> {
         let unusable = |why: &str| {
             let path = self.path.display();
             Failure::new(format!(
@@ -103,29 +149,24 @@ impl ChatTemplate {
             return Err(unusable(&why).hint(OWN_PROMPT).into());
         }
         let panicked = unusable("the template library failed").hint(OWN_PROMPT);
-        let rendered = thread::scope(|scope| {
+        let done = thread::scope(|scope| {
             let thread = thread::Builder::new()
                 .name("chat-template".to_owned())
                 .stack_size(STACK)
-                .spawn_scoped(scope, || {
-                    blaming(panicked, || self.try_render(system, user))
-                })
+                .spawn_scoped(scope, || blaming(panicked, || work(self)))
                 .context("cannot start the thread for the chat template")?;
-            let rendered = thread.join();
-            anyhow::Ok(rendered.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?)
+            let done = thread.join();
+            anyhow::Ok(done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?)
         })?;
-        rendered.map_err(|error| {
-            let mut failure = unusable(error.detail().unwrap_or("the reason is not stated"));
-            if let Some(line) = error.line() {
-                failure =
-                    failure.detail(format!("{} in line {line} of the template", error.kind()));
+        done.map_err(|error| {
+            let failure = unusable(error.detail().unwrap_or("the reason is not stated"));
+            match error.line() {
+                Some(line) => {
+                    failure.detail(format!("{} in line {line} of the template", error.kind()))
+                }
+                None => failure,
             }
-            let hint = if system.is_some() {
-                "some templates have no system message: leave --system out"
-            } else {
-                OWN_PROMPT
-            };
-            failure.hint(hint).into()
+            .into()
         })
     }
 

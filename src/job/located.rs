@@ -90,6 +90,29 @@ pub(super) fn adapter(
     hub(cache_dir)?.model_files(&repo, &ADAPTER_FILES, events)
 }
 
+/// The files of a tokenizer whose model is not merged.
+const TOKENIZER_FILES: [&str; 3] = ["config.json", "tokenizer.json", "tokenizer_config.json"];
+
+/// Returns the folder of a model whose tokenizer is wanted, not its weights: a local folder, or a repository of the hub.
+///
+/// # Errors
+/// Fails when it is neither, and when the download fails.
+pub(super) fn tokenizer(
+    model: &str,
+    revision: Option<&str>,
+    cache_dir: Option<&Path>,
+    events: &dyn Events,
+) -> Result<PathBuf> {
+    let settings = ModelSettings {
+        revision: revision.map(str::to_string),
+        ..ModelSettings::of(Path::new(model))
+    };
+    match repository(&settings)? {
+        None => Ok(settings.model),
+        Some(repo) => hub(cache_dir)?.model_files(&repo, &TOKENIZER_FILES, events),
+    }
+}
+
 /// Shape and dtype of a checkpoint from `config.json` and headers alone; where it will be evaluated, its ends are looked at, too.
 ///
 /// # Errors

@@ -3,17 +3,20 @@
 //! | file | content |
 //! | --- | --- |
 //! | `rows` | [`InputRows`], the rows of one tensor of one model in f32 |
+//! | `mapped_rows` | [`MappedRows`], rows of an embedding in the order of the output's vocabulary |
 //! | `pass` | [`MergePass`], the loop over the tensors |
 //! | `devices`, `on_candle` | [`MergeDevice`], a device that computes linears, its memory and its operators |
 //! | `worker` | one thread of the pass |
 
 mod devices;
+mod mapped_rows;
 mod on_candle;
 mod pass;
 mod rows;
 mod worker;
 
 pub use devices::MergeDevice;
+pub use mapped_rows::MappedRows;
 pub use on_candle::CandleMixer;
 pub use pass::{MergeJournal, MergePass, MergeTensor};
 pub use rows::{AdaptedRows, InputRows, Inputs, StoredRows};

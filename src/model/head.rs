@@ -49,7 +49,8 @@ const COMPARED_BYTES: usize = 1 << 20;
 
 /// The name of the last norm's tensor.
 pub const NORM: &str = "model.norm.weight";
-const LM_HEAD: &str = "lm_head.weight";
+/// The head of a model without tied embeddings.
+pub const HEAD: &str = "lm_head.weight";
 
 /// Norm and head, in memory or at rest.
 #[derive(Debug)]
@@ -77,7 +78,7 @@ impl Head {
         if config.tie_word_embeddings {
             EMBEDDING
         } else {
-            LM_HEAD
+            HEAD
         }
     }
 
@@ -97,7 +98,7 @@ impl Head {
     /// Returns whether the checkpoint has an `lm_head.weight` that is not used: `config.json` ties the head to the embedding, and the bytes
     /// of the two differ. Both tensors are read up to the first difference.
     pub fn is_passed_over(source: &dyn WeightSource, config: &ModelConfig) -> Result<bool> {
-        let tensors = (source.entry(EMBEDDING), source.entry(LM_HEAD));
+        let tensors = (source.entry(EMBEDDING), source.entry(HEAD));
         let (true, (Some(embedding), Some(lm_head))) = (config.tie_word_embeddings, tensors) else {
             return Ok(false);
         };

@@ -22,9 +22,9 @@ mod tensors;
 
 pub use config::{ModelConfig, RopeScaling};
 pub use context::LayerContext;
-pub use embedding::Embedding;
+pub use embedding::{EMBEDDING, Embedding};
 pub use footprint::Dtypes;
-pub use head::Head;
+pub use head::{HEAD, Head};
 pub use kv_cache::{KvCache, LayerCache};
 pub use layer::DecoderLayer;
 pub use observe::{Observation, Observer};

@@ -27,6 +27,9 @@ pub struct MergeReport {
     pub num_hidden_layers: usize,
     /// Rows of the output's embedding.
     pub vocab_size: usize,
+    /// The decision on different vocabularies; absent where the models have one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vocabulary: Option<VocabularyReport>,
     /// The dtype of the output, the widest of its tensors.
     pub dtype: String,
     /// Tensors of the inputs that the output does not have.
@@ -74,9 +77,14 @@ impl MergeReport {
             models: saliency.models.iter().map(measured).collect(),
             ..saliency.clone()
         });
+        let vocabulary = self.vocabulary.as_ref().map(|of| VocabularyReport {
+            source: name_of(&of.source),
+            ..of.clone()
+        });
         Self {
             models: models.collect(),
             recipe,
+            vocabulary,
             combined_adapter: self.combined_adapter.as_ref().map(|of| CombinedAdapter {
                 folder: shown(&of.folder),
                 ..of.clone()
@@ -116,6 +124,32 @@ pub struct InputModel {
     pub adapter: Option<String>,
     /// The fingerprint of its weights, the adapter's after it.
     pub fingerprint: String,
+}
+
+/// The vocabulary of a merged model. Lists have at most 1000 tokens.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VocabularyReport {
+    /// `base`, `union`, `truncated`, or the model whose tokenizer the output has.
+    pub source: String,
+    /// Rows of embedding and head.
+    pub rows: usize,
+    /// Rows of tokens; the others are padding.
+    pub tokens: usize,
+    /// Tokens that were added to the tokenizer.
+    pub added: usize,
+    /// Their texts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub added_tokens: Vec<String>,
+    /// Tokens of the models that the output has not.
+    pub dropped: usize,
+    /// Their texts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub dropped_tokens: Vec<String>,
+    /// Tokens that no merged model has a row for.
+    pub zero: usize,
+    /// Their texts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub zero_tokens: Vec<String>,
 }
 
 /// An adapter that was combined from those of the models.

@@ -188,6 +188,9 @@ pub enum PartKind {
     /// Factors of adapters.
     #[serde(rename = "factors of adapters")]
     AdapterFactors,
+    /// Rules for the rows of a merged vocabulary.
+    #[serde(rename = "rows of tokens")]
+    Vocabulary,
     /// One window's logits on a GPU.
     #[serde(rename = "one window")]
     Window,

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::{CalibrationSettings, DeviceSettings, EvaluationSettings, OutputSettings};
 use crate::data::DatasetSpec;
-use crate::recipe::FlagRecipe;
+use crate::recipe::{FlagRecipe, TokenizerSource};
 
 /// Elements of a piece per model: its widened rows stay in a cache of the CPU.
 pub const PIECE_ELEMENTS: usize = 1 << 16;
@@ -61,8 +61,8 @@ pub struct MergeSettings {
 /// The origin of a recipe.
 #[derive(Debug, Clone)]
 pub enum RecipeSettings {
-    /// A file.
-    File(PathBuf),
+    /// A file, and `--vocab`.
+    File(PathBuf, Option<TokenizerSource>),
     /// Flags.
     Flags(Box<FlagRecipe>),
 }

@@ -1,8 +1,7 @@
-//! [`Vocabulary`]: the tokens of an output, and a rule for each row of every model's embedding and head.
+//! [`Vocabulary`]: the tokens of an output; [`RowMap`]: a rule for each row of every source of its embedding or head.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use anyhow::Result;
 use serde_json::{Value, json};
 
 use super::tokens::ModelTokens;
@@ -11,79 +10,75 @@ use crate::recipe::{
     ModelSpec, TokenName, TokenRecipe, TokenRow, TokenizerRecipe, TokenizerSource,
 };
 
-/// The row of a model in the output.
+/// The row of a source in the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowRule {
-    /// This row of the model itself.
-    Own(usize),
-    /// A row of another model.
+    /// This row of the source itself.
+    Own(u32),
+    /// A row of another source.
     Of {
-        /// The model.
-        model: usize,
+        /// The number of its model.
+        model: u32,
         /// Its row.
-        row: usize,
+        row: u32,
     },
-    /// The mean of some rows, by its number in [`Vocabulary::means`].
-    Mean(usize),
+    /// The mean of some rows, by its number in [`RowMap::means`].
+    Mean(u32),
     /// Zeros.
     Zero,
-    /// The mean of all rows of tokens, as this model brings them.
+    /// The mean of all rows of tokens, as this source brings them.
     Padding,
 }
 
 /// The vocabulary of an output.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Vocabulary {
     /// Rows of the output.
     pub rows: usize,
     /// Rows of tokens; the others are padding.
     pub tokens: usize,
-    /// Per model one rule for each row.
-    pub rules: Vec<Vec<RowRule>>,
-    /// Model and row of all rows of a mean.
-    pub means: Vec<Vec<(usize, usize)>>,
-    /// The model whose tokenizer the output gets.
+    /// The number of the model whose tokenizer the output gets.
     pub tokenizer: usize,
     /// Entries of `added_tokens` that this tokenizer lacks.
     pub added: Vec<Value>,
-    /// Tokens that no model has a row for.
+    /// Text → id.
+    ids: HashMap<String, usize>,
+}
+
+/// The rows of a tensor of the output.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RowMap {
+    /// Rows of tokens; the others are padding.
+    pub tokens: usize,
+    /// Per number of a model one rule for each row.
+    pub rules: BTreeMap<usize, Vec<RowRule>>,
+    /// Model and row of all rows of a mean.
+    pub means: Vec<Vec<(u32, u32)>>,
+    /// Tokens that no source has a row for.
     pub without_rows: Vec<String>,
 }
 
-/// The models of a merge.
-pub struct Models<'a> {
+/// The models of a merge, with those that only give a tokenizer.
+pub struct TokenModels<'a> {
     /// Their tokens.
     pub tokens: &'a [ModelTokens],
     /// Their names in the recipe.
-    pub specs: &'a [&'a ModelSpec],
+    pub specs: &'a [ModelSpec],
     /// The number of the base model.
     pub base: Option<usize>,
-    /// The numbers of the models whose embeddings are merged.
-    pub merged: &'a [usize],
 }
 
 impl Vocabulary {
-    /// Cuts the embeddings of `models` models to `rows` rows.
-    pub fn truncated(models: usize, rows: usize) -> Self {
-        Self {
-            rows,
-            tokens: rows,
-            rules: vec![(0..rows).map(RowRule::Own).collect(); models],
-            ..Self::default()
-        }
-    }
-
     /// The vocabulary that a recipe describes.
     ///
     /// # Errors
-    /// Fails for models and tokens that are not there.
-    pub fn of(recipe: &TokenizerRecipe, models: &Models<'_>) -> Result<Self, Failure> {
+    /// Fails for a model that is not there.
+    pub fn of(recipe: &TokenizerRecipe, models: &TokenModels<'_>) -> Result<Self, Failure> {
         let tokenizer = match &recipe.source {
             TokenizerSource::Base | TokenizerSource::Union => models.base.unwrap_or(0),
             TokenizerSource::Model(spec) => models.find(spec)?,
         };
-        let own = &models.tokens[tokenizer];
-        let mut ids = own.ids.clone();
+        let mut ids = models.tokens[tokenizer].ids.clone();
         let mut added = Vec::new();
         let mut next = ids.values().max().map_or(0, |last| last + 1);
         let mut add = |text: &str, entry: Option<&Value>| {
@@ -95,78 +90,105 @@ impl Vocabulary {
             next += 1;
         };
         if recipe.source == TokenizerSource::Union {
-            let others = || models.tokens.iter();
             // Ordinary tokens come before added ones, as in mergekit.
-            for of in others() {
-                for (text, _) in of.in_order() {
-                    if of.added(text).is_none() {
+            for model in models.tokens {
+                let known: HashSet<&str> = model.added.iter().map(|(text, _)| &**text).collect();
+                for (text, _) in model.in_order() {
+                    if !known.contains(text) {
                         add(text, None);
                     }
                 }
             }
-            for of in others() {
-                for (text, entry) in &of.added {
-                    add(text, Some(entry));
-                }
+            for (text, entry) in models.tokens.iter().flat_map(|model| &model.added) {
+                add(text, Some(entry));
             }
         }
         for (text, _) in &recipe.tokens {
             add(text, None);
         }
-        let tokens = next;
         let multiple = recipe.pad_to_multiple_of.unwrap_or(1);
-        let mut vocabulary = Self {
-            rows: tokens.next_multiple_of(multiple),
-            tokens,
-            rules: Vec::new(),
-            means: Vec::new(),
+        Ok(Self {
+            rows: next.next_multiple_of(multiple),
+            tokens: next,
             tokenizer,
             added,
-            without_rows: Vec::new(),
-        };
-        vocabulary.rules = vec![vec![RowRule::Padding; vocabulary.rows]; models.tokens.len()];
+            ids,
+        })
+    }
+
+    /// The tokens of models that the output has not, sorted.
+    pub fn dropped(&self, models: &TokenModels<'_>) -> Vec<String> {
+        let all = models.tokens.iter().flat_map(|model| model.ids.keys());
+        let dropped: BTreeSet<&String> = all.filter(|text| !self.ids.contains_key(*text)).collect();
+        dropped.into_iter().cloned().collect()
+    }
+
+    /// The rows of a tensor whose sources are the models of these numbers.
+    ///
+    /// # Errors
+    /// Fails for a row of a model that is not among the sources, and for a token that a model has not.
+    pub fn rows_of(
+        &self,
+        recipe: &TokenizerRecipe,
+        models: &TokenModels<'_>,
+        sources: &[usize],
+    ) -> Result<RowMap, Failure> {
+        let mut rules = vec![RowRule::Padding; self.rows];
         // Ids without a token have a row all the same.
-        for rules in &mut vocabulary.rules {
-            rules[..tokens].fill(RowRule::Zero);
-        }
+        rules[..self.tokens].fill(RowRule::Zero);
+        let mut map = RowMap {
+            tokens: self.tokens,
+            rules: sources
+                .iter()
+                .map(|model| (*model, rules.clone()))
+                .collect(),
+            ..RowMap::default()
+        };
         let single: HashMap<&str, &TokenRecipe> = recipe
             .tokens
             .iter()
             .map(|(text, token)| (text.as_str(), token))
             .collect();
-        let mut texts: Vec<(&String, &usize)> = ids.iter().collect();
-        texts.sort_by_key(|(_, id)| **id);
+        let mut texts: Vec<(&String, &usize)> = self.ids.iter().collect();
+        texts.sort_unstable_by_key(|(_, id)| **id);
         for (text, &id) in texts {
-            vocabulary.add_rules(text, id, single.get(text.as_str()).copied(), models)?;
+            map.add(
+                text,
+                id,
+                single.get(text.as_str()).copied(),
+                models,
+                sources,
+            )?;
         }
-        Ok(vocabulary)
+        Ok(map)
     }
+}
 
+impl RowMap {
     /// Adds the rules of one token.
-    fn add_rules(
+    fn add(
         &mut self,
         text: &str,
         id: usize,
         asked: Option<&TokenRecipe>,
-        models: &Models<'_>,
+        models: &TokenModels<'_>,
+        sources: &[usize],
     ) -> Result<(), Failure> {
         let is_forced = asked.is_some_and(|asked| asked.force);
-        let row_of = |model: usize| models.tokens[model].ids.get(text).copied();
-        let owners: Vec<(usize, usize)> = models
-            .merged
+        let row_of = |model: usize| models.tokens[model].ids.get(text).map(|row| *row as u32);
+        let owners: Vec<(usize, u32)> = sources
             .iter()
             .filter_map(|&model| Some((model, row_of(model)?)))
             .collect();
-        let is_everywhere = owners.len() == models.merged.len();
-        // The recipe's row is looked up even where every model has the token: a mistake should not go unnoticed.
+        // The recipe's row is looked up even where every source has the token, so that a mistake is noticed.
         let named = asked.and_then(|asked| asked.source.as_ref());
-        let named = named.map(|named| models.row(text, named)).transpose()?;
-        let other = match named {
+        let named = named.map(|named| models.row(text, named, sources));
+        let other = match named.transpose()? {
             Some(named) => named,
-            None if is_everywhere && !is_forced => RowRule::Zero,
-            None => self.rule_without_name(text, &owners, models),
+            None if owners.len() == sources.len() && !is_forced => RowRule::Zero,
+            None => self.without_name(text, &owners, models.base),
         };
-        for (model, rules) in self.rules.iter_mut().enumerate() {
+        for (&model, rules) in &mut self.rules {
             rules[id] = match row_of(model) {
                 Some(row) if !is_forced => RowRule::Own(row),
                 _ => other,
@@ -175,34 +197,46 @@ impl Vocabulary {
         Ok(())
     }
 
-    /// The rule of a token that some models lack, where the recipe names no row.
-    fn rule_without_name(
+    /// The rule of a token that some sources lack, where the recipe names no row.
+    fn without_name(
         &mut self,
         text: &str,
-        owners: &[(usize, usize)],
-        models: &Models<'_>,
+        owners: &[(usize, u32)],
+        base: Option<usize>,
     ) -> RowRule {
-        let base = owners.iter().find(|(model, _)| Some(*model) == models.base);
-        match (owners, base) {
+        let of_base = owners.iter().find(|(model, _)| Some(*model) == base);
+        match (owners, of_base) {
             ([], _) => {
                 self.without_rows.push(text.to_string());
                 RowRule::Zero
             }
-            (&[(model, row)], _) | (_, Some(&(model, row))) => RowRule::Of { model, row },
+            (&[(model, row)], _) | (_, Some(&(model, row))) => RowRule::Of {
+                model: model as u32,
+                row,
+            },
             _ => {
-                self.means.push(owners.to_vec());
-                RowRule::Mean(self.means.len() - 1)
+                let rows = owners.iter().map(|(model, row)| (*model as u32, *row));
+                self.means.push(rows.collect());
+                RowRule::Mean(self.means.len() as u32 - 1)
             }
         }
     }
+
+    /// Bytes of the rules.
+    pub fn bytes(&self) -> u64 {
+        let rules = self.rules.values().map(Vec::len).sum::<usize>() * size_of::<RowRule>();
+        let means = self.means.iter().map(|mean| 24 + 8 * mean.len());
+        (rules + means.sum::<usize>()) as u64
+    }
 }
 
-impl Models<'_> {
+impl TokenModels<'_> {
     /// The number of a model that the recipe names.
     fn find(&self, spec: &ModelSpec) -> Result<usize, Failure> {
-        let found = self.specs.iter().position(|of| *of == spec);
+        let found = self.specs.iter().position(|of| of == spec);
         found.ok_or_else(|| {
-            let names: Vec<String> = self.specs.iter().map(|spec| format!("`{spec}`")).collect();
+            let names = self.specs.iter().map(|spec| format!("`{spec}`"));
+            let names: Vec<String> = names.collect();
             Failure::new(format!(
                 "the tokenizer of the recipe names `{spec}`, which is not merged"
             ))
@@ -212,29 +246,40 @@ impl Models<'_> {
     }
 
     /// The row that a recipe names for a token.
-    fn row(&self, text: &str, named: &TokenRow) -> Result<RowRule, Failure> {
+    fn row(&self, text: &str, named: &TokenRow, sources: &[usize]) -> Result<RowRule, Failure> {
         let (spec, name) = match named {
             TokenRow::Zero => return Ok(RowRule::Zero),
             TokenRow::Model(spec) => (spec, TokenName::Text(text.to_string())),
             TokenRow::Token(spec, name) => (spec, name.clone()),
         };
+        let refused = |why: String| {
+            Failure::new(why).detail(format!("the recipe takes the row of `{text}` from it"))
+        };
         let model = self.find(spec)?;
+        if !sources.contains(&model) {
+            return Err(refused(format!(
+                "the model `{spec}` is not merged into this embedding"
+            )));
+        }
         let tokens = &self.tokens[model];
         let row = match &name {
-            TokenName::Text(name) => tokens.ids.get(name).copied().ok_or_else(|| {
-                Failure::new(format!("the model `{spec}` has no token `{name}`"))
-                    .detail(format!("the recipe takes the row of `{text}` from it"))
-            })?,
+            TokenName::Text(name) => tokens
+                .ids
+                .get(name)
+                .copied()
+                .ok_or_else(|| refused(format!("the model `{spec}` has no token `{name}`")))?,
             TokenName::Id(id) if *id < tokens.rows => *id,
             TokenName::Id(id) => {
-                return Err(Failure::new(format!(
+                return Err(refused(format!(
                     "the model `{spec}` has no token {id}: its embedding has {} rows",
                     tokens.rows
-                ))
-                .detail(format!("the recipe takes the row of `{text}` from it")));
+                )));
             }
         };
-        Ok(RowRule::Of { model, row })
+        Ok(RowRule::Of {
+            model: model as u32,
+            row: row as u32,
+        })
     }
 }
 
@@ -242,7 +287,7 @@ impl Models<'_> {
 fn entry_of(text: &str, id: usize, entry: Option<&Value>) -> Value {
     let mut entry = entry.cloned().unwrap_or_else(|| {
         json!({
-            "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false,
+            "content": text, "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": true, "special": false,
         })
     });

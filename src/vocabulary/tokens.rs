@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use serde::Deserialize;
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
-use crate::bytes::{ByteSize, read_whole};
+use crate::bytes::{ByteSize, hex, read_whole};
 use crate::failure::Failure;
 
 /// The tokenizer of a model, as the library `tokenizers` writes it.
@@ -23,33 +24,54 @@ pub struct ModelTokens {
     pub name: String,
     /// The folder of its files.
     pub folder: PathBuf,
+    /// SHA-256 of its `tokenizer.json`, in hex.
+    pub sha256: String,
     /// Rows of its embedding.
     pub rows: usize,
     /// Text → id, of tokens that have a row.
     pub ids: HashMap<String, usize>,
-    /// Entries of `added_tokens`, by text, in their order.
+    /// Entries of `added_tokens` that have a row, in their order.
     pub added: Vec<(String, Value)>,
+    /// Tokens without a row, sorted.
+    pub without_rows: Vec<String>,
 }
 
-/// What is read of the file.
+/// The part of `tokenizer.json` that is read.
 #[derive(Deserialize)]
-struct File {
+struct TokenizerContents {
     #[serde(default)]
     added_tokens: Vec<Value>,
-    model: Model,
+    model: TokenizerModel,
 }
 
 #[derive(Deserialize)]
-struct Model {
-    vocab: Vocab,
+struct TokenizerModel {
+    vocab: TokenList,
 }
 
 /// BPE, WordPiece and WordLevel have a map, Unigram a list of texts and scores.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Vocab {
+enum TokenList {
     Map(HashMap<String, usize>),
     List(Vec<(String, f64)>),
+}
+
+/// Reads the `tokenizer.json` of a folder.
+///
+/// # Errors
+/// Fails when the file is missing, larger than 128 MiB or unreadable.
+pub(super) fn read_tokenizer(name: &str, folder: &Path) -> Result<Vec<u8>> {
+    let path = folder.join(TOKENIZER_FILE);
+    Ok(read_whole(&path, LARGEST).map_err(|error| cannot_read(name, &path, &error.to_string()))?)
+}
+
+fn cannot_read(name: &str, path: &Path, why: &str) -> Failure {
+    Failure::new(format!(
+        "cannot read the tokens of `{name}` from `{}`: {why}",
+        path.display()
+    ))
+    .hint("a merge of vocabularies needs the tokenizer.json of every model; transformers writes one with save_pretrained")
 }
 
 impl ModelTokens {
@@ -58,63 +80,60 @@ impl ModelTokens {
     /// # Errors
     /// Fails without a `tokenizer.json`, and for one that has no list of tokens.
     pub fn read(name: String, folder: &Path, rows: usize) -> Result<Self> {
-        let path = folder.join(TOKENIZER_FILE);
-        let cannot = |why: String| {
-            Failure::new(format!(
-                "cannot read the tokens of `{name}` from `{}`: {why}",
-                path.display()
-            ))
-            .hint("a merge of vocabularies needs a tokenizer.json of every model; transformers writes one with save_pretrained")
-        };
-        let bytes = read_whole(&path, LARGEST).map_err(|error| cannot(error.to_string()))?;
-        let file: File =
-            serde_json::from_slice(&bytes).map_err(|error| cannot(error.to_string()))?;
+        let bytes = read_tokenizer(&name, folder)?;
+        let cannot = |why: &str| cannot_read(&name, &folder.join(TOKENIZER_FILE), why);
+        let file: TokenizerContents =
+            serde_json::from_slice(&bytes).map_err(|error| cannot(&error.to_string()))?;
         let mut ids = match file.model.vocab {
-            Vocab::Map(ids) => ids,
-            Vocab::List(list) => list.into_iter().map(|(text, _)| text).zip(0..).collect(),
+            TokenList::Map(ids) => ids,
+            TokenList::List(list) => list.into_iter().map(|(text, _)| text).zip(0..).collect(),
         };
         let mut added = Vec::with_capacity(file.added_tokens.len());
         for entry in file.added_tokens {
             let text = entry.get("content").and_then(Value::as_str);
             let id = entry.get("id").and_then(Value::as_u64);
             let (Some(text), Some(id)) = (text.map(str::to_string), id) else {
-                return Err(
-                    cannot("an added token has no `content` or no `id`".to_string()).into(),
-                );
+                return Err(cannot("an added token has no `content` or no `id`").into());
             };
             ids.insert(text.clone(), id as usize);
-            // Added tokens without a row are not used.
-            if (id as usize) < rows {
-                added.push((text, entry));
-            }
+            added.push((text, entry));
         }
-        ids.retain(|_, id| *id < rows);
+        let mut without_rows: Vec<String> = Vec::new();
+        ids.retain(|text, id| {
+            let has_row = *id < rows;
+            if !has_row {
+                without_rows.push(text.clone());
+            }
+            has_row
+        });
+        without_rows.sort_unstable();
+        added.retain(|(text, _)| ids.contains_key(text));
         if ids.is_empty() {
-            return Err(cannot("it has no tokens".to_string()).into());
+            return Err(cannot("it has no tokens").into());
         }
         Ok(Self {
             name,
             folder: folder.to_path_buf(),
+            sha256: hex(&Sha256::digest(&bytes)),
             rows,
             ids,
             added,
+            without_rows,
         })
     }
 
     /// Texts of all tokens by ascending id.
     pub(super) fn in_order(&self) -> Vec<(&str, usize)> {
-        let mut tokens: Vec<(&str, usize)> = self
-            .ids
-            .iter()
-            .map(|(text, id)| (text.as_str(), *id))
-            .collect();
-        tokens.sort_by_key(|&(text, id)| (id, text));
+        let ids = self.ids.iter();
+        let mut tokens: Vec<(&str, usize)> = ids.map(|(text, id)| (text.as_str(), *id)).collect();
+        tokens.sort_unstable_by_key(|&(text, id)| (id, text));
         tokens
     }
 
-    /// The entry of an added token.
-    pub(super) fn added(&self, text: &str) -> Option<&Value> {
-        let mut added = self.added.iter();
-        added.find(|(of, _)| of == text).map(|(_, entry)| entry)
+    /// The first token, by id, that another model has not, or has under another id.
+    pub fn first_difference(&self, other: &Self) -> Option<String> {
+        let mut tokens = self.in_order().into_iter();
+        let found = tokens.find(|(text, id)| other.ids.get(*text) != Some(id))?;
+        Some(found.0.to_string())
     }
 }

@@ -1,9 +1,14 @@
 //! The memory of the merge pass: formulas, and the workers and pieces that fit.
 
-use super::settle::MergeShape;
+use std::collections::BTreeSet;
+
+use super::models::InputModels;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::merge::MergeTensor;
+use crate::merging::Scope;
 use crate::placement::inventory::Rates;
+use crate::recipe::{Declaration, Parameter};
 use crate::run::plan::{
     DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate,
 };
@@ -49,7 +54,61 @@ impl PassWork {
     }
 }
 
+/// The numbers of a pass that decide its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MergeShape {
+    /// Elements of the longest row.
+    pub(super) longest_row: usize,
+    /// The most sources of a tensor.
+    pub(super) sources: usize,
+    /// True if magnitudes are counted.
+    pub(super) searches: bool,
+    /// Groups of tensors that are counted together; 0 where each is counted by itself.
+    pub(super) groups: usize,
+    /// Bytes of the factors of an adapter for one tensor.
+    pub(super) factor_bytes: u64,
+    /// Bytes of activation statistics.
+    pub(super) statistics_bytes: u64,
+    /// Bytes of the rules of rows.
+    pub(super) vocabulary_bytes: u64,
+}
+
 impl MergeShape {
+    /// The numbers of a pass over these tensors.
+    pub(super) fn of(
+        tensors: &[MergeTensor],
+        declaration: &Declaration,
+        scope: Scope,
+        inputs: &InputModels,
+    ) -> Self {
+        let trims = |parameter| declaration.per_model.iter().any(|(of, _)| *of == parameter);
+        let groups = match scope {
+            Scope::Tensor => 0,
+            Scope::Layer => {
+                let layers = tensors.iter().map(|tensor| tensor.recipe.layer);
+                layers.collect::<BTreeSet<_>>().len()
+            }
+            Scope::Model => 1,
+        };
+        Self {
+            longest_row: tensors
+                .iter()
+                .map(|tensor| tensor.matrix().1)
+                .max()
+                .unwrap_or(1),
+            sources: tensors
+                .iter()
+                .map(|tensor| tensor.recipe.sources.len())
+                .max()
+                .unwrap_or(1),
+            searches: trims(Parameter::Density),
+            groups,
+            factor_bytes: inputs.factor_bytes(),
+            statistics_bytes: 0,
+            vocabulary_bytes: 0,
+        }
+    }
+
     /// The memory of a pass.
     ///
     /// ```text
@@ -78,6 +137,7 @@ impl MergeShape {
             part(PartKind::MagnitudeCounts, counts),
             part(PartKind::AdapterFactors, factors),
             part(PartKind::Statistics, self.statistics_bytes),
+            part(PartKind::Vocabulary, self.vocabulary_bytes),
         ]
         .into_iter()
         .filter(|part| part.bytes > ByteSize::ZERO)

@@ -4,6 +4,9 @@
 //! | --- | --- |
 //! | `combined` | `--semantics peft`: adapters, combined |
 //! | `settle` | everything that can be wrong is checked |
+//! | `resolved` | the recipe with its models, and every tensor |
+//! | `deciding` | the settings that a continued run must share |
+//! | `vocabulary` | the tokens of the output |
 //! | `models` | the input models and their adapters |
 //! | `devices` | the GPUs that compute |
 //! | `memory` | the memory of the pass |
@@ -15,6 +18,7 @@
 //! | `record` | `run.json` |
 
 mod combined;
+mod deciding;
 mod devices;
 mod evaluation;
 mod measuring;
@@ -23,9 +27,11 @@ mod models;
 mod outputs;
 mod published;
 mod record;
+mod resolved;
 mod saliency;
 mod saliency_file;
 mod settle;
+mod vocabulary;
 mod weighing;
 
 use anyhow::Result;

@@ -13,10 +13,11 @@ use crate::checkpoint::{CONFIG_FILE, Checkpoint, WeightSource};
 use crate::failure::Failure;
 use crate::job::located::{self, HubModel};
 use crate::linalg::StoredDtype;
-use crate::merge::{AdaptedRows, InputRows, Inputs, StoredRows};
+use crate::merge::{AdaptedRows, InputRows, Inputs, MappedRows, StoredRows};
 use crate::recipe::{ModelShape, ModelSpec, TensorSource};
 use crate::run::Events;
 use crate::settings::{ComputeDtype, ModelSettings};
+use crate::vocabulary::RowMap;
 
 /// One input of a merge.
 pub(super) struct InputModelFiles {
@@ -33,6 +34,8 @@ pub(super) struct InputModelFiles {
 /// All inputs, in the order of [`crate::recipe::Recipe::models`].
 pub(super) struct InputModels {
     pub(super) models: Vec<InputModelFiles>,
+    /// The rows of embedding and head in the output's order, by tensor; empty where they are those of the models.
+    pub(super) row_maps: BTreeMap<String, Arc<RowMap>>,
     /// `dtype` of the recipe: elements are rounded to it when they are read, as in mergekit.
     pub(super) dtype: Option<StoredDtype>,
 }
@@ -84,7 +87,11 @@ impl InputModels {
                 adapter,
             });
         }
-        Ok(Self { models, dtype })
+        Ok(Self {
+            models,
+            row_maps: BTreeMap::new(),
+            dtype,
+        })
     }
 
     /// The folders that are read.
@@ -156,8 +163,9 @@ impl InputModelFiles {
     }
 }
 
-impl Inputs for InputModels {
-    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>> {
+impl InputModels {
+    /// Opens a tensor with the rows of its model.
+    fn open_own(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>> {
         let model = &self.models[model];
         let checkpoint = &*model.checkpoint;
         let entry = checkpoint
@@ -173,6 +181,24 @@ impl Inputs for InputModels {
             None => base,
             Some(change) => Box::new(AdaptedRows { base, change }),
         })
+    }
+}
+
+impl Inputs for InputModels {
+    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>> {
+        let Some(map) = self.row_maps.get(tensor) else {
+            return self.open_own(model, tensor);
+        };
+        let sources = map.rules.keys();
+        let sources = sources.map(|&of| Ok((of, self.open_own(of, tensor)?)));
+        let entry = self.models[model].checkpoint.entry(tensor);
+        let columns = entry.and_then(|entry| entry.shape.last().copied());
+        Ok(Box::new(MappedRows::new(
+            Arc::clone(map),
+            model,
+            sources.collect::<Result<_>>()?,
+            columns.with_context(|| format!("`{tensor}` has no columns"))?,
+        )))
     }
 }
 

@@ -7,14 +7,17 @@ use serde_json::Value;
 
 use super::models::InputModels;
 use super::settle::MergeJob;
+use super::vocabulary::OutputVocabulary;
 use crate::checkpoint::{
     CARD_FILE, CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, Published, sidecars_in,
 };
 use crate::linalg::StoredDtype;
 use crate::merge::MergeTensor;
+use crate::model::EMBEDDING;
 use crate::recipe::{Recipe, without_folders};
 use crate::report::merge_card;
 use crate::run::merging::MergeReport;
+use crate::vocabulary::TOKENIZER_FILES;
 
 /// The model whose configuration and tokenizer the output gets: the base, else the first.
 pub(super) struct Donor {
@@ -29,6 +32,7 @@ impl Donor {
         recipe: &Recipe,
         inputs: &InputModels,
         tensors: &[MergeTensor],
+        vocabulary: &OutputVocabulary,
     ) -> Result<Self> {
         let base = recipe.base_model.as_ref();
         let models = &inputs.models;
@@ -56,7 +60,7 @@ impl Donor {
         }
         let embedding = tensors
             .iter()
-            .find(|tensor| tensor.recipe.name == "model.embed_tokens.weight");
+            .find(|tensor| tensor.recipe.name == EMBEDDING);
         if let Some(rows) = embedding.and_then(|embedding| embedding.shape.first()) {
             object.insert("vocab_size".to_string(), (*rows).into());
         }
@@ -72,6 +76,7 @@ impl Donor {
             false => "torch_dtype",
         };
         object.insert(key.to_string(), name.into());
+        vocabulary.configure(&donor.folder, &mut config)?;
         Ok(Self {
             folder: donor.folder.clone(),
             config,
@@ -122,11 +127,18 @@ impl MergeJob {
         if let Some(index) = self.layout.index_json() {
             written.push((INDEX_FILE.to_string(), index));
         }
-        let sidecars = sidecars_in(&self.donor.folder)?.into_iter();
-        let copied = sidecars
-            .filter(|name| !written.iter().any(|(own, _)| own == name) && name != INDEX_FILE)
-            .map(|name| (self.donor.folder.join(&name), name))
-            .collect();
+        let (tokenizer, changed, left_out) = self.vocabulary.files(&self.donor.folder)?;
+        written.extend(changed);
+        let mut copied = Vec::new();
+        for (folder, has_tokenizer) in [(&*self.donor.folder, false), (tokenizer, true)] {
+            let sidecars = sidecars_in(folder)?.into_iter().filter(|name| {
+                TOKENIZER_FILES.contains(&name.as_str()) == has_tokenizer
+                    && name != INDEX_FILE
+                    && !left_out.contains(&name.as_str())
+                    && !written.iter().any(|(own, _)| own == name)
+            });
+            copied.extend(sidecars.map(|name| (folder.join(&name), name)));
+        }
         Ok(Published { written, copied })
     }
 }

@@ -14,6 +14,7 @@ use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
 use crate::linalg::kernel;
 use crate::merging::Scope;
+use crate::model::EMBEDDING;
 use crate::recipe::Parameter;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport, Perplexities, SCHEMA};
 use crate::run::merging::{InputModel, MergeReport, MergedTensor};
@@ -69,7 +70,7 @@ impl MergeJob {
         let embedding = self
             .tensors
             .iter()
-            .find(|tensor| tensor.recipe.name == "model.embed_tokens.weight");
+            .find(|tensor| tensor.recipe.name == EMBEDDING);
         Ok(MergeReport {
             method: self.recipe.merge_method.clone(),
             semantics: self.semantics_name(),
@@ -81,6 +82,7 @@ impl MergeJob {
             vocab_size: embedding
                 .and_then(|of| of.shape.first().copied())
                 .unwrap_or(0),
+            vocabulary: self.vocabulary.report.clone(),
             dtype: widest(&self.tensors).name().to_string(),
             left_out: self.left_out.clone(),
             bytes: [ByteSize(read.sum()), self.output_bytes()],

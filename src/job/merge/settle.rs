@@ -3,16 +3,19 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
-use super::combined::{self, CombinedJob};
+use super::combined::CombinedJob;
+use super::deciding::decide;
 use super::measuring::joined;
-use super::memory::{PassSize, PassWork};
+use super::memory::{MergeShape, PassSize, PassWork};
 use super::models::InputModels;
 use super::published::Donor;
+use super::resolved::ResolvedMerge;
 use super::saliency::Saliency;
+use super::vocabulary::OutputVocabulary;
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, PlannedTensor, WeightSource};
+use crate::checkpoint::{Layout, PlannedTensor};
 use crate::disk;
 use crate::failure::Failure;
 use crate::job::folder::RunFolder;
@@ -20,14 +23,12 @@ use crate::job::{machine, same_run};
 use crate::linalg::StoredDtype;
 use crate::merge::MergeTensor;
 use crate::merging::{MergeMethod, MethodSettings, Scope, Semantics};
-use crate::model::stored_dtype;
 use crate::placement::planner::cpu_budget;
-use crate::recipe::{Declaration, MergeDtype, Parameter, Recipe, TensorRecipe};
+use crate::recipe::{Parameter, Recipe};
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
 use crate::runtime::Clock;
 use crate::settings::{
-    MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings, SaliencySource,
-    TrimScope, check_device,
+    MergeSemantics, MergeSettings, PIECE_ELEMENTS, SaliencySource, TrimScope, check_device,
 };
 
 /// Workers per thread: while one waits for the disk, another computes.
@@ -46,7 +47,9 @@ pub(super) struct MergeJob {
     pub(super) left_out: Vec<String>,
     pub(super) num_hidden_layers: usize,
     pub(super) layout: Layout,
-    /// The model whose configuration and tokenizer the output gets.
+    /// The tokens and the tokenizer of the output.
+    pub(super) vocabulary: OutputVocabulary,
+    /// The model whose configuration the output gets.
     pub(super) donor: Donor,
     pub(super) folder: RunFolder,
     pub(super) size: PassSize,
@@ -70,23 +73,6 @@ pub(super) enum SettledMerge {
     Finished(Box<Manifest>),
 }
 
-/// The numbers of a pass that decide its memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct MergeShape {
-    /// Elements of the longest row.
-    pub(super) longest_row: usize,
-    /// The most sources of a tensor.
-    pub(super) sources: usize,
-    /// True if magnitudes are counted.
-    pub(super) searches: bool,
-    /// Groups of tensors that are counted together; 0 where each is counted by itself.
-    pub(super) groups: usize,
-    /// Bytes of the factors of an adapter for one tensor.
-    pub(super) factor_bytes: u64,
-    /// Bytes of activation statistics.
-    pub(super) statistics_bytes: u64,
-}
-
 impl MergeJob {
     /// Reads the recipe, opens all models, and resolves every tensor, the output's files, folders and memory.
     ///
@@ -97,27 +83,17 @@ impl MergeJob {
         let clock = Clock::new();
         clock.mark(Moment::Start, events);
         let started_unix_seconds = machine::unix_seconds();
-        let recipe = read_recipe(&settings)?;
-        let (declaration, method) = combined::method(&settings, &recipe.merge_method)?;
-        check_flags(&settings, method)?;
-        let inputs = InputModels::open(
-            recipe.models(),
-            recipe.dtype.map(stored),
-            settings.cache_dir.as_deref(),
-            events,
-        )?;
-        let shapes = inputs.shapes()?;
-        let num_hidden_layers = recipe.num_hidden_layers(&shapes)?;
-        let resolved = recipe.resolve(&declaration, &shapes)?;
-        let tensors: Result<Vec<MergeTensor>> = resolved
-            .tensors
-            .into_iter()
-            .map(|tensor| merge_tensor(tensor, &recipe, &inputs))
-            .collect();
-        let mut tensors = tensors?;
-        let combined = CombinedJob::settle(&settings, &recipe, &inputs, &mut tensors)?;
-        check_rows(&tensors, &recipe)?;
-        let donor = Donor::of(&recipe, &inputs, &tensors)?;
+        let ResolvedMerge {
+            recipe,
+            method,
+            inputs,
+            combined,
+            tensors,
+            left_out,
+            num_hidden_layers,
+            vocabulary,
+            donor,
+        } = ResolvedMerge::of(&settings, events)?;
         let layout = layout_of(&tensors, settings.shard_bytes)?;
         let method_settings = method_settings(&settings);
         check_groups(&tensors, method.scope(&method_settings))?;
@@ -149,6 +125,7 @@ impl MergeJob {
         if folder.state().is_some() {
             deciding = decide(&settings, &recipe, &inputs, &folder)?;
             deciding.extend(Saliency::deciding(saliency.as_ref()));
+            deciding.extend(vocabulary.deciding());
         }
         if let Some(combined) = &combined {
             deciding.extend(combined.deciding());
@@ -161,6 +138,7 @@ impl MergeJob {
                 return Ok(SettledMerge::Finished(Box::new(manifest)));
             }
         }
+        shape.vocabulary_bytes = vocabulary.bytes();
         shape.statistics_bytes = saliency.as_ref().map_or(0, |of| of.bytes().0);
         let size = shape.fit(wanted, budget)?;
         let time = work.time(layout.bytes(), threads, &inventory.rates);
@@ -178,9 +156,10 @@ impl MergeJob {
             inputs,
             combined,
             tensors,
-            left_out: resolved.left_out.into_iter().collect(),
+            left_out,
             num_hidden_layers,
             layout,
+            vocabulary,
             donor,
             folder,
             size,
@@ -246,6 +225,7 @@ impl MergeJob {
                 self.left_out.len()
             ));
         }
+        self.vocabulary.announce(events);
         if let Some(saliency) = &self.saliency {
             saliency.announce(events);
         }
@@ -283,83 +263,6 @@ fn method_settings(settings: &MergeSettings) -> MethodSettings {
         }),
         squares_vote: settings.saliency == Some(SaliencySource::Experts),
         seed: settings.seed,
-    }
-}
-
-/// Reads the recipe of a file or of flags.
-fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
-    let methods = combined::declarations(settings.semantics);
-    match &settings.recipe {
-        RecipeSettings::File(path) => Recipe::load(path, &methods),
-        RecipeSettings::Flags(flags) => Recipe::from_flags((**flags).clone(), &methods),
-    }
-}
-
-/// Refuses flags that the method has no meaning for.
-fn check_flags(settings: &MergeSettings, method: &dyn MergeMethod) -> Result<()> {
-    let name = method.declaration().name;
-    if settings.saliency.is_some() && !method.uses_saliency() {
-        return Err(
-            Failure::usage(format!("--saliency has no meaning for the method `{name}`"))
-                .hint("leave it out, or use ties, dare_linear, dare_ties, della or regmean_diag")
-                .into(),
-        );
-    }
-    if name == "regmean_diag" && settings.saliency != Some(SaliencySource::Experts) {
-        return Err(
-            Failure::usage("regmean_diag averages by the activations of the experts")
-                .hint("add --saliency experts --dataset TEXT")
-                .into(),
-        );
-    }
-    Ok(())
-}
-
-/// The tensor with its shape and dtype. Embeddings and heads may differ in rows.
-fn merge_tensor(
-    tensor: TensorRecipe,
-    recipe: &Recipe,
-    inputs: &InputModels,
-) -> Result<MergeTensor> {
-    let mut shape = Vec::new();
-    let mut dtype: Option<StoredDtype> = None;
-    for source in &tensor.sources {
-        let model = &inputs.models[source.model];
-        let entry = model.checkpoint.entry(&source.tensor);
-        let entry = entry.with_context(|| format!("tensor `{}` is missing", source.tensor))?;
-        let own = stored_dtype(entry)?;
-        dtype = Some(dtype.map_or(own, |dtype| promoted(dtype, own)));
-        if shape.is_empty() {
-            shape = entry.shape.clone();
-        }
-    }
-    let asked = recipe.out_dtype.or(recipe.dtype);
-    let dtype = asked.map(stored).or(dtype).unwrap_or(StoredDtype::F32);
-    Ok(MergeTensor {
-        squares: vec![None; tensor.sources.len()],
-        observed: vec![None; tensor.sources.len()],
-        recipe: tensor,
-        shape,
-        dtype,
-        damping: None,
-    })
-}
-
-/// A dtype of a recipe.
-fn stored(dtype: MergeDtype) -> StoredDtype {
-    match dtype {
-        MergeDtype::F32 => StoredDtype::F32,
-        MergeDtype::F16 => StoredDtype::F16,
-        MergeDtype::Bf16 => StoredDtype::Bf16,
-    }
-}
-
-/// The dtype that holds both, as PyTorch promotes them.
-fn promoted(first: StoredDtype, second: StoredDtype) -> StoredDtype {
-    if first == second {
-        first
-    } else {
-        StoredDtype::F32
     }
 }
 
@@ -419,101 +322,4 @@ fn check_values(
         work.elements += reads * sources.len() as u64 * tensor.elements();
     }
     Ok(work)
-}
-
-/// Refuses embeddings of different vocabularies.
-fn check_rows(tensors: &[MergeTensor], recipe: &Recipe) -> Result<()> {
-    let _ = (tensors, recipe);
-    Ok(())
-}
-
-/// The measurements of perplexity; the state of a run keeps their results.
-fn evaluation_of(settings: &MergeSettings) -> String {
-    if settings.eval == MergeEval::None {
-        return "none".to_string();
-    }
-    let of = &settings.evaluation;
-    let windows = of
-        .eval_windows
-        .map_or("all".to_string(), |windows| windows.to_string());
-    let seqlen = settings
-        .seqlen
-        .map_or("default".to_string(), |seqlen| seqlen.to_string());
-    format!(
-        "{:?}, {}, windows: {windows}, seqlen: {seqlen}",
-        settings.eval, of.eval_dataset
-    )
-}
-
-/// Everything that decides the outcome, by name.
-fn decide(
-    settings: &MergeSettings,
-    recipe: &Recipe,
-    inputs: &InputModels,
-    folder: &RunFolder,
-) -> Result<BTreeMap<String, String>> {
-    let fingerprints: Result<Vec<String>> = inputs
-        .models
-        .iter()
-        .map(|model| model.fingerprint())
-        .collect();
-    let as_json = |value: serde_json::Value| match value {
-        serde_json::Value::String(text) => text,
-        other => other.to_string(),
-    };
-    let named = [
-        ("command", "merge".to_string()),
-        ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
-        ("recipe", recipe.to_yaml(crate::recipe::without_folders)),
-        ("models", fingerprints?.join(" ")),
-        (
-            "semantics",
-            as_json(serde_json::to_value(settings.semantics)?),
-        ),
-        (
-            "trim_scope",
-            as_json(serde_json::to_value(settings.trim_scope)?),
-        ),
-        ("seed", settings.seed.to_string()),
-        ("keep_zeros", settings.keep_zeros.to_string()),
-        ("evaluation", evaluation_of(settings)),
-        ("out_shard_size", settings.shard_bytes.to_string()),
-        ("model folder", same_run::model_folder(folder)?),
-    ];
-    Ok(named.map(|(name, value)| (name.to_string(), value)).into())
-}
-
-impl MergeShape {
-    fn of(
-        tensors: &[MergeTensor],
-        declaration: &Declaration,
-        scope: Scope,
-        inputs: &InputModels,
-    ) -> Self {
-        let trims = |parameter| declaration.per_model.iter().any(|(of, _)| *of == parameter);
-        let groups = match scope {
-            Scope::Tensor => 0,
-            Scope::Layer => {
-                let layers = tensors.iter().map(|tensor| tensor.recipe.layer);
-                layers.collect::<std::collections::BTreeSet<_>>().len()
-            }
-            Scope::Model => 1,
-        };
-        Self {
-            longest_row: tensors
-                .iter()
-                .map(|tensor| tensor.matrix().1)
-                .max()
-                .unwrap_or(1),
-            sources: tensors
-                .iter()
-                .map(|tensor| tensor.recipe.sources.len())
-                .max()
-                .unwrap_or(1),
-            searches: trims(Parameter::Density),
-            groups,
-            factor_bytes: inputs.factor_bytes(),
-            statistics_bytes: 0,
-        }
-    }
 }

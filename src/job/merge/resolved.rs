@@ -1,0 +1,167 @@
+//! [`ResolvedMerge`]: the recipe with its models, and every tensor of the output.
+
+use anyhow::{Context, Result};
+
+use super::combined::{self, CombinedJob};
+use super::models::InputModels;
+use super::published::Donor;
+use super::vocabulary::OutputVocabulary;
+use crate::checkpoint::WeightSource;
+use crate::failure::Failure;
+use crate::linalg::StoredDtype;
+use crate::merge::MergeTensor;
+use crate::merging::MergeMethod;
+use crate::model::stored_dtype;
+use crate::recipe::{MergeDtype, Recipe, TensorRecipe, TokenizerRecipe};
+use crate::run::Events;
+use crate::settings::{MergeSettings, RecipeSettings, SaliencySource};
+
+/// The models of a recipe, and what becomes of them.
+pub(super) struct ResolvedMerge {
+    pub(super) recipe: Recipe,
+    pub(super) method: &'static dyn MergeMethod,
+    pub(super) inputs: InputModels,
+    /// The combination of adapters, with `--semantics peft`.
+    pub(super) combined: Option<CombinedJob>,
+    pub(super) tensors: Vec<MergeTensor>,
+    /// Tensors of the inputs that the output does not have.
+    pub(super) left_out: Vec<String>,
+    pub(super) num_hidden_layers: usize,
+    /// The tokens and the tokenizer of the output.
+    pub(super) vocabulary: OutputVocabulary,
+    /// The model whose configuration the output gets.
+    pub(super) donor: Donor,
+}
+
+impl ResolvedMerge {
+    /// Reads the recipe, opens its models, and resolves every tensor.
+    ///
+    /// # Errors
+    /// Fails for everything that can be wrong with recipe and models.
+    pub(super) fn of(settings: &MergeSettings, events: &dyn Events) -> Result<Self> {
+        let recipe = read_recipe(settings)?;
+        let (declaration, method) = combined::method(settings, &recipe.merge_method)?;
+        check_flags(settings, method)?;
+        let mut inputs = InputModels::open(
+            recipe.models(),
+            recipe.dtype.map(stored),
+            settings.cache_dir.as_deref(),
+            events,
+        )?;
+        let shapes = inputs.shapes()?;
+        let num_hidden_layers = recipe.num_hidden_layers(&shapes)?;
+        let resolved = recipe.resolve(&declaration, &shapes)?;
+        let tensors: Result<Vec<MergeTensor>> = resolved
+            .tensors
+            .into_iter()
+            .map(|tensor| merge_tensor(tensor, &recipe, &inputs))
+            .collect();
+        let mut tensors = tensors?;
+        let combined = CombinedJob::settle(settings, &recipe, &inputs, &mut tensors)?;
+        let vocabulary =
+            OutputVocabulary::settle(settings, &recipe, &inputs, &mut tensors, events)?;
+        inputs.row_maps = vocabulary.maps.clone();
+        let donor = Donor::of(&recipe, &inputs, &tensors, &vocabulary)?;
+        Ok(Self {
+            recipe,
+            method,
+            inputs,
+            combined,
+            tensors,
+            left_out: resolved.left_out.into_iter().collect(),
+            num_hidden_layers,
+            vocabulary,
+            donor,
+        })
+    }
+}
+
+/// Reads the recipe of a file or of flags.
+fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
+    let methods = combined::declarations(settings.semantics);
+    match &settings.recipe {
+        RecipeSettings::File(path, vocab) => {
+            let mut recipe = Recipe::load(path, &methods)?;
+            if let Some(source) = vocab {
+                if recipe.tokenizer.is_some() {
+                    return Err(
+                        Failure::usage("the recipe has a tokenizer, and so has --vocab")
+                            .hint("leave one of them out")
+                            .into(),
+                    );
+                }
+                recipe.tokenizer = Some(TokenizerRecipe::of(source.clone()));
+            }
+            Ok(recipe)
+        }
+        RecipeSettings::Flags(flags) => Recipe::from_flags((**flags).clone(), &methods),
+    }
+}
+
+/// Refuses flags that the method has no meaning for.
+fn check_flags(settings: &MergeSettings, method: &dyn MergeMethod) -> Result<()> {
+    let name = method.declaration().name;
+    if settings.saliency.is_some() && !method.uses_saliency() {
+        return Err(
+            Failure::usage(format!("--saliency has no meaning for the method `{name}`"))
+                .hint("leave it out, or use ties, dare_linear, dare_ties, della or regmean_diag")
+                .into(),
+        );
+    }
+    if name == "regmean_diag" && settings.saliency != Some(SaliencySource::Experts) {
+        return Err(
+            Failure::usage("regmean_diag averages by the activations of the experts")
+                .hint("add --saliency experts --dataset TEXT")
+                .into(),
+        );
+    }
+    Ok(())
+}
+
+/// The tensor with its shape and dtype. Embeddings and heads may differ in rows.
+fn merge_tensor(
+    tensor: TensorRecipe,
+    recipe: &Recipe,
+    inputs: &InputModels,
+) -> Result<MergeTensor> {
+    let mut shape = Vec::new();
+    let mut dtype: Option<StoredDtype> = None;
+    for source in &tensor.sources {
+        let model = &inputs.models[source.model];
+        let entry = model.checkpoint.entry(&source.tensor);
+        let entry = entry.with_context(|| format!("tensor `{}` is missing", source.tensor))?;
+        let own = stored_dtype(entry)?;
+        dtype = Some(dtype.map_or(own, |dtype| promoted(dtype, own)));
+        if shape.is_empty() {
+            shape = entry.shape.clone();
+        }
+    }
+    let asked = recipe.out_dtype.or(recipe.dtype);
+    let dtype = asked.map(stored).or(dtype).unwrap_or(StoredDtype::F32);
+    Ok(MergeTensor {
+        squares: vec![None; tensor.sources.len()],
+        observed: vec![None; tensor.sources.len()],
+        recipe: tensor,
+        shape,
+        dtype,
+        damping: None,
+    })
+}
+
+/// A dtype of a recipe.
+fn stored(dtype: MergeDtype) -> StoredDtype {
+    match dtype {
+        MergeDtype::F32 => StoredDtype::F32,
+        MergeDtype::F16 => StoredDtype::F16,
+        MergeDtype::Bf16 => StoredDtype::Bf16,
+    }
+}
+
+/// The dtype that holds both, as PyTorch promotes them.
+fn promoted(first: StoredDtype, second: StoredDtype) -> StoredDtype {
+    if first == second {
+        first
+    } else {
+        StoredDtype::F32
+    }
+}
