@@ -7,6 +7,7 @@ mod goldens;
 mod interrupted;
 mod memory;
 mod random;
+mod vocabulary;
 
 use std::collections::BTreeMap;
 use std::fs;
