@@ -25,7 +25,7 @@ use super::method::{
 };
 use super::mixer::{Divisor, Formula, Mixer, Mixture, Share};
 use super::random::Stream;
-use super::ranks::{Counts, Found};
+use super::ranks::{Counts, OrderStatistic};
 use super::sums::absolute;
 use super::trim::{Edge, Trim, Trimmer};
 use crate::failure::Failure;
@@ -187,7 +187,7 @@ struct SearchPlan {
 }
 
 impl SearchPlan {
-    fn trim(&self, found: &[Found]) -> Trim {
+    fn trim(&self, found: &[OrderStatistic]) -> Trim {
         let Some(&low) = found.first() else {
             return Trim::All;
         };

@@ -11,9 +11,9 @@ use crate::failure::Failure;
 use crate::recipe::{BaseModel, Declaration, Otherwise, Parameter};
 
 /// `linear`.
-pub(super) struct Linear;
+pub(super) struct LinearAverage;
 
-impl MergeMethod for Linear {
+impl MergeMethod for LinearAverage {
     fn declaration(&self) -> Declaration {
         Declaration {
             name: "linear",

@@ -46,7 +46,7 @@ pub use sums::{dot, weighted_square_distance};
 
 /// All methods, in the order of the help text.
 pub const METHODS: [&dyn MergeMethod; 13] = [
-    &linear::Linear,
+    &linear::LinearAverage,
     &slerp::Slerp,
     &task_arithmetic::TASK_ARITHMETIC,
     &ties::TIES,

@@ -36,11 +36,11 @@ pub struct ModelTokens {
 struct File {
     #[serde(default)]
     added_tokens: Vec<Value>,
-    model: Model,
+    model: TokenModel,
 }
 
 #[derive(Deserialize)]
-struct Model {
+struct TokenModel {
     vocab: Vocab,
 }
 

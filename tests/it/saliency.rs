@@ -353,7 +353,10 @@ fn a_sample_that_a_gpu_has_no_memory_for_counts_once() {
     let expected = files(&place);
     let run = |simulation: &str| {
         fs::remove_dir_all(place.path("out")).expect("removed");
-        merged(&place, &format!("{BOTH} --simulate {simulation}"));
+        merged(
+            &place,
+            &format!("{BOTH} --device cuda --simulate {simulation}"),
+        );
         assert!(files(&place) == expected, "{simulation}");
         place.manifest("out")
     };
