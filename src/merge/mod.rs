@@ -2,7 +2,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `rows` | [`TensorRows`], the rows of one tensor of one model in f32 |
+//! | `rows` | [`SourceRows`], the rows of one tensor of one model in f32 |
 //! | `pass` | [`MergePass`], the loop over the tensors |
 //! | `devices`, `on_candle` | [`MergeDevice`], a device that computes linears, its memory and its operators |
 //! | `worker` | one thread of the pass |
@@ -16,4 +16,4 @@ mod worker;
 pub use devices::MergeDevice;
 pub use on_candle::CandleMixer;
 pub use pass::{MergeJournal, MergePass, MergeTensor};
-pub use rows::{AdaptedRows, MergeSources, StoredRows, TensorRows};
+pub use rows::{AdaptedRows, MergeSources, SourceRows, StoredRows};

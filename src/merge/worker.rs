@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::devices::{MergeDevice, OnDevice};
 use super::pass::{Groups, MergePass, MergeTensor};
-use super::rows::TensorRows;
+use super::rows::SourceRows;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::linalg::convert::narrow;
@@ -37,7 +37,7 @@ pub(super) struct Worker<'p> {
 }
 
 /// The opened sources of a tensor.
-type OpenedSources<'a> = Vec<Box<dyn TensorRows + 'a>>;
+type OpenedSources<'a> = Vec<Box<dyn SourceRows + 'a>>;
 
 impl<'p> Worker<'p> {
     pub(super) fn new(

@@ -13,7 +13,7 @@ use crate::checkpoint::{CONFIG_FILE, Checkpoint, WeightSource};
 use crate::failure::Failure;
 use crate::job::located::{self, HubModel};
 use crate::linalg::StoredDtype;
-use crate::merge::{AdaptedRows, MergeSources, StoredRows, TensorRows};
+use crate::merge::{AdaptedRows, MergeSources, SourceRows, StoredRows};
 use crate::recipe::{ModelShape, ModelSpec, TensorSource};
 use crate::run::Events;
 use crate::settings::{ComputeDtype, ModelSettings};
@@ -157,13 +157,13 @@ impl InputModelFiles {
 }
 
 impl MergeSources for InputModels {
-    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn TensorRows + '_>> {
+    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn SourceRows + '_>> {
         let model = &self.models[model];
         let checkpoint = &*model.checkpoint;
         let entry = checkpoint
             .entry(tensor)
             .with_context(|| format!("tensor `{tensor}` is not in `{}`", model.folder.display()))?;
-        let base: Box<dyn TensorRows + '_> =
+        let base: Box<dyn SourceRows + '_> =
             Box::new(StoredRows::new(checkpoint, entry, self.dtype)?);
         let change = match &model.adapter {
             Some(adapter) => adapter.change(tensor)?,
@@ -177,13 +177,13 @@ impl MergeSources for InputModels {
 }
 
 /// Folder, origin, weights and configuration of a model.
-type OpenedModel = (PathBuf, Option<HubModel>, Arc<Checkpoint>, Value);
+type OpenedInput = (PathBuf, Option<HubModel>, Arc<Checkpoint>, Value);
 
 fn open_model(
     spec: &ModelSpec,
     cache_dir: Option<&Path>,
     events: &dyn Events,
-) -> Result<OpenedModel> {
+) -> Result<OpenedInput> {
     let settings = ModelSettings {
         model: PathBuf::from(&spec.model),
         revision: spec.revision.clone(),
