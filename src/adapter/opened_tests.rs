@@ -100,8 +100,8 @@ fn a_saved_module_replaces_the_base_in_every_spelling() {
             waves(&key("embed.original_module.weight"), &[5, 4], 8.0),
         ];
         let adapter = open(&config(""), &tensors).unwrap();
-        let expected: Vec<f32> = (0..20).map(|i| (i as f32 * 0.7 + 7.0).sin()).collect();
-        assert_eq!(delta(&adapter, "embed.weight", 5, 4), expected);
+        let expected = &tensors[0].values;
+        assert_eq!(&delta(&adapter, "embed.weight", 5, 4), expected);
         let mut rows = [9.0; 8];
         change(&adapter, "embed.weight")
             .apply(2..4, &mut rows)

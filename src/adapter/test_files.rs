@@ -17,7 +17,7 @@ pub(super) struct TestTensor {
     name: String,
     shape: Vec<usize>,
     dtype: StoredDtype,
-    values: Vec<f32>,
+    pub(super) values: Vec<f32>,
 }
 
 /// A tensor of f32 with these values.

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result};
 
-use super::rows::InputRows;
+use super::rows::SourceRows;
 use crate::vocabulary::{RowMap, RowRule};
 
 /// Elements that are read at a time for the mean of all rows.
@@ -17,7 +17,7 @@ pub struct MappedRows<'a> {
     /// The number of the source's model.
     model: usize,
     /// The rows of all sources, by number of their models.
-    sources: Vec<(usize, Box<dyn InputRows + 'a>)>,
+    sources: Vec<(usize, Box<dyn SourceRows + 'a>)>,
     columns: usize,
     /// The mean of the rows of all tokens, once it was asked for.
     padding: OnceLock<Vec<f32>>,
@@ -28,7 +28,7 @@ impl<'a> MappedRows<'a> {
     pub fn new(
         map: Arc<RowMap>,
         model: usize,
-        sources: Vec<(usize, Box<dyn InputRows + 'a>)>,
+        sources: Vec<(usize, Box<dyn SourceRows + 'a>)>,
         columns: usize,
     ) -> Self {
         Self {
@@ -122,7 +122,7 @@ impl<'a> MappedRows<'a> {
     }
 }
 
-impl InputRows for MappedRows<'_> {
+impl SourceRows for MappedRows<'_> {
     fn read(&self, rows: Range<usize>, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()> {
         let rules = &self.rules()?[rows];
         let mut at = 0;
@@ -154,7 +154,7 @@ mod tests {
     /// Row r of source s is (10·s + r, −r).
     struct Numbers(usize);
 
-    impl InputRows for Numbers {
+    impl SourceRows for Numbers {
         fn read(&self, rows: Range<usize>, values: &mut [f32], _: &mut Vec<u8>) -> Result<()> {
             for (row, values) in rows.zip(values.chunks_mut(2)) {
                 values.copy_from_slice(&[(10 * self.0 + row) as f32, -(row as f32)]);
@@ -181,7 +181,7 @@ mod tests {
             without_rows: Vec::new(),
         });
         let sources = vec![
-            (1, Box::new(Numbers(1)) as Box<dyn InputRows>),
+            (1, Box::new(Numbers(1)) as Box<dyn SourceRows>),
             (5, Box::new(Numbers(5))),
         ];
         let rows = MappedRows::new(map, 1, sources, 2);

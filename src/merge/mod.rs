@@ -2,7 +2,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `rows` | [`InputRows`], the rows of one tensor of one model in f32 |
+//! | `rows` | [`SourceRows`], the rows of one tensor of one model in f32 |
 //! | `mapped_rows` | [`MappedRows`], rows of an embedding in the order of the output's vocabulary |
 //! | `pass` | [`MergePass`], the loop over the tensors |
 //! | `devices`, `on_candle` | [`MergeDevice`], a device that computes linears, its memory and its operators |
@@ -19,4 +19,4 @@ pub use devices::MergeDevice;
 pub use mapped_rows::MappedRows;
 pub use on_candle::CandleMixer;
 pub use pass::{MergeJournal, MergePass, MergeTensor};
-pub use rows::{AdaptedRows, InputRows, Inputs, StoredRows};
+pub use rows::{AdaptedRows, MergeSources, SourceRows, StoredRows};

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use super::devices::MergeDevice;
-use super::rows::Inputs;
+use super::rows::MergeSources;
 use super::worker::{Worker, source_tasks, task_of};
 use crate::checkpoint::MergedWriter;
 use crate::linalg::StoredDtype;
@@ -93,7 +93,7 @@ pub struct MergePass<'a> {
     /// All tensors of the output, in its order.
     pub tensors: &'a [MergeTensor],
     /// The input models.
-    pub inputs: &'a dyn Inputs,
+    pub inputs: &'a dyn MergeSources,
     /// The output.
     pub writer: &'a MergedWriter,
     /// Devices that compute linears in place of the CPU.

@@ -1,4 +1,4 @@
-//! [`InputRows`]: rows of one tensor of one input model, in f32, read when they are needed.
+//! [`SourceRows`]: rows of one tensor of one input model, in f32, read when they are needed.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::linalg::convert::{narrow, widen};
 use crate::model::stored_dtype;
 
 /// The rows of one tensor of one input model. Vectors have one row.
-pub trait InputRows: Send + Sync {
+pub trait SourceRows: Send + Sync {
     /// Fills `values` with some rows in f32, `[rows, columns]`. Stored bytes are read into `bytes`, which is scratch memory.
     ///
     /// # Errors
@@ -20,12 +20,12 @@ pub trait InputRows: Send + Sync {
 }
 
 /// The input models of a merge.
-pub trait Inputs: Sync {
+pub trait MergeSources: Sync {
     /// Opens the tensor `tensor` of model number `model`.
     ///
     /// # Errors
     /// Fails when the tensor is missing or its parts cannot be read.
-    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>>;
+    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn SourceRows + '_>>;
 }
 
 /// Rows as a checkpoint stores them.
@@ -60,7 +60,7 @@ impl<'a> StoredRows<'a> {
     }
 }
 
-impl InputRows for StoredRows<'_> {
+impl SourceRows for StoredRows<'_> {
     fn read(&self, rows: Range<usize>, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()> {
         let row_bytes = self.columns * self.dtype.bytes();
         bytes.resize(values.len() * self.dtype.bytes(), 0);
@@ -78,12 +78,12 @@ impl InputRows for StoredRows<'_> {
 /// Rows of a base with an adapter's change.
 pub struct AdaptedRows<'a> {
     /// The base's rows.
-    pub base: Box<dyn InputRows + 'a>,
+    pub base: Box<dyn SourceRows + 'a>,
     /// The change of this tensor.
     pub change: TensorChange,
 }
 
-impl InputRows for AdaptedRows<'_> {
+impl SourceRows for AdaptedRows<'_> {
     fn read(&self, rows: Range<usize>, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()> {
         self.base.read(rows.clone(), values, bytes)?;
         self.change.apply(rows, values)

@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::devices::{MergeDevice, OnDevice};
 use super::pass::{Groups, MergePass, MergeTensor};
-use super::rows::InputRows;
+use super::rows::SourceRows;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::linalg::convert::narrow;
@@ -37,7 +37,7 @@ pub(super) struct Worker<'p> {
 }
 
 /// The opened sources of a tensor.
-type Opened<'a> = Vec<Box<dyn InputRows + 'a>>;
+type OpenedSources<'a> = Vec<Box<dyn SourceRows + 'a>>;
 
 impl<'p> Worker<'p> {
     pub(super) fn new(
@@ -93,7 +93,7 @@ impl<'p> Worker<'p> {
         self.write(tensor, &opened, !is_checked, &mut *merge)
     }
 
-    fn open(&self, tensor: &MergeTensor) -> Result<Opened<'p>> {
+    fn open(&self, tensor: &MergeTensor) -> Result<OpenedSources<'p>> {
         let sources = tensor.recipe.sources.iter();
         sources
             .map(|source| self.pass.inputs.open(source.model, &source.tensor))
@@ -104,7 +104,7 @@ impl<'p> Worker<'p> {
     fn read_through(
         &mut self,
         tensor: &MergeTensor,
-        opened: &Opened<'_>,
+        opened: &OpenedSources<'_>,
         checks: bool,
         mut take: impl FnMut(&RowBlock<'_>),
     ) -> Result<()> {
@@ -132,7 +132,7 @@ impl<'p> Worker<'p> {
     fn read(
         &mut self,
         tensor: &MergeTensor,
-        opened: &Opened<'_>,
+        opened: &OpenedSources<'_>,
         rows: std::ops::Range<usize>,
         checks: bool,
     ) -> Result<()> {
@@ -167,14 +167,14 @@ impl<'p> Worker<'p> {
     fn write(
         &mut self,
         tensor: &MergeTensor,
-        opened: &Opened<'_>,
+        opened: &OpenedSources<'_>,
         checks: bool,
         merge: &mut dyn TensorMerge,
     ) -> Result<MergedTensor> {
         let (rows, columns) = tensor.matrix();
         let step = self.rows_of_a_piece(tensor);
         let mut stream = self.pass.writer.begin(&tensor.recipe.name)?;
-        let mut counts = Counted::new(tensor);
+        let mut counts = TensorCounts::new(tensor);
         let mut on_device = self
             .device
             .filter(|_| tensor.is_linear())
@@ -303,13 +303,13 @@ fn check_merged(tensor: &MergeTensor, first: usize, columns: usize, merged: &[f3
 }
 
 /// Counts of a merged tensor.
-struct Counted {
+struct TensorCounts {
     zeros: u64,
     kept_zeros: u64,
     errors: Option<OutputErrors>,
 }
 
-impl Counted {
+impl TensorCounts {
     fn new(tensor: &MergeTensor) -> Self {
         let observed = tensor.observed.iter().enumerate();
         let is_observed =

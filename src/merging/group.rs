@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::ranks::{Counts, Found, Search};
+use super::ranks::{Counts, OrderStatistic, Search};
 
 /// The largest norm that is not used for rescaling, as in mergekit.
 const SMALLEST_NORM: f64 = 1e-7;
@@ -70,7 +70,7 @@ impl Group {
     }
 
     /// What was found for one expert.
-    pub(super) fn found(&self, expert: usize) -> Option<Vec<Found>> {
+    pub(super) fn found(&self, expert: usize) -> Option<Vec<OrderStatistic>> {
         Some(self.measured().searches.get(&expert)?.found()?.to_vec())
     }
 

@@ -1,6 +1,7 @@
 //! Linear averaging: W = Σ_t w_t W_t / Σ_t w_t; without `normalize`, the sum alone.
 //!
-//! Source: M. Wortsman et al., "Model soups" (2022, arXiv:2203.05482); mergekit 0.1.5, `merge_methods/linear.py`.
+//! Source: M. Wortsman et al., "Model soups" (2022, arXiv:2203.05482); mergekit 0.1.5, `merge_methods/linear.py`. mergekit
+//! rounds each product and its sum once (a fused multiply-add). Here both are rounded, as on every device, so last bits differ.
 
 use anyhow::Result;
 
@@ -11,9 +12,9 @@ use crate::failure::Failure;
 use crate::recipe::{BaseModel, Declaration, Otherwise, Parameter};
 
 /// `linear`.
-pub(super) struct Linear;
+pub(super) struct LinearAverage;
 
-impl MergeMethod for Linear {
+impl MergeMethod for LinearAverage {
     fn declaration(&self) -> Declaration {
         Declaration {
             name: "linear",

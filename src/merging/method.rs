@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::group::Group;
 use super::mixer::Mixer;
-use crate::recipe::{Declaration, Values};
+use crate::recipe::{Declaration, ParameterValues};
 
 /// A merge method.
 pub trait MergeMethod: Sync {
@@ -90,7 +90,7 @@ pub struct TensorTask<'a> {
     /// The index of the base model in `sources`.
     pub base: Option<usize>,
     /// Values for all models.
-    pub shared: &'a Values,
+    pub shared: &'a ParameterValues,
     /// Settings of the whole merge.
     pub settings: &'a MethodSettings,
 }
@@ -117,7 +117,7 @@ pub struct SourceTask<'a> {
     /// The number of the model in the recipe; it selects the random numbers.
     pub model: usize,
     /// Values for this model.
-    pub values: &'a Values,
+    pub values: &'a ParameterValues,
     /// Means of x² per input column of this linear, `[columns]`; `None` without statistics.
     pub squares: Option<&'a [f32]>,
 }

@@ -11,6 +11,7 @@
 //! | `task_arithmetic`, `ties`, `dare`, `della`, `breadcrumbs` | methods that add differences from the base |
 //! | `differences` | the steps that those share: trim, elect, average |
 //! | `mixer` | [`Formula`], the elementwise end of a merge, and its computation on the CPU |
+//! | `trim_plan` | the trim of an expert, from a method's settings |
 //! | `trim` | the choice of the entries of a difference |
 //! | `group` | tensors that are trimmed together |
 //! | `ranks` | order statistics of magnitudes, from histograms |
@@ -35,6 +36,7 @@ mod sums;
 mod task_arithmetic;
 mod ties;
 mod trim;
+mod trim_plan;
 
 pub use group::Group;
 pub use method::{
@@ -46,7 +48,7 @@ pub use sums::{dot, weighted_square_distance};
 
 /// All methods, in the order of the help text.
 pub const METHODS: [&dyn MergeMethod; 13] = [
-    &linear::Linear,
+    &linear::LinearAverage,
     &slerp::Slerp,
     &task_arithmetic::TASK_ARITHMETIC,
     &ties::TIES,

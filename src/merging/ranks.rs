@@ -19,7 +19,7 @@ pub(super) fn key(value: f32) -> u32 {
 
 /// The value at a position of the ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct OrderStatistic {
     /// Its [`key`].
     pub(super) key: u32,
     /// Smaller values.
@@ -86,7 +86,7 @@ struct Bin {
 enum Stage {
     Upper(Vec<u64>),
     Lower(Vec<Bin>),
-    Found(Vec<Found>),
+    Found(Vec<OrderStatistic>),
 }
 
 /// The search for the values at some positions of the ascending order.
@@ -158,7 +158,7 @@ impl Search {
                     .zip(positions)
                     .map(|(bin, position)| {
                         let (lower, below) = at(&bin.counts, position - bin.below);
-                        Found {
+                        OrderStatistic {
                             key: bin.upper << 16 | lower,
                             below: bin.below + below,
                             equal: bin.counts[lower as usize],
@@ -171,7 +171,7 @@ impl Search {
     }
 
     /// The values at the positions, once both reads have ended.
-    pub(super) fn found(&self) -> Option<&[Found]> {
+    pub(super) fn found(&self) -> Option<&[OrderStatistic]> {
         match &self.stage {
             Stage::Found(found) => Some(found),
             _ => None,
@@ -183,7 +183,7 @@ impl Search {
 mod tests {
     use super::*;
 
-    fn search(tensors: &[&[f32]], positions: &[u64]) -> Vec<Found> {
+    fn search(tensors: &[&[f32]], positions: &[u64]) -> Vec<OrderStatistic> {
         let mut search = Search::new(positions.to_vec());
         for _ in 0..2 {
             let counts: Vec<Counts> = tensors
@@ -229,7 +229,7 @@ mod tests {
     fn two_positions_may_share_a_bin() {
         let values = [3.0f32, -1.0, 2.0, 1.0, 1.0];
         let found = search(&[&values], &[1, 2]);
-        let one = Found {
+        let one = OrderStatistic {
             key: 1.0f32.to_bits(),
             below: 0,
             equal: 3,

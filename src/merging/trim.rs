@@ -8,7 +8,7 @@
 //! | [`Trim::Ramp`] | entry i with a probability that rises with the rank of its score in its row, from p − ε to p + ε |
 
 use super::random::{Stream, WORDS};
-use super::ranks::{Found, key};
+use super::ranks::{OrderStatistic, key};
 use crate::linalg::select;
 
 /// Elements that are compared at once.
@@ -29,7 +29,7 @@ pub(super) struct Edge {
 
 impl Edge {
     /// Keeps the first `count` of the equal values.
-    pub(super) fn first(found: Found, count: u64) -> Self {
+    pub(super) fn first(found: OrderStatistic, count: u64) -> Self {
         Self {
             key: found.key,
             from: 0,
@@ -38,7 +38,7 @@ impl Edge {
     }
 
     /// Keeps all equal values but the first `count`.
-    pub(super) fn after(found: Found, count: u64) -> Self {
+    pub(super) fn after(found: OrderStatistic, count: u64) -> Self {
         Self {
             key: found.key,
             from: count,
@@ -47,7 +47,7 @@ impl Edge {
     }
 
     /// Keeps all equal values.
-    pub(super) fn all(found: Found) -> Self {
+    pub(super) fn all(found: OrderStatistic) -> Self {
         Self::after(found, 0)
     }
 }
@@ -361,8 +361,8 @@ impl Ramp {
 mod tests {
     use super::*;
 
-    fn found(key: f32) -> Found {
-        Found {
+    fn found(key: f32) -> OrderStatistic {
+        OrderStatistic {
             key: key.to_bits(),
             below: 0,
             equal: 0,

@@ -128,9 +128,9 @@ pub struct Declaration {
 
 /// Values by parameter.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Values(BTreeMap<Parameter, f64>);
+pub struct ParameterValues(BTreeMap<Parameter, f64>);
 
-impl Values {
+impl ParameterValues {
     /// The value, where the recipe or the declaration gives one.
     pub fn get(&self, parameter: Parameter) -> Option<f64> {
         self.0.get(&parameter).copied()
@@ -157,7 +157,7 @@ impl Values {
     }
 }
 
-impl FromIterator<(Parameter, f64)> for Values {
+impl FromIterator<(Parameter, f64)> for ParameterValues {
     fn from_iter<I: IntoIterator<Item = (Parameter, f64)>>(values: I) -> Self {
         Self(values.into_iter().collect())
     }

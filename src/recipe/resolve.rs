@@ -15,7 +15,7 @@ use anyhow::Result;
 
 use super::contents::{MergeInputs, Recipe, SliceRecipe};
 use super::model_spec::ModelSpec;
-use super::parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, Values};
+use super::parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, ParameterValues};
 use super::place::{Place, listed};
 use super::setting::Parameters;
 use crate::failure::Failure;
@@ -63,7 +63,7 @@ pub struct TensorRecipe {
     /// The index of the base model in `sources`.
     pub base: Option<usize>,
     /// The values of the declaration's shared parameters.
-    pub shared: Values,
+    pub shared: ParameterValues,
 }
 
 /// An input of a tensor.
@@ -74,7 +74,7 @@ pub struct TensorSource {
     /// The name of the tensor in that model.
     pub tensor: String,
     /// The values of the declaration's parameters per model; none for a base model that the method subtracts.
-    pub values: Values,
+    pub values: ParameterValues,
 }
 
 impl Recipe {
@@ -104,7 +104,7 @@ impl Recipe {
             recipe: self,
             declaration,
             models,
-            differences: Differences::default(),
+            mismatches: Mismatches::default(),
             tensors: Vec::new(),
         };
         let (Some(first), Some(last)) = (slices.first(), slices.last()) else {
@@ -123,7 +123,7 @@ impl Recipe {
         if has_head {
             resolver.outside(HEAD, last)?;
         }
-        resolver.differences.refuse(layer)?;
+        resolver.mismatches.refuse(layer)?;
         Ok(Resolved {
             left_out: left_out(shapes),
             tensors: resolver.tensors,
@@ -186,7 +186,7 @@ struct Resolver<'a> {
     recipe: &'a Recipe,
     declaration: &'a Declaration,
     models: ByModel<'a>,
-    differences: Differences,
+    mismatches: Mismatches,
     tensors: Vec<TensorRecipe>,
 }
 
@@ -196,8 +196,8 @@ impl Resolver<'_> {
         for source in &slice.sources {
             let (_, shape) = self.models[&source.model];
             match shape.tensors.get(name) {
-                Some(shape) => self.differences.compare(name, name, &source.model, shape),
-                None => self.differences.lacks(name, &source.model),
+                Some(shape) => self.mismatches.compare(name, name, &source.model, shape),
+                None => self.mismatches.lacks(name, &source.model),
             }
         }
         let names = vec![name.to_string(); slice.sources.len()];
@@ -239,7 +239,7 @@ impl Resolver<'_> {
             let tensors = tensors.take_while(|(name, _)| name.starts_with(prefix.as_str()));
             for (name, shape) in tensors.filter(|(name, _)| !is_buffer(name)) {
                 let suffix = &name[prefix.len()..];
-                self.differences.compare(suffix, name, &source.model, shape);
+                self.mismatches.compare(suffix, name, &source.model, shape);
                 names.insert(suffix.to_string());
             }
         }
@@ -248,14 +248,10 @@ impl Resolver<'_> {
                 let (_, shape) = self.models[&source.model];
                 let tensor = format!("{prefix}{name}");
                 if !shape.tensors.contains_key(&tensor) {
-                    self.differences.lacks(&tensor, &source.model);
+                    self.mismatches.lacks(&tensor, &source.model);
                 }
             }
-            *self
-                .differences
-                .layers_with
-                .entry(name.clone())
-                .or_default() += 1;
+            *self.mismatches.layers_with.entry(name.clone()).or_default() += 1;
         }
         names
     }
@@ -358,7 +354,7 @@ impl Resolver<'_> {
 
 /// Tensors that models do not share.
 #[derive(Default)]
-struct Differences {
+struct Mismatches {
     /// Tensors that a model lacks and others have.
     lacking: Vec<String>,
     shapes: Vec<String>,
@@ -368,7 +364,7 @@ struct Differences {
     layers_with: BTreeMap<String, usize>,
 }
 
-impl Differences {
+impl Mismatches {
     fn lacks(&mut self, tensor: &str, model: &ModelSpec) {
         self.lacking.push(format!("`{model}` has no `{tensor}`"));
     }
@@ -400,16 +396,16 @@ impl Differences {
             let some = some.map(|(name, count)| format!("`{name}`: in {count} of {layers} layers"));
             self.lacking.extend(some);
         }
-        for (differences, message) in [
+        for (mismatches, message) in [
             (self.lacking, "some models have tensors that others lack"),
             (self.shapes, "the models have tensors of different shapes"),
         ] {
-            if differences.is_empty() {
+            if mismatches.is_empty() {
                 continue;
             }
-            let shown = differences.iter().take(LISTED);
+            let shown = mismatches.iter().take(LISTED);
             let failure = shown.fold(Failure::new(message), Failure::detail);
-            return Err(match differences.len() {
+            return Err(match mismatches.len() {
                 ..=LISTED => failure,
                 more => failure.detail(format!("and {} more", more - LISTED)),
             });
@@ -424,8 +420,8 @@ fn values<'a>(
     scopes: impl IntoIterator<Item = &'a Parameters> + Clone,
     tensor: &str,
     t: f64,
-) -> Result<Values, Parameter> {
-    let mut values = Values::default();
+) -> Result<ParameterValues, Parameter> {
+    let mut values = ParameterValues::default();
     for (parameter, otherwise) in declared {
         let given = scopes.clone().into_iter().find_map(|scope| {
             let setting = scope.get(*parameter)?;

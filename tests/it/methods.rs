@@ -308,7 +308,10 @@ fn no_thread_count_memory_setting_or_device_changes_the_masks_of_a_method() {
             );
         }
         let gpus = r#"{"gpus":["2GiB","2GiB"],"refuse":"12"}"#;
-        assert!(run(&format!("--simulate {gpus}")) == expected, "{name}");
+        assert!(
+            run(&format!("--device cuda --simulate {gpus}")) == expected,
+            "{name}"
+        );
     }
 }
 

@@ -353,18 +353,28 @@ fn a_sample_that_a_gpu_has_no_memory_for_counts_once() {
     let expected = files(&place);
     let run = |simulation: &str| {
         fs::remove_dir_all(place.path("out")).expect("removed");
-        merged(&place, &format!("{BOTH} --simulate {simulation}"));
+        merged(
+            &place,
+            &format!("{BOTH} --device cuda --simulate {simulation}"),
+        );
         assert!(files(&place) == expected, "{simulation}");
         place.manifest("out")
     };
     let whole = run(r#"{"gpus":["2GiB"]}"#);
     assert!(whole.fallbacks.is_empty());
-    // Of both models, per layer: norms and 7 matrices, 3 samples twice but for the last layer.
-    assert_eq!(whole.devices[0].units, 2 * (3 * (8 + 6) - 3));
-    // A model has its own devices, whose units count from 0.
+    // Of both models, per layer: norms and 7 matrices, 3 samples twice but for the last layer. Of the merge: its linears.
+    let linears = 3 * 7;
+    assert_eq!(whole.devices[0].units, 2 * (3 * (8 + 6) - 3) + linears);
+    // Each model and the merge have their own devices, whose units count from 0.
     for unit in (0..39).step_by(2) {
         let run = run(&format!(r#"{{"gpus":["2GiB"],"refuse":"{unit}"}}"#));
-        assert_eq!(run.fallbacks.len(), 2, "unit {unit}: {:?}", run.fallbacks);
+        let refused = 2 + usize::from(unit < linears);
+        assert_eq!(
+            run.fallbacks.len(),
+            refused,
+            "unit {unit}: {:?}",
+            run.fallbacks
+        );
     }
     for refuse in ["10x1", "10x2", "10x4", "all"] {
         let run = run(&format!(r#"{{"gpus":["2GiB"],"refuse":"{refuse}"}}"#));

@@ -18,7 +18,7 @@ use super::settle::MergeJob;
 use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind, MajoritySign};
 use crate::checkpoint::refuse_source_folder;
 use crate::failure::Failure;
-use crate::merge::{AdaptedRows, InputRows, Inputs, MergeTensor};
+use crate::merge::{AdaptedRows, MergeSources, MergeTensor, SourceRows};
 use crate::merging::{self, MergeMethod, Stream};
 use crate::recipe::{BaseModel, Declaration, Declared, MergeInputs, Otherwise, Parameter, Recipe};
 use crate::run::merging::CombinedAdapter;
@@ -355,8 +355,8 @@ impl MergeJob {
     }
 }
 
-impl Inputs for CombinedInputs<'_> {
-    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>> {
+impl MergeSources for CombinedInputs<'_> {
+    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn SourceRows + '_>> {
         let base = self.base.open(model, tensor)?;
         Ok(match self.adapter.change(tensor)? {
             None => base,

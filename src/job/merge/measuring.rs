@@ -16,7 +16,7 @@ use crate::runtime::{Clock, Finished};
 
 /// The statistics of a merge, and what measuring them took.
 #[derive(Default)]
-pub(super) struct Activations {
+pub(super) struct MeasuredStatistics {
     pub(super) file: SaliencyFile,
     pub(super) devices: DeviceRecords,
 }
@@ -28,10 +28,10 @@ impl Saliency {
     /// # Errors
     /// Fails when a layer cannot be read, for activations that are not finite, when a device fails for another reason than lack of
     /// memory, and when the file cannot be written.
-    pub(super) fn measure(&self, clock: &Clock, events: &dyn Events) -> Result<Activations> {
-        let mut activations = Activations {
+    pub(super) fn measure(&self, clock: &Clock, events: &dyn Events) -> Result<MeasuredStatistics> {
+        let mut activations = MeasuredStatistics {
             file: self.found.clone(),
-            ..Activations::default()
+            ..MeasuredStatistics::default()
         };
         for asked in &self.asked {
             let Some(job) = &asked.job else { continue };

@@ -7,6 +7,7 @@ use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::merge::MergeTensor;
 use crate::merging::Scope;
+use crate::placement::Budget;
 use crate::placement::inventory::Rates;
 use crate::recipe::{Declaration, Parameter};
 use crate::run::plan::{
@@ -167,14 +168,16 @@ impl MergeShape {
             } else if size.piece_elements > self.longest_row {
                 size.piece_elements /= 2;
             } else {
+                let needed = self.bytes(size);
+                // A budget is printed in whole MiB, rounded up.
+                let enough = Budget::default().with_cpu(needed);
                 return Err(
                     Failure::new(format!("this merge does not fit into {budget}"))
                         .detail(format!(
-                            "one worker with one row of {} elements per model needs {}",
-                            self.longest_row,
-                            self.bytes(size)
+                            "one worker with one row of {} elements per model needs {needed}",
+                            self.longest_row
                         ))
-                        .hint(format!("use --max-memory cpu={}", self.bytes(size))),
+                        .hint(format!("use --max-memory {enough}")),
                 );
             }
         }

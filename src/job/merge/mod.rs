@@ -37,7 +37,7 @@ mod weighing;
 use anyhow::Result;
 
 use super::recorder::Recorder;
-use crate::merge::{Inputs, MergePass};
+use crate::merge::{MergePass, MergeSources};
 use crate::run::command_line::quoted;
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
@@ -67,7 +67,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.clock.mark(Moment::BeforePruning, &recorder);
     let devices = devices::open(&job.plan, &job.settings.device, job.size)?;
     let combined = job.combine(&recorder)?;
-    let inputs: &dyn Inputs = match &combined {
+    let inputs: &dyn MergeSources = match &combined {
         Some(combined) => combined,
         None => &job.inputs,
     };

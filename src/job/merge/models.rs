@@ -13,7 +13,7 @@ use crate::checkpoint::{CONFIG_FILE, Checkpoint, WeightSource};
 use crate::failure::Failure;
 use crate::job::located::{self, HubModel};
 use crate::linalg::StoredDtype;
-use crate::merge::{AdaptedRows, InputRows, Inputs, MappedRows, StoredRows};
+use crate::merge::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
 use crate::recipe::{ModelShape, ModelSpec, TensorSource};
 use crate::run::Events;
 use crate::settings::{ComputeDtype, ModelSettings};
@@ -165,13 +165,13 @@ impl InputModelFiles {
 
 impl InputModels {
     /// Opens a tensor with the rows of its model.
-    fn open_own(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>> {
+    fn open_own(&self, model: usize, tensor: &str) -> Result<Box<dyn SourceRows + '_>> {
         let model = &self.models[model];
         let checkpoint = &*model.checkpoint;
         let entry = checkpoint
             .entry(tensor)
             .with_context(|| format!("tensor `{tensor}` is not in `{}`", model.folder.display()))?;
-        let base: Box<dyn InputRows + '_> =
+        let base: Box<dyn SourceRows + '_> =
             Box::new(StoredRows::new(checkpoint, entry, self.dtype)?);
         let change = match &model.adapter {
             Some(adapter) => adapter.change(tensor)?,
@@ -184,8 +184,8 @@ impl InputModels {
     }
 }
 
-impl Inputs for InputModels {
-    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn InputRows + '_>> {
+impl MergeSources for InputModels {
+    fn open(&self, model: usize, tensor: &str) -> Result<Box<dyn SourceRows + '_>> {
         let Some(map) = self.row_maps.get(tensor) else {
             return self.open_own(model, tensor);
         };
@@ -203,13 +203,13 @@ impl Inputs for InputModels {
 }
 
 /// Folder, origin, weights and configuration of a model.
-type OpenedFiles = (PathBuf, Option<HubModel>, Arc<Checkpoint>, Value);
+type OpenedInput = (PathBuf, Option<HubModel>, Arc<Checkpoint>, Value);
 
 fn open_model(
     spec: &ModelSpec,
     cache_dir: Option<&Path>,
     events: &dyn Events,
-) -> Result<OpenedFiles> {
+) -> Result<OpenedInput> {
     let settings = ModelSettings {
         model: PathBuf::from(&spec.model),
         revision: spec.revision.clone(),

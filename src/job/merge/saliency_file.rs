@@ -117,7 +117,7 @@ impl SaliencyFile {
         }
         let models = models_of(&file).map_err(|why| is_other(path, why))?;
         let read = |(at, measurement)| {
-            Reader {
+            StatisticsReader {
                 file: &file,
                 path,
                 at,
@@ -252,12 +252,12 @@ fn magnitudes_of(model: usize, layer: usize, input: &str) -> String {
 /// The list in the metadata.
 fn models_of(file: &Checkpoint) -> std::result::Result<Vec<Measurement>, String> {
     #[derive(Deserialize)]
-    struct Head {
+    struct MetadataHeader {
         #[serde(default, rename = "__metadata__")]
         metadata: BTreeMap<String, String>,
     }
     let header = file.shards().first().map(|shard| shard.header.as_slice());
-    let head: Head = serde_json::from_slice(header.unwrap_or_default())
+    let head: MetadataHeader = serde_json::from_slice(header.unwrap_or_default())
         .map_err(|error| format!("its header is damaged: {error}"))?;
     match head.metadata.get("prune_saliency").map(String::as_str) {
         Some(VERSION) => {}
@@ -283,13 +283,13 @@ fn is_other(path: &Path, why: String) -> Failure {
 }
 
 /// Reads the statistics of one model.
-struct Reader<'a> {
+struct StatisticsReader<'a> {
     file: &'a Checkpoint,
     path: &'a Path,
     at: usize,
 }
 
-impl Reader<'_> {
+impl StatisticsReader<'_> {
     /// Reads the layers up to the first one that is missing.
     fn model(&self, measurement: Measurement) -> Result<MeasuredModel> {
         let mut layers = Vec::new();

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use anyhow::Result;
 
 use super::devices::DeviceRecords;
-use super::measuring::Activations;
+use super::measuring::MeasuredStatistics;
 use super::models::InputModels;
 use super::saliency::{Saliency, base_of};
 use super::saliency_file::{MeasuredModel, Measurement};
@@ -132,7 +132,7 @@ impl Saliency {
     pub(super) fn weigh(
         &self,
         tensors: &mut [MergeTensor],
-        activations: &Activations,
+        activations: &MeasuredStatistics,
         inputs: &InputModels,
         base: Option<usize>,
     ) -> Result<Vec<Measurement>> {

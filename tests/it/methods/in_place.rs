@@ -236,7 +236,7 @@ fn large_statistics_accumulate_in_place_and_in_the_order_of_the_samples() -> Res
     );
     // The method is not in the table, so a plan for two GPUs comes from a run of another one.
     let ran = place.prune(
-        r#"--model m --eval none --sparsity-ratio 0.5 --save out --simulate {"gpus":["2GiB","2GiB"]}"#,
+        r#"--model m --eval none --sparsity-ratio 0.5 --save out --device cuda --simulate {"gpus":["2GiB","2GiB"]}"#,
     );
     assert_eq!(ran.code, 0);
     let plan = place.manifest("out").plan.expect("runs are planned");
