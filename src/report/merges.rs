@@ -19,6 +19,9 @@ pub(super) fn rows(merge: &MergeReport) -> Vec<(String, String)> {
             merge.dtype
         ),
     )];
+    if let Some(tokens) = vocabulary(merge) {
+        rows.push(("vocabulary".to_string(), tokens));
+    }
     for (at, row) in merge.perplexities.iter().enumerate() {
         let name = if at == 0 { "perplexity" } else { "" };
         let value = format!("{:.4}  {}", row.report.perplexity, row.model);
@@ -42,6 +45,9 @@ pub(super) fn settings(merge: &MergeReport, row: &mut impl FnMut(&'static str, S
     for model in &merge.models {
         let role = if model.is_base { "base model" } else { "model" };
         row(role, model.name.clone());
+    }
+    if let Some(tokens) = vocabulary(merge) {
+        row("vocabulary", tokens);
     }
     for measured in &merge.perplexities {
         row(
@@ -122,6 +128,14 @@ fn tensor(of: &MergedTensor) -> Vec<String> {
 /// The method as it was defined.
 fn method(merge: &MergeReport) -> String {
     format!("{} ({} semantics)", merge.method, merge.semantics)
+}
+
+fn vocabulary(merge: &MergeReport) -> Option<String> {
+    let of = merge.vocabulary.as_ref()?;
+    Some(format!(
+        "{} tokens ({}), {} added, {} dropped",
+        of.tokens, of.source, of.added, of.dropped
+    ))
 }
 
 fn output_errors(merge: &MergeReport) -> Option<String> {
