@@ -24,5 +24,5 @@ mod tokens;
 
 pub use chat_template::chat_template;
 pub use rows::{RowMap, RowRule, TokenModels, Vocabulary};
-pub use tokenizer_files::{GENERATION_FILE, TOKENIZER_FILES, TokenizerEdit, limit_token_ids};
+pub use tokenizer_files::{EditedFiles, TOKENIZER_FILES, TokenizerEdit, limit_token_ids};
 pub use tokens::{ModelTokens, TOKENIZER_FILE};

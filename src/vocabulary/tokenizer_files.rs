@@ -19,7 +19,7 @@ use crate::bytes::read_settings;
 use crate::failure::Failure;
 
 /// Settings of generation, with ids of tokens.
-pub const GENERATION_FILE: &str = "generation_config.json";
+const GENERATION_FILE: &str = "generation_config.json";
 
 const CONFIG: &str = "tokenizer_config.json";
 const SPECIAL: &str = "special_tokens_map.json";
@@ -54,12 +54,21 @@ pub struct TokenizerEdit {
     pub chat_template: Option<String>,
 }
 
+/// Files of a tokenizer that are not copied as they are.
+#[derive(Debug)]
+pub struct EditedFiles {
+    /// Names and contents.
+    pub written: Vec<(String, Vec<u8>)>,
+    /// Names of files that the output has not.
+    pub left_out: &'static [&'static str],
+}
+
 impl TokenizerEdit {
-    /// The files of the folder that change, by name, and the names of files that must not be copied.
+    /// The files of the folder that change.
     ///
     /// # Errors
     /// Fails when a file cannot be read or is not what its name says, and for a tokenizer whose tokens cannot be removed.
-    pub fn files(&self, name: &str, folder: &Path) -> Result<(Vec<(String, Vec<u8>)>, Vec<&str>)> {
+    pub fn files(&self, name: &str, folder: &Path) -> Result<EditedFiles> {
         let mut written = Vec::new();
         let mut write = |name: &str, value: Value| {
             let mut bytes = serde_json::to_vec_pretty(&value)?;
@@ -103,11 +112,13 @@ impl TokenizerEdit {
                 .with_context(|| format!("changing the tokenizer of `{name}`"))?;
             written.push((TOKENIZER_FILE.to_string(), edited));
         }
-        let left_out = match &self.chat_template {
-            Some(_) => TEMPLATES.to_vec(),
-            None => Vec::new(),
-        };
-        Ok((written, left_out))
+        Ok(EditedFiles {
+            written,
+            left_out: match &self.chat_template {
+                Some(_) => &TEMPLATES,
+                None => &[],
+            },
+        })
     }
 
     /// Changes `added_tokens_decoder`, where there is one, and removes names of removed tokens.

@@ -127,14 +127,14 @@ impl MergeJob {
         if let Some(index) = self.layout.index_json() {
             written.push((INDEX_FILE.to_string(), index));
         }
-        let (tokenizer, changed, left_out) = self.vocabulary.files(&self.donor.folder)?;
-        written.extend(changed);
+        let (tokenizer, edited) = self.vocabulary.files(&self.donor.folder)?;
+        written.extend(edited.written);
         let mut copied = Vec::new();
         for (folder, has_tokenizer) in [(&*self.donor.folder, false), (tokenizer, true)] {
             let sidecars = sidecars_in(folder)?.into_iter().filter(|name| {
                 TOKENIZER_FILES.contains(&name.as_str()) == has_tokenizer
                     && name != INDEX_FILE
-                    && !left_out.contains(&name.as_str())
+                    && !edited.left_out.contains(&name.as_str())
                     && !written.iter().any(|(own, _)| own == name)
             });
             copied.extend(sidecars.map(|name| (folder.join(&name), name)));

@@ -22,7 +22,7 @@ use crate::run::Events;
 use crate::run::merging::VocabularyReport;
 use crate::settings::MergeSettings;
 use crate::vocabulary::{
-    ModelTokens, RowMap, TOKENIZER_FILE, TokenModels, TokenizerEdit, Vocabulary, chat_template,
+    EditedFiles, ModelTokens, RowMap, TOKENIZER_FILE, TokenModels, TokenizerEdit, Vocabulary, chat_template,
     limit_token_ids,
 };
 
@@ -281,17 +281,13 @@ impl OutputVocabulary {
         Ok(())
     }
 
-    /// The folder of the tokenizer's files, the files that change, and names of files that are not copied.
+    /// The folder of the tokenizer's files, and the files that change.
     ///
     /// # Errors
     /// Fails when a file cannot be read or changed.
-    pub(super) fn files<'a>(
-        &'a self,
-        donor: &'a Path,
-    ) -> Result<(&'a Path, Vec<(String, Vec<u8>)>, Vec<&'a str>)> {
+    pub(super) fn files<'a>(&'a self, donor: &'a Path) -> Result<(&'a Path, EditedFiles)> {
         let folder = self.tokenizer.as_deref().unwrap_or(donor);
-        let (written, left_out) = self.edit.files(&self.name, folder)?;
-        Ok((folder, written, left_out))
+        Ok((folder, self.edit.files(&self.name, folder)?))
     }
 
     /// Tells what becomes of the tokens.
