@@ -1,8 +1,8 @@
 //! Merge methods: mathematics on rows of f32, without files, models or devices.
 //!
 //! W = f(W₁ … Wₙ), tensor by tensor. A method sees the rows of a tensor in order and in pieces of any size. Its result does not
-//! depend on the pieces: sums over a tensor are added row by row in f64 ([`sums`]), order statistics are counted in integers
-//! ([`ranks`]), and random numbers belong to elements ([`random`]).
+//! depend on the pieces: sums over a tensor are added row by row in f64 (`sums`), order statistics are counted in integers
+//! (`ranks`), and random numbers belong to elements (`random`).
 //!
 //! | file | content |
 //! | --- | --- |
