@@ -22,8 +22,8 @@ use crate::run::Events;
 use crate::run::merging::VocabularyReport;
 use crate::settings::MergeSettings;
 use crate::vocabulary::{
-    EditedFiles, ModelTokens, RowMap, TOKENIZER_FILE, TokenModels, TokenizerEdit, Vocabulary, chat_template,
-    limit_token_ids,
+    EditedFiles, ModelTokens, RowMap, TOKENIZER_FILE, TokenModels, TokenizerEdit, Vocabulary,
+    chat_template, limit_token_ids,
 };
 
 /// Tokens that the console lists.
