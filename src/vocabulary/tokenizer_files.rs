@@ -282,8 +282,8 @@ impl RawObject<'_> {
 
 impl<'de: 'a, 'a> Deserialize<'de> for RawObject<'a> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
+        struct RawEntries;
+        impl<'de> Visitor<'de> for RawEntries {
             type Value = Vec<(String, Cow<'de, RawValue>)>;
 
             fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -298,7 +298,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for RawObject<'a> {
                 Ok(entries)
             }
         }
-        deserializer.deserialize_map(Entries).map(RawObject)
+        deserializer.deserialize_map(RawEntries).map(RawObject)
     }
 }
 
