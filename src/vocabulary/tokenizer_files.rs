@@ -311,3 +311,107 @@ impl Serialize for RawObject<'_> {
         map.end()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::json;
+
+    use super::*;
+
+    fn folder(files: &[(&str, &Value)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, value) in files {
+            fs::write(folder.path().join(name), value.to_string()).unwrap();
+        }
+        folder
+    }
+
+    fn written(edit: &TokenizerEdit, folder: &Path, name: &str) -> Value {
+        let files = edit.files("m", folder).unwrap().written;
+        let (_, bytes) = files.iter().find(|(of, _)| of == name).unwrap();
+        serde_json::from_slice(bytes).unwrap()
+    }
+
+    fn removing(tokens: &[&str]) -> TokenizerEdit {
+        TokenizerEdit {
+            removed: tokens.iter().map(|token| (*token).to_string()).collect(),
+            rows: 3,
+            ..TokenizerEdit::default()
+        }
+    }
+
+    #[test]
+    fn removed_tokens_take_their_merges_along() {
+        for merges in [json!(["a b", "ab a"]), json!([["a", "b"], ["ab", "a"]])] {
+            let tokenizer = json!({
+                "added_tokens": [{"id": 4, "content": "<pad>"}],
+                "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "aba": 3}, "merges": merges},
+            });
+            let folder = folder(&[(TOKENIZER_FILE, &tokenizer)]);
+            let edited = written(&removing(&["aba", "<pad>"]), folder.path(), TOKENIZER_FILE);
+            assert_eq!(
+                edited,
+                json!({
+                    "added_tokens": [],
+                    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [merges[0]]},
+                })
+            );
+        }
+    }
+
+    #[test]
+    fn tokens_of_a_list_are_not_removed() {
+        let tokenizer = json!({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["b", -1.0]]}});
+        let folder = folder(&[(TOKENIZER_FILE, &tokenizer)]);
+        let error = removing(&["b"]).files("m", folder.path()).unwrap_err();
+        assert!(format!("{error:#}").contains("Unigram"), "{error:#}");
+    }
+
+    #[test]
+    fn every_file_with_tokens_follows() {
+        let tokenizer = json!({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}});
+        let config = json!({
+            "pad_token": "<pad>",
+            "eos_token": {"content": "</s>"},
+            "added_tokens_decoder": {"2": {"content": "</s>"}, "3": {"content": "<pad>"}},
+        });
+        let special =
+            json!({"pad_token": {"content": "<pad>"}, "additional_special_tokens": ["<pad>", "x"]});
+        let added = json!({"<pad>": 3});
+        let generation = json!({"eos_token_id": [2, 3], "pad_token_id": 3, "max_length": 9});
+        let folder = folder(&[
+            (TOKENIZER_FILE, &tokenizer),
+            (CONFIG, &config),
+            (SPECIAL, &special),
+            (ADDED, &added),
+            (GENERATION_FILE, &generation),
+        ]);
+        let edit = TokenizerEdit {
+            added: vec![json!({"id": 1, "content": "<new>", "special": true})],
+            ..removing(&["<pad>"])
+        };
+        let of = |name| written(&edit, folder.path(), name);
+        assert_eq!(of(TOKENIZER_FILE)["added_tokens"], json!(edit.added));
+        assert_eq!(
+            of(CONFIG),
+            json!({
+                "eos_token": {"content": "</s>"},
+                "added_tokens_decoder": {"1": {"content": "<new>", "special": true}, "2": {"content": "</s>"}},
+            })
+        );
+        assert_eq!(of(SPECIAL), json!({"additional_special_tokens": ["x"]}));
+        assert_eq!(of(ADDED), json!({"<new>": 1}));
+        assert_eq!(
+            of(GENERATION_FILE),
+            json!({"eos_token_id": [2], "max_length": 9})
+        );
+        // Nothing changes, so nothing is written.
+        let none = TokenizerEdit {
+            rows: 4,
+            ..TokenizerEdit::default()
+        };
+        assert!(none.files("m", folder.path()).unwrap().written.is_empty());
+    }
+}
