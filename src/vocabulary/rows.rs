@@ -116,10 +116,15 @@ impl Vocabulary {
         })
     }
 
+    /// Returns true if the output has a token of this text.
+    pub fn has(&self, text: &str) -> bool {
+        self.ids.contains_key(text)
+    }
+
     /// The tokens of models that the output has not, sorted.
     pub fn dropped(&self, models: &TokenModels<'_>) -> Vec<String> {
         let all = models.tokens.iter().flat_map(|model| model.ids.keys());
-        let dropped: BTreeSet<&String> = all.filter(|text| !self.ids.contains_key(*text)).collect();
+        let dropped: BTreeSet<&String> = all.filter(|text| !self.has(text)).collect();
         dropped.into_iter().cloned().collect()
     }
 

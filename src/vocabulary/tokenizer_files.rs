@@ -77,19 +77,26 @@ impl TokenizerEdit {
             anyhow::Ok(())
         };
         let removed: HashSet<&str> = self.removed.iter().map(String::as_str).collect();
+        // A removed token may come back with a row of another model.
+        let added = self
+            .added
+            .iter()
+            .filter_map(|entry| entry["content"].as_str());
+        let added: HashSet<&str> = added.collect();
+        let gone: HashSet<&str> = removed.difference(&added).copied().collect();
         let changes_tokens = !self.added.is_empty() || !removed.is_empty();
         let config = read_object(folder, CONFIG)?;
         if let Some(template) = &self.chat_template {
             let mut config = config.unwrap_or_default();
-            self.edit_config(&mut config, &removed);
+            self.edit_config(&mut config, &removed, &gone);
             config.insert("chat_template".into(), template.as_str().into());
             write(CONFIG, config.into())?;
         } else if let Some(mut config) = config.filter(|_| changes_tokens) {
-            self.edit_config(&mut config, &removed);
+            self.edit_config(&mut config, &removed, &gone);
             write(CONFIG, config.into())?;
         }
-        if let Some(mut special) = read_object(folder, SPECIAL)?.filter(|_| !removed.is_empty()) {
-            remove_names(&mut special, &removed);
+        if let Some(mut special) = read_object(folder, SPECIAL)?.filter(|_| !gone.is_empty()) {
+            remove_names(&mut special, &gone);
             write(SPECIAL, special.into())?;
         }
         if let Some(mut added) = read_object(folder, ADDED)?.filter(|_| changes_tokens) {
@@ -121,9 +128,14 @@ impl TokenizerEdit {
         })
     }
 
-    /// Changes `added_tokens_decoder`, where there is one, and removes names of removed tokens.
-    fn edit_config(&self, config: &mut Map<String, Value>, removed: &HashSet<&str>) {
-        remove_names(config, removed);
+    /// Changes `added_tokens_decoder`, where there is one, and removes names of tokens that are gone.
+    fn edit_config(
+        &self,
+        config: &mut Map<String, Value>,
+        removed: &HashSet<&str>,
+        gone: &HashSet<&str>,
+    ) {
+        remove_names(config, gone);
         let Some(Value::Object(decoder)) = config.get_mut("added_tokens_decoder") else {
             return;
         };

@@ -75,6 +75,14 @@ fn cannot_read(name: &str, path: &Path, why: &str) -> Failure {
 }
 
 impl ModelTokens {
+    /// SHA-256 of the `tokenizer.json` in a folder, in hex.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read.
+    pub fn digest(name: &str, folder: &Path) -> Result<String> {
+        Ok(hex(&Sha256::digest(&read_tokenizer(name, folder)?)))
+    }
+
     /// Reads the tokens of the model in a folder, whose embedding has `rows` rows.
     ///
     /// # Errors

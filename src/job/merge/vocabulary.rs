@@ -20,7 +20,7 @@ use crate::model::{EMBEDDING, HEAD};
 use crate::recipe::{ModelSpec, Recipe, TokenizerRecipe, TokenizerSource};
 use crate::run::Events;
 use crate::run::merging::VocabularyReport;
-use crate::settings::MergeSettings;
+use crate::settings::{MergeSemantics, MergeSettings};
 use crate::vocabulary::{
     EditedFiles, ModelTokens, RowMap, TOKENIZER_FILE, TokenModels, TokenizerEdit, Vocabulary,
     chat_template, limit_token_ids,
@@ -30,6 +30,8 @@ use crate::vocabulary::{
 const LISTED: usize = 10;
 /// Tokens that the record lists, of each kind.
 const RECORDED: usize = 1000;
+/// The largest vocabulary of a model whose embedding is not merged, so that a damaged tokenizer asks for no huge output.
+const MOST_TOKENS: usize = 1 << 24;
 
 /// The vocabulary of a merge.
 pub(super) struct OutputVocabulary {
@@ -60,6 +62,13 @@ impl OutputVocabulary {
         events: &dyn Events,
     ) -> Result<Self> {
         let mut vocabulary = match &recipe.tokenizer {
+            Some(_) if settings.semantics == MergeSemantics::Peft => {
+                return Err(Failure::usage(
+                    "--semantics peft combines adapters of one base, whose tokens stay",
+                )
+                .hint("leave --vocab and the recipe's tokenizer out")
+                .into());
+            }
             Some(_) if settings.truncates_embeddings => {
                 return Err(Failure::usage(
                     "--unsafe-truncate-embeddings has no meaning for a recipe with a tokenizer",
@@ -94,7 +103,7 @@ impl OutputVocabulary {
             return Ok(Self::kept());
         };
         if least == most {
-            warn_of_other_tokens(inputs, &rows, events)?;
+            warn_of_other_tokens(inputs, &rows, events);
             return Ok(Self::kept());
         }
         if !settings.truncates_embeddings {
@@ -161,7 +170,8 @@ impl OutputVocabulary {
         for (number, model) in inputs.models.iter().enumerate() {
             let name = model.spec.to_string();
             // A model whose embedding is not merged may still give its tokenizer.
-            let own = rows.get(&number).copied().unwrap_or(usize::MAX);
+            let own = rows.get(&number).copied();
+            let own = own.unwrap_or_else(|| configured_rows(&model.config));
             tokens.push(ModelTokens::read(name, &model.folder, own)?);
             specs.push(model.spec.clone());
         }
@@ -170,7 +180,8 @@ impl OutputVocabulary {
         {
             let cache = settings.cache_dir.as_deref();
             let folder = located::tokenizer(&spec.model, spec.revision.as_deref(), cache, events)?;
-            tokens.push(ModelTokens::read(spec.to_string(), &folder, usize::MAX)?);
+            let rows = configured_rows(&config_of(&folder)?);
+            tokens.push(ModelTokens::read(spec.to_string(), &folder, rows)?);
             specs.push(spec.clone());
         }
         let base = recipe.base_model.as_ref();
@@ -193,7 +204,12 @@ impl OutputVocabulary {
         }
         set_rows(tensors, vocabulary.rows);
         let own = &tokens[vocabulary.tokenizer];
-        let dropped = vocabulary.dropped(&models);
+        let mut dropped = vocabulary.dropped(&models);
+        // These are taken out of the output's tokenizer.
+        dropped.extend(own.without_rows.iter().cloned());
+        dropped.retain(|text| !vocabulary.has(text));
+        dropped.sort_unstable();
+        dropped.dedup();
         let without: Vec<String> = known
             .values()
             .next()
@@ -265,11 +281,7 @@ impl OutputVocabulary {
             return Ok(());
         };
         if let Some(folder) = self.tokenizer.as_deref().filter(|folder| *folder != donor) {
-            let path = folder.join(CONFIG_FILE);
-            let text = read_settings(&path)
-                .with_context(|| format!("cannot read `{}`", path.display()))?;
-            let own: Value = serde_json::from_str(&text)
-                .with_context(|| format!("`{}` is not valid JSON", path.display()))?;
+            let own = config_of(folder)?;
             for name in ["bos_token_id", "eos_token_id", "pad_token_id"] {
                 match own.get(name) {
                     Some(id) => config.insert(name.to_string(), id.clone()),
@@ -385,39 +397,49 @@ fn set_rows(tensors: &mut [MergeTensor], rows: usize) {
     }
 }
 
-/// Warns where models have as many rows and other tokens in them.
-fn warn_of_other_tokens(
-    inputs: &InputModels,
-    rows: &BTreeMap<usize, usize>,
-    events: &dyn Events,
-) -> Result<()> {
-    let mut first: Option<ModelTokens> = None;
+/// Warns where models have as many rows and other tokens in them. A merge of weights alone needs no tokenizer, so one that cannot be
+/// read is passed over.
+fn warn_of_other_tokens(inputs: &InputModels, rows: &BTreeMap<usize, usize>, events: &dyn Events) {
+    let mut others: BTreeMap<String, ModelTokens> = BTreeMap::new();
     for (&model, &rows) in rows {
         let model = &inputs.models[model];
-        let is_known = first
-            .as_ref()
-            .is_some_and(|first| first.folder == model.folder);
-        // A merge of weights alone needs no tokenizer.
-        if is_known || !model.folder.join(TOKENIZER_FILE).exists() {
-            continue;
+        let name = model.spec.to_string();
+        // Most models have one tokenizer: it is hashed, not parsed again.
+        let known = ModelTokens::digest(&name, &model.folder);
+        if known.is_ok_and(|digest| !others.contains_key(&digest))
+            && let Ok(tokens) = ModelTokens::read(name, &model.folder, rows)
+        {
+            others.insert(tokens.sha256.clone(), tokens);
         }
-        let tokens = ModelTokens::read(model.spec.to_string(), &model.folder, rows)?;
-        let Some(first) = &first else {
-            first = Some(tokens);
-            continue;
-        };
-        if first.sha256 == tokens.sha256 {
-            continue;
-        }
-        let differing = first.first_difference(&tokens);
-        if let Some(token) = differing.or_else(|| tokens.first_difference(first)) {
+    }
+    let mut tokens = others.values();
+    let Some(first) = tokens.next() else { return };
+    for other in tokens {
+        let differing = first.first_difference(other);
+        if let Some(token) = differing.or_else(|| other.first_difference(first)) {
             events.warn(format!(
                 "`{}` and `{}` have as many tokens, but not the same: `{}` is one of them. --vocab base or --vocab union merges rows of the same token",
                 first.name,
-                tokens.name,
+                other.name,
                 token.escape_debug()
             ));
         }
     }
-    Ok(())
+}
+
+/// Reads the configuration of a model.
+fn config_of(folder: &Path) -> Result<Value> {
+    let path = folder.join(CONFIG_FILE);
+    let cannot = |why: String| {
+        Failure::new(format!("cannot read `{}`: {why}", path.display()))
+            .hint("the folder of a tokenizer needs the config.json of its model")
+    };
+    let text = read_settings(&path).map_err(|error| cannot(error.to_string()))?;
+    Ok(serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?)
+}
+
+/// Rows of a model whose embedding is not merged, by its configuration.
+fn configured_rows(config: &Value) -> usize {
+    let rows = config.get("vocab_size").and_then(Value::as_u64);
+    rows.map_or(MOST_TOKENS, |rows| (rows as usize).min(MOST_TOKENS))
 }

@@ -253,6 +253,67 @@ fn as_many_tokens_that_are_others_are_a_warning() {
 }
 
 #[test]
+fn tokens_without_a_row_are_listed_and_leave_the_tokenizer() {
+    let place = place();
+    edit_json(&place.path("m/tokenizer.json"), |tokenizer| {
+        let tokens = tokenizer["added_tokens"].as_array_mut().expect("a list");
+        for (text, id) in [("<|end|>", 260), ("<extra>", 261)] {
+            tokens.push(
+                json!({"id": id, "content": text, "special": true, "single_word": false,
+                "lstrip": false, "rstrip": false, "normalized": false}),
+            );
+        }
+    });
+    let special = r#"{"pad_token": "<|end|>", "cls_token": "<extra>"}"#;
+    fs::write(place.path("m/special_tokens_map.json"), special).expect("a new file");
+    let line = "--base m --model e2 --method task_arithmetic --vocab union --save out";
+    merge(&place, line);
+    assert_eq!(added(&place), [("<|end|>".to_string(), 260)].into());
+    let report = place.manifest("out").merge.expect("a merge").vocabulary;
+    assert_eq!(report.expect("decided").dropped_tokens, ["<extra>"]);
+    // The first has a row of the other model, so it keeps its role.
+    assert_eq!(
+        json_of(&place, "out/model/special_tokens_map.json"),
+        json!({"pad_token": "<|end|>"})
+    );
+    loads(&place);
+}
+
+#[test]
+fn a_damaged_tokenizer_stops_only_merges_that_need_it() {
+    let place = place();
+    fs::write(place.path("m/tokenizer.json"), "{").expect("replaced");
+    let line = "--base m --model m --method linear --save out";
+    merge(&place, line);
+    let ran = place.run(&format!("merge {line} --vocab base --force"));
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains("cannot read the tokens of `m`"),
+        "{}",
+        ran.stderr
+    );
+}
+
+#[test]
+fn an_id_that_no_model_has_makes_no_huge_output() {
+    let place = place();
+    edit_json(&place.path("m/tokenizer.json"), |tokenizer| {
+        tokenizer["added_tokens"][3]["id"] = (u64::MAX - 1).into();
+    });
+    merge(
+        &place,
+        "--base m --model e1 --model e2 --method linear --vocab base --save out",
+    );
+    let report = place.manifest("out").merge.expect("a merge").vocabulary;
+    let report = report.expect("decided");
+    assert!(report.rows <= TOKENS, "{report:?}");
+    let ran = place.run(
+        "merge --base m --model m+a --model m+b --method linear --semantics peft --vocab base --save p",
+    );
+    assert_ne!(ran.code, 0, "{}", ran.stderr);
+}
+
+#[test]
 fn a_chat_template_goes_into_the_tokenizer() {
     let place = place();
     let config = place.path("m/tokenizer_config.json");
