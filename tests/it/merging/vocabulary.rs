@@ -8,6 +8,7 @@ use prune::synthetic::RandomCheckpoint;
 use serde_json::{Value, json};
 
 use super::{merge, tensors};
+use crate::adapters;
 use crate::support::{Place, edit_json};
 
 /// Tokens of the synthetic tokenizer.
@@ -307,10 +308,21 @@ fn an_id_that_no_model_has_makes_no_huge_output() {
     let report = place.manifest("out").merge.expect("a merge").vocabulary;
     let report = report.expect("decided");
     assert!(report.rows <= TOKENS, "{report:?}");
-    let ran = place.run(
-        "merge --base m --model m+a --model m+b --method linear --semantics peft --vocab base --save p",
-    );
-    assert_ne!(ran.code, 0, "{}", ran.stderr);
+}
+
+#[test]
+fn combined_adapters_keep_the_tokens_of_their_base() {
+    let place = place();
+    for (name, seed) in [("a", 1), ("b", 2)] {
+        let config = json!({"peft_type": "LORA", "r": 2, "lora_alpha": 2 * seed});
+        let factors = adapters::pair("model.layers.0.self_attn.q_proj", 2, 64, 64);
+        adapters::write_adapter(&place, name, &config, &factors);
+    }
+    let line = "merge --base m --model m+a --model m+b --method linear --semantics peft --save out";
+    let ran = place.run(&format!("{line} --vocab base"));
+    assert_eq!(ran.code, 2, "{}", ran.stderr);
+    assert!(ran.stderr.contains("whose tokens stay"), "{}", ran.stderr);
+    assert_eq!(place.run(line).code, 0);
 }
 
 #[test]
