@@ -10,13 +10,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use crate::data::DatasetSpec;
 use crate::generation::Sampling;
 use crate::pipeline::Selection;
+use crate::pruning::{self, MethodOptions, Technique};
 use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
@@ -173,15 +174,44 @@ pub enum ComputeDtype {
 pub struct SparsitySettings {
     /// `--prune-method`.
     pub prune_method: String,
+    /// Options of the method.
+    #[serde(flatten)]
+    pub options: MethodOptions,
+    /// `--refine`: a refinement behind the method.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub refine: Option<String>,
     /// Ratio, pattern and matrices.
     #[serde(flatten)]
     pub selection: Selection,
+}
+
+impl SparsitySettings {
+    /// The technique that the settings name.
+    ///
+    /// # Errors
+    /// Fails for a method or a refinement that does not exist, and for options that do not fit.
+    pub fn technique(&self) -> Result<Technique> {
+        let method = pruning::method(&self.prune_method)
+            .with_context(|| format!("there is no method `{}`", self.prune_method))?;
+        let refinement = self.refine.as_ref().map(|name| {
+            pruning::refinement(name).with_context(|| format!("there is no refinement `{name}`"))
+        });
+        let technique = Technique {
+            method,
+            options: self.options.clone(),
+            refinement: refinement.transpose()?,
+        };
+        technique.check()?;
+        Ok(technique)
+    }
 }
 
 impl Default for SparsitySettings {
     fn default() -> Self {
         Self {
             prune_method: PRUNE_METHOD.to_string(),
+            options: MethodOptions::default(),
+            refine: None,
             selection: Selection::default(),
         }
     }

@@ -11,7 +11,7 @@ use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Selection};
 use crate::placement::Budget;
-use crate::pruning::{METHODS, Pattern};
+use crate::pruning::{METHODS, MethodOptions, Pattern, REFINEMENTS};
 use crate::run::verification::VerifyLevel;
 use crate::run::{HiddenStatesStorage, MemorySettings};
 use crate::runtime::Simulation;
@@ -217,6 +217,22 @@ pub(super) struct SparsityArgs {
     )]
     prune_method: String,
 
+    /// Damping of sparsegpt, as a fraction of the mean square of the inputs [default: 0.01]
+    #[arg(long, value_name = "FRACTION", allow_negative_numbers = true)]
+    percdamp: Option<f64>,
+
+    /// Columns that sparsegpt prunes together [default: 128]
+    #[arg(long, value_name = "COLUMNS")]
+    blocksize: Option<usize>,
+
+    #[arg(
+        long,
+        value_name = "STEP",
+        value_parser = PossibleValuesParser::new(REFINEMENTS.iter().map(|step| step.name())),
+        help = refinements_help()
+    )]
+    refine: Option<String>,
+
     /// Fraction removed, from 0 up to but not including 1
     ///
     /// May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
@@ -253,6 +269,11 @@ impl SparsityArgs {
         let layer_ratios = self.layer_ratios.as_deref().map(LayerRatios::load);
         Ok(SparsitySettings {
             prune_method: self.method()?,
+            options: MethodOptions {
+                percdamp: self.percdamp,
+                blocksize: self.blocksize,
+            },
+            refine: self.refine.clone(),
             selection: Selection {
                 sparsity_ratio: self.sparsity_ratio,
                 sparsity_type: self.sparsity_type,
@@ -393,6 +414,14 @@ impl OutputArgs {
 }
 
 /// The table of methods, for the help text.
+fn refinements_help() -> String {
+    let steps = REFINEMENTS.iter();
+    let steps: Vec<String> = steps
+        .map(|step| format!("{} ({})", step.name(), step.summary()))
+        .collect();
+    format!("A step behind the method: {}", steps.join(" or "))
+}
+
 fn methods_help() -> String {
     let methods: Vec<String> = METHODS
         .iter()

@@ -157,7 +157,7 @@ impl OpenedModel {
             samples: 0,
             windows: 0,
             sides: &[],
-            method: None,
+            technique: None,
             observes: None,
             saves: false,
             threads: self.threads,

@@ -16,7 +16,8 @@ use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::pipeline::RunShape;
 use crate::placement::device_map;
 use crate::placement::{Device, Inventory, Policy, planner};
-use crate::pruning::method;
+use crate::pruning::Technique;
+use crate::settings::SparsitySettings;
 use crate::report::plan::TableRow;
 use crate::run::{Events, Plan};
 use crate::settings::{ComputeDtype, PlanSettings, PlanSubject};
@@ -100,8 +101,9 @@ fn run_shape<'a>(
     let windows = run.evaluation.eval_windows;
     let windows = windows.map_or(text / seqlen, |windows| windows as usize);
     let sparsity = run.sparsity.as_ref();
-    let method = sparsity.and_then(|sparsity| method(&sparsity.prune_method));
-    let calibrates = method.is_some_and(|method| method.statistics().is_some());
+    let technique = sparsity.map(SparsitySettings::technique).transpose()?;
+    let statistics = technique.as_ref().and_then(Technique::statistics);
+    let calibrates = statistics.is_some();
     let calibration = run.calibration.as_ref().filter(|_| calibrates);
     Ok(RunShape {
         config,
@@ -111,7 +113,7 @@ fn run_shape<'a>(
         samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
         windows: if sides.is_empty() { 0 } else { windows.max(1) },
         sides,
-        method,
+        technique,
         observes: None,
         saves: !run.output.no_save_model,
         threads,

@@ -168,7 +168,7 @@ fn advice(
             break;
         }
     }
-    if shape.windows > 0 && shape.method.is_some() {
+    if shape.windows > 0 && shape.technique.is_some() {
         let mut unmeasured = shape.clone();
         unmeasured.windows = 0;
         try_out("--eval none", &unmeasured, policy);

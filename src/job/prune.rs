@@ -78,9 +78,9 @@ fn sweep(
         state,
         ..
     } = outputs;
-    let (method, targets, model) = (pruning.method, &pruning.targets, &job.model);
+    let (technique, targets, model) = (&pruning.technique, &pruning.targets, &job.model);
     let samples = streams.calibration.take();
-    let calibrator = Calibrator::new(method, samples, &model.config, &model.clock, events);
+    let calibrator = Calibrator::new(technique, samples, &model.config, &model.clock, events);
     let mut observers: Vec<&mut dyn MaskObserver> = Vec::new();
     if let Some(observer) = observer {
         observers.push(observer);
@@ -93,10 +93,10 @@ fn sweep(
         journal: state.as_mut().map(|state| state as &mut dyn LayerJournal),
         observers,
     };
-    let mut pruner = Pruner::new(method, targets, calibrator, output, layers_before);
+    let mut pruner = Pruner::new(technique, targets, calibrator, output, layers_before);
     let swept = streams.sweep(job, finished, Some(&mut pruner), events)?;
     let layers = pruner.into_layers();
-    if let Some(missed) = targets.missed(method, &layers) {
+    if let Some(missed) = targets.missed(technique, &layers) {
         events.warn(missed);
     }
     let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));

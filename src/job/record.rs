@@ -121,10 +121,10 @@ impl Job {
         let selection = &self.settings.sparsity.as_ref()?.selection;
         let targets = &pruning.targets;
         Some(PruningReport {
-            method: pruning.method.name().to_string(),
+            method: pruning.technique.name(),
             sparsity_ratio: targets.sparsity_ratio,
             sparsity_type: targets.pattern.to_string(),
-            changes_weights: pruning.method.changes_weights(),
+            changes_weights: pruning.technique.changes_weights(),
             include: selection.include.clone(),
             exclude: selection.exclude.clone(),
             matrices: targets.matrices(),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use super::folder::RunFolder;
 use super::opened::OpenedModel;
@@ -16,7 +16,7 @@ use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::disk::{self, Room};
 use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Observed, RunShape, SaveMasks, TargetPlan, check_verification};
-use crate::pruning::{self, Pattern, PruningMethod};
+use crate::pruning::{Pattern, Technique};
 use crate::report;
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
 use crate::runtime::{Side, memory};
@@ -42,7 +42,7 @@ pub(super) struct Job {
 
 /// The pruning part of a run.
 pub(super) struct Pruning {
-    pub(super) method: &'static dyn PruningMethod,
+    pub(super) technique: Technique,
     pub(super) targets: TargetPlan,
     /// The file of `--save-masks`.
     pub(super) masks: Option<PathBuf>,
@@ -110,7 +110,7 @@ impl Job {
             samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
             windows: sides.len().min(1),
             sides,
-            method: pruning.as_ref().map(|pruning| pruning.method),
+            technique: pruning.as_ref().map(|pruning| pruning.technique.clone()),
             observes,
             saves: folder.model.is_some(),
             ..model.run_shape(&settings.device)
@@ -221,12 +221,12 @@ impl Job {
             model.checkpoint.total_bytes()
         ));
         if let Some(Pruning {
-            method, targets, ..
+            technique, targets, ..
         }) = &self.pruning
         {
             events.note(format!(
                 "pruning      {} {:.4} {}",
-                method.name(),
+                technique.name(),
                 targets.sparsity_ratio,
                 targets.pattern
             ));
@@ -298,20 +298,19 @@ impl Pruning {
         let Some(sparsity) = &mut settings.sparsity else {
             return Ok(None);
         };
-        let method = pruning::method(&sparsity.prune_method)
-            .with_context(|| format!("there is no method `{}`", sparsity.prune_method))?;
-        check_verification(method, settings.output.verify)?;
+        let technique = sparsity.technique()?;
+        check_verification(&technique, settings.output.verify)?;
         let masks = settings.output.save_masks.then(|| folder.masks());
         let masks = masks.transpose()?;
         let selection = &mut sparsity.selection;
-        let targets = TargetPlan::resolve(selection, method, &model.config)?;
+        let targets = TargetPlan::resolve(selection, technique.method, &model.config)?;
         selection.sparsity_ratio = Some(targets.sparsity_ratio);
         selection.layer_ratios = targets.uneven_ratios().map(LayerRatios::All);
-        if !calibrates(method, &targets) {
+        if !calibrates(&technique, &targets) {
             settings.calibration = None;
         }
         Ok(Some(Self {
-            method,
+            technique,
             targets,
             masks,
         }))
@@ -344,11 +343,11 @@ pub(super) fn nothing_to_resume(folder: &RunFolder) -> Failure {
 }
 
 /// Returns true if any matrix is scored with statistics.
-fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
+fn calibrates(technique: &Technique, targets: &TargetPlan) -> bool {
     let prunes_nothing = targets.pattern == Pattern::Unstructured
         && targets.sparsity_ratio == 0.0
         && targets.uneven_ratios().is_none();
-    method.statistics().is_some() && !prunes_nothing
+    technique.statistics().is_some() && !prunes_nothing
 }
 
 /// Plans a run before its texts are found, so that a run that cannot fit fails early. A refused run is planned again with the memory

@@ -9,6 +9,8 @@ pub mod columns;
 pub mod convert;
 pub mod elementwise;
 pub mod exp;
+pub mod factor;
+pub mod gram;
 pub mod kernel;
 pub mod linear;
 pub mod matmul;
@@ -21,6 +23,7 @@ mod rectangles;
 pub mod select;
 pub mod stored;
 pub mod tensor;
+pub mod update;
 pub mod weight;
 pub mod workspace;
 

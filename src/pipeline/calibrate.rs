@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::output_error::{self, InputRows, SampleRows};
 use crate::model::observe::{FromDevice, Observation, Observer};
 use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection};
-use crate::pruning::{PruningMethod, SamplePart, Statistics, StatisticsKind};
+use crate::pruning::{SamplePart, Statistics, StatisticsKind, Technique};
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, HiddenStates, ResultOrder, Turn};
 
@@ -157,13 +157,13 @@ pub struct Calibrator<'a> {
 impl<'a> Calibrator<'a> {
     /// `samples` are the embedded samples; `None` where all layers with samples are finished, or the method needs no statistics.
     pub fn new(
-        method: &dyn PruningMethod,
+        technique: &Technique,
         samples: Option<HiddenStates>,
         config: &'a ModelConfig,
         clock: &'a Clock,
         events: &'a dyn Events,
     ) -> Self {
-        let stream = samples.zip(method.statistics());
+        let stream = samples.zip(technique.statistics());
         Self::of(stream, config, clock, events)
     }
 
@@ -275,6 +275,12 @@ fn collect(
             progress(events, sample);
         },
     )?;
-    let points = points.map(|point| point.into_inner().unwrap_or_else(PoisonError::into_inner));
+    let points = points.map(|point| {
+        let mut statistics = point.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if let Statistics::InPlace(statistics) = &mut statistics {
+            statistics.finish();
+        }
+        statistics
+    });
     Ok(LayerStatistics { points, rows })
 }

@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use crate::checkpoint::ExpectedMatrix;
 use crate::failure::Failure;
-use crate::pruning::{Pattern, PruningMethod};
+use crate::pruning::{Pattern, Technique};
 use crate::run::manifest::{LayerReport, MatrixReport};
 use crate::run::verification::VerifyLevel;
 
@@ -55,9 +55,9 @@ pub fn pruned(layers: &[LayerReport]) -> impl Iterator<Item = &MatrixReport> {
 ///
 /// # Errors
 /// Fails for a full verification, which holds kept weights against the source, of a method that changes them.
-pub fn check_verification(method: &dyn PruningMethod, level: VerifyLevel) -> Result<()> {
-    if level == VerifyLevel::Full && method.changes_weights() {
-        let name = method.name();
+pub fn check_verification(technique: &Technique, level: VerifyLevel) -> Result<()> {
+    if level == VerifyLevel::Full && technique.changes_weights() {
+        let name = technique.name();
         return Err(Failure::usage(format!("--verify full does not fit {name}"))
             .detail("it compares kept weights with the source, and this method changes them")
             .hint("use --verify quick")

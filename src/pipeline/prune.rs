@@ -17,7 +17,7 @@ use super::output_error::DenseOutput;
 use super::targets::TargetPlan;
 use crate::linalg::{StoredMatrix, Weight};
 use crate::model::{DecoderLayer, Projection};
-use crate::pruning::{self, Mask, PruningMethod, Request, Statistics, Target};
+use crate::pruning::{Mask, Request, Statistics, Target, Technique};
 use crate::run::manifest::{LayerReport, MatrixReport};
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor};
@@ -41,7 +41,7 @@ pub struct PrunedMatrix<'a> {
 
 /// The editor of a pruning run.
 pub struct Pruner<'a> {
-    method: &'static dyn PruningMethod,
+    technique: &'a Technique,
     targets: &'a TargetPlan,
     calibrator: Calibrator<'a>,
     output: Output<'a>,
@@ -53,14 +53,14 @@ pub struct Pruner<'a> {
 impl<'a> Pruner<'a> {
     /// `finished` are the reports of layers that an earlier process finished.
     pub fn new(
-        method: &'static dyn PruningMethod,
+        technique: &'a Technique,
         targets: &'a TargetPlan,
         calibrator: Calibrator<'a>,
         output: Output<'a>,
         finished: Vec<LayerReport>,
     ) -> Self {
         Self {
-            method,
+            technique,
             targets,
             clock: calibrator.clock,
             events: calibrator.events,
@@ -107,7 +107,7 @@ impl<'a> Pruner<'a> {
                 (_, None) => {}
             }
             // The source does not have weights that the method changed: they stay in memory.
-            if let Some(at_rest) = at_rest.filter(|_| !self.method.changes_weights()) {
+            if let Some(at_rest) = at_rest.filter(|_| !self.technique.changes_weights()) {
                 let at_rest = match mask {
                     Some(mask) => at_rest.without(mask.into_bits()),
                     None => at_rest,
@@ -141,17 +141,17 @@ impl<'a> Pruner<'a> {
         let statistics = statistics.map(|statistics| statistics.of(projection));
         let (mut report, mask) = clock.measure(Phase::Score, || -> Result<_> {
             let mut report = report_untouched(layer, projection)?;
+            let events = self.events;
             let request = Request {
-                name: &report.name,
-                statistics,
-                target,
+                warn: &|text| events.warn(text),
+                ..Request::new(&report.name, statistics, target)
             };
             let index = layer.index();
             // Only here is the layer changed: copies of other matrices, packed or on a GPU, stay valid.
             let weight = layer.linear_mut(projection).weight_mut().held_mut();
             let weight =
                 weight.with_context(|| format!("`{}` is scored in memory", request.name))?;
-            let mask = pruning::prune(self.method, weight, &request)?;
+            let mask = self.technique.prune(weight, &request)?;
             self.output.show(&PrunedMatrix {
                 layer: index,
                 projection,

@@ -10,7 +10,7 @@ use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
 use crate::model::{ModelConfig, Projection};
 use crate::pruning::method::check_pattern;
-use crate::pruning::{Pattern, PruningMethod, Removes, Target};
+use crate::pruning::{Pattern, PruningMethod, Removes, Target, Technique};
 use crate::run::manifest::LayerReport;
 
 /// The user's choice of matrices, ratio and pattern.
@@ -137,8 +137,8 @@ impl TargetPlan {
 
     /// A warning where the layers lost another share of their weights than the plan says, by more than 0.005. Only a method
     /// that prunes near the ratio can miss it.
-    pub fn missed(&self, method: &dyn PruningMethod, layers: &[LayerReport]) -> Option<String> {
-        if method.removes() != Removes::NearRatio {
+    pub fn missed(&self, technique: &Technique, layers: &[LayerReport]) -> Option<String> {
+        if technique.removes() != Removes::NearRatio {
             return None;
         }
         let (mut weights, mut planned, mut removed) = (0.0, 0.0, 0.0);
@@ -160,7 +160,7 @@ impl TargetPlan {
         ((planned - removed).abs() > MISSED).then(|| {
             format!(
                 "{} removed {removed:.4} of the weights, {planned:.4} were asked for",
-                method.name()
+                technique.name()
             )
         })
     }

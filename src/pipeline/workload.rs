@@ -18,7 +18,7 @@ use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::Cut;
 use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::placement::{Demand, ExecutionOption, Processors, Workload};
-use crate::pruning::{PruningMethod, StatisticsKind};
+use crate::pruning::{StatisticsKind, Technique};
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase};
@@ -45,8 +45,8 @@ pub struct RunShape<'a> {
     pub windows: usize,
     /// Sides that are evaluated.
     pub sides: &'a [Side],
-    /// The pruning method; `None` where nothing is pruned.
-    pub method: Option<&'static dyn PruningMethod>,
+    /// The technique; `None` where nothing is pruned.
+    pub technique: Option<Technique>,
     /// Statistics of a run that measures activations and prunes nothing.
     pub observes: Option<Observed>,
     /// The model is written.
@@ -218,7 +218,7 @@ impl RunShape<'_> {
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
-        let of_method = self.method.and_then(PruningMethod::statistics);
+        let of_method = self.technique.as_ref().and_then(Technique::statistics);
         let kind = of_method.or(self.observes.map(|observed| observed.kind));
         kind.filter(|_| self.samples > 0)
     }

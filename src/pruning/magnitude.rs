@@ -9,6 +9,7 @@ use anyhow::Result;
 
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
+use super::options::MethodOptions;
 use super::select::lowest_of_matrix;
 use crate::linalg::StoredMatrix;
 
@@ -25,7 +26,7 @@ impl PruningMethod for Magnitude {
         "the smallest weights of each matrix; needs no calibration"
     }
 
-    fn removes(&self) -> Removes {
+    fn removes(&self, _options: &MethodOptions) -> Removes {
         Removes::FromMatrix
     }
 
@@ -44,11 +45,7 @@ mod tests {
     fn pruned(weights: &[f32], columns: usize, ratio: f64, pattern: Pattern) -> Vec<usize> {
         let mut weight =
             StoredMatrix::from_f32(StoredDtype::F16, weights.len() / columns, columns, weights);
-        let request = Request {
-            name: "w",
-            statistics: None,
-            target: Target { ratio, pattern },
-        };
+        let request = Request::new("w", None, Target { ratio, pattern });
         let mask = prune(&Magnitude, &mut weight, &request).unwrap();
         (0..weights.len())
             .filter(|i| mask.is_pruned(i / columns, i % columns))

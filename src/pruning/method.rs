@@ -4,8 +4,11 @@ use std::fmt::Debug;
 
 use anyhow::{Context, Result};
 
+use super::column_moments::ColumnMoments;
 use super::column_squares::ColumnSquares;
+use super::input_gram::InputGram;
 use super::mask::Mask;
+use super::options::{MethodOption, MethodOptions};
 use super::statistics::{Statistics, StatisticsKind};
 use super::target::{Pattern, Target};
 use crate::bytes::ByteSize;
@@ -38,11 +41,16 @@ pub trait PruningMethod: Debug + Sync {
     fn summary(&self) -> &'static str;
 
     /// The number of weights that an unstructured mask removes.
-    fn removes(&self) -> Removes;
+    fn removes(&self, options: &MethodOptions) -> Removes;
 
     /// The statistics it needs of a linear's input; `None` needs no calibration text and no forward pass.
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
         None
+    }
+
+    /// The options it reads.
+    fn options(&self) -> &'static [MethodOption] {
+        &[]
     }
 
     /// States that [`PruningMethod::prune`] changes the weights it keeps. These weights stay in memory until their layer is done,
@@ -78,9 +86,28 @@ pub struct Request<'a> {
     pub statistics: Option<&'a Statistics>,
     /// The ratio and the pattern.
     pub target: Target,
+    /// Options of the method.
+    pub options: &'a MethodOptions,
+    /// Takes warnings.
+    pub warn: &'a (dyn Fn(String) + Sync),
 }
 
 impl<'a> Request<'a> {
+    /// A matrix to prune with default options, whose warnings nobody hears.
+    pub fn new(name: &'a str, statistics: Option<&'a Statistics>, target: Target) -> Self {
+        static DEFAULT: MethodOptions = MethodOptions {
+            percdamp: None,
+            blocksize: None,
+        };
+        Self {
+            name,
+            statistics,
+            target,
+            options: &DEFAULT,
+            warn: &|_| (),
+        }
+    }
+
     /// The statistics as the type that the method's kind begins.
     ///
     /// # Errors
@@ -90,12 +117,24 @@ impl<'a> Request<'a> {
         statistics.with_context(|| format!("`{}` has no statistics of its input", self.name))
     }
 
+    /// s_j in whichever statistics have it.
+    fn column_squares(&self) -> Result<&'a ColumnSquares> {
+        let statistics = self.statistics;
+        let of_moments = || statistics.and_then(Statistics::downcast::<ColumnMoments>);
+        let of_gram = || statistics.and_then(Statistics::downcast::<InputGram>);
+        let moments = of_moments().or_else(|| of_gram().map(InputGram::columns));
+        match moments {
+            Some(moments) => Ok(moments.squares()),
+            None => self.statistics_as(),
+        }
+    }
+
     /// s_j of [`ColumnSquares`], `[in_features]`, all finite.
     ///
     /// # Errors
     /// Fails on a value that is not finite, naming its column, and without these statistics.
     pub fn mean_squares(&self) -> Result<&'a [f32]> {
-        let mean = self.statistics_as::<ColumnSquares>()?.mean();
+        let mean = self.column_squares()?.mean();
         match mean.iter().position(|value| !value.is_finite()) {
             None => Ok(mean),
             Some(column) => Err(Failure::new(format!(

@@ -11,22 +11,39 @@
 //! | `select` | scores → mask |
 //! | `target`, `mask` | ratio and pattern; the bits of a mask |
 
+mod admm;
+pub mod alps;
+pub mod column_moments;
 pub mod column_squares;
+mod dense;
+pub mod input_gram;
+pub mod ladder;
+mod least_squares;
 pub mod magnitude;
 pub mod mask;
 pub mod method;
+pub mod options;
+pub mod refinement;
+pub mod refit_weights;
 pub mod ria;
 pub mod select;
+pub mod sparsegpt;
 pub mod statistics;
 pub mod target;
+pub mod technique;
 pub mod variant;
 pub mod wanda;
 
+pub use column_moments::ColumnMoments;
 pub use column_squares::ColumnSquares;
+pub use input_gram::InputGram;
 pub use mask::Mask;
 pub use method::{PruningMethod, Removes, Request, prune};
+pub use options::{MethodOption, MethodOptions};
+pub use refinement::Refinement;
 pub use statistics::{InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind};
 pub use target::{Pattern, Target};
+pub use technique::Technique;
 
 /// Every pruning method, in the order of the help text.
 pub static METHODS: &[&dyn PruningMethod] = &[
@@ -35,7 +52,19 @@ pub static METHODS: &[&dyn PruningMethod] = &[
     &magnitude::Magnitude,
     &ria::Ria::Matrix,
     &ria::Ria::Rows,
+    &sparsegpt::SparseGpt,
+    &alps::Alps,
+    &ladder::Ladder,
 ];
+
+/// Every refinement, in the order of the help text.
+pub static REFINEMENTS: &[&dyn Refinement] = &[&refit_weights::RefitWeights];
+
+/// Finds a refinement by its name.
+pub fn refinement(name: &str) -> Option<&'static dyn Refinement> {
+    let mut all = REFINEMENTS.iter().copied();
+    all.find(|refinement| refinement.name() == name)
+}
 
 /// Finds a method by its name.
 pub fn method(name: &str) -> Option<&'static dyn PruningMethod> {

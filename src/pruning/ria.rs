@@ -18,6 +18,7 @@ use rayon::prelude::*;
 use super::column_squares::ColumnSquaresKind;
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
+use super::options::MethodOptions;
 use super::select::{lowest_of_matrix, lowest_of_rows};
 use super::statistics::StatisticsKind;
 use crate::bytes::ByteSize;
@@ -52,7 +53,7 @@ impl PruningMethod for Ria {
         }
     }
 
-    fn removes(&self) -> Removes {
+    fn removes(&self, _options: &MethodOptions) -> Removes {
         match self {
             Self::Matrix => Removes::FromMatrix,
             Self::Rows => Removes::FromRows,

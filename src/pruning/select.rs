@@ -74,6 +74,15 @@ fn set_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, bits: &mut R
     });
 }
 
+/// The error of a weight or score that is not finite.
+pub(super) fn not_finite(name: &str, what: &str, row: usize, column: usize) -> anyhow::Error {
+    Failure::new(format!(
+        "`{name}` has a {what} that is NaN or infinite at row {row}, column {column}"
+    ))
+    .hint("the checkpoint is damaged; copy or download it again")
+    .into()
+}
+
 /// Buffers one task reuses between rows.
 #[derive(Debug, Default)]
 pub(super) struct RowScratch {
@@ -135,22 +144,13 @@ impl<'a> Scorer<'a> {
         self.weight.widen_rows(row, scores);
         scores.iter_mut().for_each(|value| *value = value.abs());
         if let Some(column) = lowest::first_not_finite(scores) {
-            return Err(self.not_finite("weight", row, column));
+            return Err(not_finite(self.name, "weight", row, column));
         }
         (self.score)(scores);
         match lowest::first_not_finite(scores) {
-            Some(column) => Err(self.not_finite("score", row, column)),
+            Some(column) => Err(not_finite(self.name, "score", row, column)),
             None => Ok(()),
         }
-    }
-
-    fn not_finite(&self, what: &str, row: usize, column: usize) -> anyhow::Error {
-        Failure::new(format!(
-            "`{}` has a {what} that is NaN or infinite at row {row}, column {column}",
-            self.name
-        ))
-        .hint("the checkpoint is damaged; copy or download it again")
-        .into()
     }
 
     /// The score at `position` of the ascending order of the whole matrix, exactly, in two passes over the weights.

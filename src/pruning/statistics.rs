@@ -63,7 +63,7 @@ pub trait MergedStatistics: Any + Send + Sync {
 }
 
 /// The part of one sample. It counts only once the sample is whole: a part that was interrupted is dropped.
-pub trait SamplePart: Send {
+pub trait SamplePart: Send + Sync {
     /// Adds the sample's next rows `[tokens, in_features]`; a sample may arrive in several calls.
     fn add_rows(&mut self, rows: &[f32]);
 
@@ -84,4 +84,7 @@ pub trait InPlaceStatistics: Any + Send + Sync {
 
     /// Ends the current sample: all its rows were added.
     fn end_sample(&mut self) {}
+
+    /// Ends the collection: all samples were added.
+    fn finish(&mut self) {}
 }

@@ -17,6 +17,7 @@ use rayon::prelude::*;
 use super::column_squares::ColumnSquaresKind;
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
+use super::options::MethodOptions;
 use super::select::Scorer;
 use super::statistics::StatisticsKind;
 use super::wanda;
@@ -40,7 +41,7 @@ impl PruningMethod for WandaVariant {
         "wanda's scores, of which every row gives up the same share"
     }
 
-    fn removes(&self) -> Removes {
+    fn removes(&self, _options: &MethodOptions) -> Removes {
         Removes::NearRatio
     }
 

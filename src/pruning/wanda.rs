@@ -13,6 +13,7 @@ use anyhow::Result;
 use super::column_squares::ColumnSquaresKind;
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
+use super::options::MethodOptions;
 use super::select::lowest_of_rows;
 use super::statistics::StatisticsKind;
 use crate::linalg::StoredMatrix;
@@ -30,7 +31,7 @@ impl PruningMethod for Wanda {
         "weights times input norms, compared per output row"
     }
 
-    fn removes(&self) -> Removes {
+    fn removes(&self, _options: &MethodOptions) -> Removes {
         Removes::FromRows
     }
 
@@ -75,11 +76,7 @@ mod tests {
         let target = Target { ratio, pattern };
         let statistics = ColumnSquares::from_mean(statistics.to_vec());
         let statistics = Statistics::Merged(Box::new(statistics));
-        let request = Request {
-            name: "model.layers.0.mlp.up_proj",
-            statistics: Some(&statistics),
-            target,
-        };
+        let request = Request::new("model.layers.0.mlp.up_proj", Some(&statistics), target);
         let mask = prune(&Wanda, &mut weight, &request)?;
         Ok((0..weights.len())
             .map(|i| mask.is_pruned(i / columns, i % columns))

@@ -99,6 +99,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "checkpoint",
             "data",
             "placement",
+            "pruning",
             "runtime",
             "pipeline",
             "recipe",

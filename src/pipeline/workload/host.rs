@@ -63,11 +63,11 @@ impl<'r> Host<'r> {
             phases.push(self.passing(Phase::Calibrate, capture(sample), statistics));
             phases.push(self.passing(Phase::Propagate, forward(sample), Vec::new()));
         }
-        if let Some(method) = run.method {
+        if let Some(technique) = &run.technique {
             let shapes = config
                 .projections()
                 .map(|projection| projection.shape(config));
-            let working = shapes.map(|(out, inner)| method.working_bytes(out, inner));
+            let working = shapes.map(|(out, inner)| technique.working_bytes(out, inner));
             let score = footprint::score(config, dtype, run.threads, settings)
                 + working.max().unwrap_or_default();
             let mut parts = vec![part(PartKind::Scores, score)];

@@ -51,7 +51,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
         layer_read: weights,
         layer_moved: moved,
         // Dense, and again after pruning.
-        layer_uploaded: weights * if run.method.is_some() { 2.0 } else { 1.0 },
+        layer_uploaded: weights * if run.technique.is_some() { 2.0 } else { 1.0 },
         layer_states: states * (samples + 2.0 * propagated + 2.0 * windows),
         once_moved,
         ..Work::default()

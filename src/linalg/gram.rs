@@ -1,0 +1,289 @@
+//! Gram matrices G = XᵀX of rows that arrive in parts, in f32.
+//!
+//! X is `[tokens, width]`, G `[width, width]`. Every [`TOKENS`] rows enter the sums at once, so neither the parts in which rows arrive
+//! nor the threads change a bit. Only the upper triangle is computed and kept, in panels of rows that reach from the diagonal to the
+//! last column. The kernel is that of f32 products: it splits f32 into bf16 where the CPU has tiles, else it multiplies and adds.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::product::{Factors, Kernel, Line, Strided, Values};
+use super::stored::StoredDtype;
+use crate::bytes::ByteSize;
+
+/// Rows of X that enter the sums at once: a slab of the kernels.
+const TOKENS: usize = 512;
+
+/// Rows of a panel: whole blocks of rows and whole units of columns of every kernel.
+const PANEL: usize = 192;
+
+/// G of the rows that have arrived.
+#[derive(Debug)]
+pub struct GramMatrix {
+    width: usize,
+    /// Panels of the upper triangle, one after another: rows from a multiple of [`PANEL`] on, columns from the same number on.
+    sums: Vec<f32>,
+    /// Rows that have not entered the sums, `[rows, width]`.
+    waiting: Vec<f32>,
+}
+
+/// The kernel of f32 products of this CPU.
+pub fn f32_kernel() -> Kernel {
+    match Kernel::has_split() {
+        true => Kernel::split(StoredDtype::F32),
+        false => Kernel::Fused,
+    }
+}
+
+/// The rows of each panel.
+fn panels(width: usize) -> impl Iterator<Item = Range<usize>> {
+    let firsts = (0..width).step_by(PANEL);
+    firsts.map(move |first| first..width.min(first + PANEL))
+}
+
+/// Elements of the panels of a matrix.
+fn panel_elements(width: usize) -> usize {
+    panels(width)
+        .map(|rows| rows.len() * (width - rows.start))
+        .sum()
+}
+
+impl GramMatrix {
+    /// G of no rows.
+    pub fn new(width: usize) -> Self {
+        Self {
+            width,
+            sums: vec![0.0; panel_elements(width)],
+            waiting: Vec::new(),
+        }
+    }
+
+    /// Bytes while rows arrive: the sums, [`TOKENS`] rows, and their two packed forms.
+    pub fn bytes(width: usize) -> ByteSize {
+        let (blocks, units) = packed_lines(f32_kernel(), width);
+        ByteSize::of(panel_elements(width) + 2 * TOKENS * width, size_of::<f32>())
+            + ByteSize::of(blocks + units, size_of::<Line>())
+    }
+
+    /// Bytes of the whole matrix.
+    pub fn square_bytes(width: usize) -> ByteSize {
+        ByteSize::of(width.saturating_mul(width), size_of::<f32>())
+    }
+
+    /// Rows and columns.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Adds rows `[rows, width]` of X.
+    pub fn add_rows(&mut self, mut rows: &[f32]) {
+        while !rows.is_empty() {
+            let room = (TOKENS * self.width - self.waiting.len()).min(rows.len());
+            let (now, later) = rows.split_at(room);
+            self.waiting.reserve_exact(TOKENS * self.width - self.waiting.len());
+            self.waiting.extend_from_slice(now);
+            rows = later;
+            if self.waiting.len() == TOKENS * self.width {
+                self.fold();
+                self.waiting.clear();
+            }
+        }
+    }
+
+    /// Adds the rows that wait to the sums, and frees their memory.
+    pub fn finish(&mut self) {
+        if !self.waiting.is_empty() {
+            self.fold();
+        }
+        self.waiting = Vec::new();
+    }
+
+    /// G_jj, `[width]`. Call [`GramMatrix::finish`] before.
+    pub fn diagonal(&self) -> Vec<f32> {
+        let mut diagonal = Vec::with_capacity(self.width);
+        let mut sums = &self.sums[..];
+        for rows in panels(self.width) {
+            let columns = self.width - rows.start;
+            diagonal.extend((0..rows.len()).map(|row| sums[row * (columns + 1)]));
+            sums = &sums[rows.len() * columns..];
+        }
+        diagonal
+    }
+
+    /// G as a whole, `[width, width]`. Call [`GramMatrix::finish`] before.
+    pub fn square(&self) -> Vec<f32> {
+        let width = self.width;
+        let mut square = vec![0.0; width * width];
+        let panels: Vec<_> = panels(width).collect();
+        let mut sums = &self.sums[..];
+        let mut starts = Vec::with_capacity(panels.len());
+        for rows in &panels {
+            let (panel, rest) = sums.split_at(rows.len() * (width - rows.start));
+            starts.push(panel);
+            sums = rest;
+        }
+        square
+            .par_chunks_mut(PANEL * width)
+            .enumerate()
+            .for_each(|(below, out)| {
+                let own = &panels[below];
+                for (at, out) in out.chunks_exact_mut(width).enumerate() {
+                    // Columns left of the diagonal come from the panels above, by their columns.
+                    for (rows, sums) in panels.iter().zip(&starts).take(below) {
+                        let column = own.start + at - rows.start;
+                        let column = sums.iter().skip(column).step_by(width - rows.start);
+                        for (out, sum) in out[rows.clone()].iter_mut().zip(column) {
+                            *out = *sum;
+                        }
+                    }
+                    let columns = width - own.start;
+                    out[own.start..]
+                        .copy_from_slice(&starts[below][at * columns..][..columns]);
+                    // The kernel need not give (i, j) and (j, i) the same bits: the upper one counts.
+                    for left in 0..at {
+                        out[own.start + left] = starts[below][left * columns + at];
+                    }
+                }
+            });
+        square
+    }
+
+    /// Adds the rows that wait to the sums.
+    fn fold(&mut self) {
+        let (kernel, width) = (f32_kernel(), self.width);
+        let tokens = self.waiting.len() / width;
+        // X turned, `[width, tokens]`: kernels read the summed dimension along a row.
+        let mut turned = vec![0.0f32; width * tokens];
+        turn(&self.waiting, width, &mut turned);
+        let factor = Strided::rows(Values::F32(&turned), tokens);
+        let pack = |pack: &(dyn Fn(Strided<'_>, usize, &mut [Line]) + Sync), lines: usize| {
+            let mut packed: Vec<Line> = bytemuck::allocation::zeroed_vec(lines * width.div_ceil(PANEL));
+            packed
+                .par_chunks_mut(lines.max(1))
+                .enumerate()
+                .for_each(|(panel, lines)| {
+                    let first = panel * PANEL;
+                    pack(factor.at(first, 0), PANEL.min(width - first), lines);
+                });
+            packed
+        };
+        let (row_lines, column_lines) = (
+            kernel.row_lines(PANEL, tokens),
+            kernel.column_lines(PANEL, tokens),
+        );
+        let x = pack(
+            &|rows, count, lines| {
+                let lines = &mut lines[..kernel.row_lines(count, tokens)];
+                kernel.pack_rows(rows, count, tokens, lines);
+            },
+            row_lines,
+        );
+        let w = pack(
+            &|columns, count, lines| {
+                let lines = &mut lines[..kernel.column_lines(count, tokens)];
+                kernel.pack_columns(columns, count, tokens, lines);
+            },
+            column_lines,
+        );
+        let mut tasks = Vec::new();
+        let mut sums = &mut self.sums[..];
+        for (panel, rows) in panels(width).enumerate() {
+            let (own, rest) = sums.split_at_mut(rows.len() * (width - rows.start));
+            sums = rest;
+            tasks.push((panel, rows, own));
+        }
+        tasks
+            .into_par_iter()
+            .with_max_len(1)
+            .for_each(|(panel, rows, sums)| {
+                let columns = width - rows.start;
+                let factors = Factors {
+                    x: &x[panel * row_lines..],
+                    w: &w[panel * column_lines..],
+                    rows: rows.len(),
+                    columns,
+                    inner: tokens,
+                };
+                kernel.multiply(factors, sums, columns, true);
+            });
+    }
+}
+
+/// Lines of both packed forms of [`TOKENS`] rows.
+fn packed_lines(kernel: Kernel, width: usize) -> (usize, usize) {
+    let padded = width.next_multiple_of(PANEL);
+    (
+        kernel.row_lines(padded, TOKENS),
+        kernel.column_lines(padded, TOKENS),
+    )
+}
+
+/// Turns rows `[tokens, width]` into `[width, tokens]`.
+fn turn(rows: &[f32], width: usize, turned: &mut [f32]) {
+    /// Columns of a task: their cache lines stay in the first-level cache.
+    const COLUMNS: usize = 16;
+    let tokens = rows.len() / width;
+    turned
+        .par_chunks_mut(COLUMNS * tokens)
+        .enumerate()
+        .for_each(|(task, turned)| {
+            for (token, row) in rows.chunks_exact(width).enumerate() {
+                let row = &row[task * COLUMNS..width.min((task + 1) * COLUMNS)];
+                for (column, value) in row.iter().enumerate() {
+                    turned[column * tokens + token] = *value;
+                }
+            }
+        });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(count: usize, width: usize) -> Vec<f32> {
+        (0..count * width)
+            .map(|at| ((at * 7919 % 1013) as f32 - 500.0) / 300.0)
+            .collect()
+    }
+
+    fn gram(rows: &[f32], width: usize, part: usize) -> GramMatrix {
+        let mut gram = GramMatrix::new(width);
+        rows.chunks(part * width).for_each(|part| gram.add_rows(part));
+        gram.finish();
+        gram
+    }
+
+    #[test]
+    fn sums_are_those_of_a_plain_loop() {
+        for (tokens, width) in [(3, 1), (700, 37), (513, 192), (40, 300), (1100, 450)] {
+            let x = rows(tokens, width);
+            let gram = gram(&x, width, 91);
+            let square = gram.square();
+            for i in 0..width {
+                for j in 0..width {
+                    let exact: f64 = x
+                        .chunks_exact(width)
+                        .map(|row| f64::from(row[i]) * f64::from(row[j]))
+                        .sum();
+                    let sum = f64::from(square[i * width + j]);
+                    assert!(
+                        (sum - exact).abs() < 1e-3 * (1.0 + exact.abs()),
+                        "{tokens} {width} {i} {j}: {sum} {exact}"
+                    );
+                    assert_eq!(square[i * width + j], square[j * width + i]);
+                }
+                assert_eq!(gram.diagonal()[i], square[i * width + i]);
+            }
+        }
+    }
+
+    #[test]
+    fn neither_parts_nor_threads_change_a_bit() {
+        let x = rows(1300, 250);
+        let one = gram(&x, 250, 1300).square();
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build();
+        let parts = pool.unwrap().install(|| gram(&x, 250, 7).square());
+        assert!(one == parts);
+    }
+}

@@ -1,0 +1,148 @@
+//! The alternating direction method of multipliers (ADMM) on the least-squares problem of pruning, shared by the methods built on it.
+//!
+//! With the scaled weights ws and Gs of `least_squares.rs`, minimise (ws − B) Gs (ws − B)ᵀ subject to B = D, where D has at most as many
+//! weights as stay. B, D and the multipliers V are `[out_features, in_features]`. One iteration:
+//!
+//! ```text
+//! B ← (ws·Gs − V + ρ·D) · (Gs + ρI)⁻¹
+//! D ← the largest |B + V/ρ|, all others 0
+//! V ← V + ρ·(B − D)
+//! ```
+//!
+//! With S = B + V/ρ, D is S where weights stay, and the new V is ρ·S where they do not: both are kept as S and the support.
+//! Boyd et al. 2011, "Distributed Optimization and Statistical Learning via ADMM", §9.1; for pruning: ALPS, arXiv:2406.07831 §3.1.
+//! The inverse comes from a Cholesky factorisation for each ρ, in f32: Gs has a unit diagonal, and its damping bounds the condition.
+
+use anyhow::{Result, anyhow};
+use rayon::prelude::*;
+
+use super::dense::Keeps;
+use super::least_squares::{ScaledGram, multiply};
+use crate::bytes::ByteSize;
+use crate::linalg::factor::inverse;
+use crate::linalg::gram::GramMatrix;
+use crate::linalg::product::Packed;
+
+/// The state between iterations.
+pub(super) struct Admm<'a> {
+    gram: &'a ScaledGram,
+    keeps: Keeps,
+    /// ws·Gs.
+    pub(super) target: Vec<f32>,
+    /// B of the last iteration; ws before the first.
+    pub(super) b: Vec<f32>,
+    s: Vec<f32>,
+    /// The support of D.
+    is_kept: Vec<bool>,
+    /// ρ of the multipliers in `s`.
+    rho_of_s: f32,
+    rho: f32,
+    inverse: Vec<f32>,
+    right: Vec<f32>,
+    packed: Packed,
+}
+
+impl<'a> Admm<'a> {
+    /// Begins with B = ws, D its largest weights and V = 0.
+    pub(super) fn begin(gram: &'a ScaledGram, scaled: Vec<f32>, keeps: Keeps) -> Self {
+        let mut packed = Packed::default();
+        let mut target = vec![0.0; scaled.len()];
+        gram.product(&scaled, &mut target, &mut packed);
+        let mut admm = Self {
+            gram,
+            keeps,
+            target,
+            s: vec![0.0; scaled.len()],
+            is_kept: vec![false; scaled.len()],
+            rho_of_s: 0.0,
+            rho: 0.0,
+            inverse: Vec::new(),
+            right: vec![0.0; scaled.len()],
+            b: scaled,
+            packed,
+        };
+        admm.start_from_b();
+        admm
+    }
+
+    /// Bytes for a matrix.
+    pub(super) fn bytes(out_features: usize, in_features: usize) -> ByteSize {
+        let weights = out_features.saturating_mul(in_features);
+        // target, b, s, right, the support and the old one.
+        ByteSize::of(weights, 4 * size_of::<f32>() + 2) + GramMatrix::square_bytes(in_features)
+    }
+
+    /// D: the largest weights of B. V: 0.
+    fn start_from_b(&mut self) {
+        let columns = self.gram.width();
+        self.keeps.largest(&self.b, columns, &mut self.is_kept);
+        self.s.copy_from_slice(&self.b);
+        self.rho_of_s = 0.0;
+    }
+
+    /// Begins again with these scaled weights.
+    pub(super) fn restart(&mut self, scaled: &[f32]) {
+        self.b.copy_from_slice(scaled);
+        self.start_from_b();
+    }
+
+    /// Sets ρ, and inverts Gs + ρI.
+    ///
+    /// # Errors
+    /// Fails where this matrix is not positive definite in f32.
+    pub(super) fn set_rho(&mut self, rho: f32) -> Result<()> {
+        if rho == self.rho {
+            return Ok(());
+        }
+        let n = self.gram.width();
+        self.inverse.resize(n * n, 0.0);
+        self.inverse.copy_from_slice(&self.gram.gram);
+        self.inverse.iter_mut().step_by(n + 1).for_each(|value| *value += rho);
+        inverse(&mut self.inverse, n)
+            .map_err(|_| anyhow!("the Gram matrix of the inputs is not positive definite"))?;
+        self.rho = rho;
+        Ok(())
+    }
+
+    /// Makes one iteration.
+    pub(super) fn step(&mut self) {
+        let (n, rho, old) = (self.gram.width(), self.rho, self.rho_of_s);
+        self.right
+            .par_chunks_mut(n)
+            .zip(self.target.par_chunks(n))
+            .zip(self.s.par_chunks(n).zip(self.is_kept.par_chunks(n)))
+            .for_each(|((right, target), (s, is_kept))| {
+                for at in 0..right.len() {
+                    // ρ·D where weights stay, −V where they do not.
+                    let factor = if is_kept[at] { rho } else { -old };
+                    right[at] = target[at] + factor * s[at];
+                }
+            });
+        multiply(&self.right, &self.inverse, n, &mut self.b, &mut self.packed);
+        let of_v = old / rho;
+        self.s
+            .par_chunks_mut(n)
+            .zip(self.b.par_chunks(n).zip(self.is_kept.par_chunks(n)))
+            .for_each(|(s, (b, is_kept))| {
+                for at in 0..s.len() {
+                    let v = if is_kept[at] { 0.0 } else { of_v * s[at] };
+                    s[at] = b[at] + v;
+                }
+            });
+        self.keeps.largest(&self.s, n, &mut self.is_kept);
+        self.rho_of_s = rho;
+    }
+
+    /// The support of D.
+    pub(super) fn support(&self) -> &[bool] {
+        &self.is_kept
+    }
+
+    /// The number of weights in which the support differs from another.
+    pub(super) fn changes_from(&self, other: &[bool]) -> usize {
+        let pairs = self.is_kept.par_chunks(1 << 16).zip(other.par_chunks(1 << 16));
+        pairs
+            .map(|(now, then)| now.iter().zip(then).filter(|(now, then)| now != then).count())
+            .sum()
+    }
+}

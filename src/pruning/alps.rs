@@ -1,0 +1,140 @@
+//! ALPS: the support by ADMM with a growing penalty, then least squares on the weights that are kept.
+//!
+//! Meng, Behdin, Wang, Mazumder 2024, "ALPS: Improved Optimization for Highly Sparse One-Shot Pruning for Large Language Models",
+//! arXiv:2406.07831; reference: `ALPS_prune.ALPS_admm` in mazumder-lab/ALPS. The iteration is in `admm.rs`, the least squares in
+//! `least_squares.rs`; W `[out_features, in_features]`, k = round((1 − ratio)·weights) weights of the matrix stay, or M − N per group.
+//!
+//! ρ begins at 0.1. After every third iteration, with Δ the number of weights that entered or left the support of D since the last look:
+//!
+//! | Δ | ρ |
+//! | --- | --- |
+//! | > 0.1·k | × 1.3 |
+//! | > 0.005·k | × 1.2 |
+//! | ≥ 1 | × 1.1; before any growth: / 5, and start again |
+//! | 0 | done; before any growth: / 5 |
+//!
+//! It also ends when Δ < 0.0003·k after more than 30 iterations, and after 300. Then the k largest weights of B stay, and ten steps of
+//! conjugate gradients fit them.
+//!
+//! Differences: (Gs + ρI)⁻¹ is a Cholesky inverse in f32 for each ρ, where the reference forms it from eigenvectors in f64. The output
+//! of `cg_batch` is reached with one product per step, where the reference makes three.
+
+use anyhow::Result;
+
+use super::admm::Admm;
+use super::dense::{Keeps, mask_of, store, widened};
+use super::input_gram::{InputGram, InputGramKind};
+use super::least_squares::{STEPS, ScaledGram, refit, refit_bytes};
+use super::mask::Mask;
+use super::method::{PruningMethod, Removes, Request};
+use super::options::MethodOptions;
+use super::statistics::StatisticsKind;
+use super::target::{Pattern, Target};
+use crate::bytes::ByteSize;
+use crate::linalg::StoredMatrix;
+
+/// Iterations between two looks at the support.
+const EVERY: usize = 3;
+/// Iterations at most.
+const ITERATIONS: usize = 300;
+/// Iterations after which small changes end the loop.
+const PATIENCE: usize = 30;
+
+/// ADMM with the published schedule.
+#[derive(Debug, Clone, Copy)]
+pub struct Alps;
+
+impl PruningMethod for Alps {
+    fn name(&self) -> &'static str {
+        "alps"
+    }
+
+    fn summary(&self) -> &'static str {
+        "ADMM chooses, least squares repairs; the published schedule"
+    }
+
+    fn removes(&self, _options: &MethodOptions) -> Removes {
+        Removes::NearRatio
+    }
+
+    fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
+        Some(&InputGramKind)
+    }
+
+    fn changes_weights(&self) -> bool {
+        true
+    }
+
+    fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
+        ScaledGram::bytes(in_features)
+            + Admm::bytes(out_features, in_features)
+            + refit_bytes(out_features, in_features)
+            + ByteSize::of(out_features.saturating_mul(in_features), size_of::<f32>())
+    }
+
+    fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
+        request.mean_squares()?;
+        let statistics = request.statistics_as::<InputGram>()?;
+        let gram = statistics.prepared(ScaledGram::of)?;
+        let scaled = gram.scaled(widened(weight, request)?);
+        let (rows, columns) = (weight.rows(), weight.columns());
+        let keeps = keeps(request.target, rows, columns);
+        let mut admm = Admm::begin(&gram, scaled.clone(), keeps);
+        schedule(&mut admm, &scaled, kept(request.target, rows * columns))?;
+        let Admm { target, mut b, .. } = admm;
+        let mut is_kept = vec![false; b.len()];
+        keeps.largest(&b, columns, &mut is_kept);
+        refit(&gram, &target, &mut b, &is_kept, STEPS);
+        store(weight, &gram.unscaled(b));
+        mask_of(&is_kept, rows, columns)
+    }
+}
+
+/// Weights that stay.
+fn kept(target: Target, weights: usize) -> usize {
+    match target.pattern {
+        // `round` of NumPy: halves go to the even neighbour.
+        Pattern::Unstructured => ((1.0 - target.ratio) * weights as f64).round_ties_even() as usize,
+        Pattern::NOfM { n, m } => weights / m * (m - n),
+    }
+}
+
+/// The reference's rule for the support.
+fn keeps(target: Target, rows: usize, columns: usize) -> Keeps {
+    match target.pattern {
+        Pattern::Unstructured => Keeps::OfMatrix(kept(target, rows * columns)),
+        Pattern::NOfM { n, m } => Keeps::OfGroups { n, m },
+    }
+}
+
+/// Iterates until the support settles.
+fn schedule(admm: &mut Admm<'_>, scaled: &[f32], kept: usize) -> Result<()> {
+    let (mut rho, mut has_grown) = (0.1f32, false);
+    let mut last = admm.support().to_vec();
+    for iteration in 1..=ITERATIONS {
+        admm.set_rho(rho)?;
+        admm.step();
+        if !iteration.is_multiple_of(EVERY) {
+            continue;
+        }
+        let changes = admm.changes_from(&last);
+        let share = changes as f64 / kept.max(1) as f64;
+        last.copy_from_slice(admm.support());
+        match (changes, share) {
+            (_, share) if share > 0.1 => (rho, has_grown) = (rho * 1.3, true),
+            (_, share) if share > 0.005 => (rho, has_grown) = (rho * 1.2, true),
+            (1.., _) if has_grown => rho *= 1.1,
+            (1.., _) => {
+                rho /= 5.0;
+                admm.restart(scaled);
+            }
+            (0, _) if has_grown => break,
+            (0, _) => rho /= 5.0,
+        }
+        rho = rho.min(1e6);
+        if iteration > PATIENCE && share < 0.0003 {
+            break;
+        }
+    }
+    Ok(())
+}

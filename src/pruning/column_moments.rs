@@ -1,0 +1,140 @@
+//! Column moments of a linear's input: mean squares as for Wanda, means, and variances.
+//!
+//! For column j of the input x `[tokens, in_features]`, n samples of T_k tokens each:
+//! s_j as in `column_squares.rs`; m_j = (1/n) Σ_k Σ_tokens x_tj, the mean over samples of *sums* over tokens; v_j the mean of the
+//! (population) variances of the samples, weighted by their tokens. Sums run in f64. Zhang et al. 2023, "Dynamic Sparse No
+//! Training", arXiv:2310.08915 §3; reference: `WrappedGPT` in zyxxmu/DSnoT.
+
+use super::column_squares::ColumnSquares;
+use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
+use crate::bytes::ByteSize;
+use crate::linalg::columns;
+
+/// The kind of statistics that collects [`ColumnMoments`].
+#[derive(Debug, Clone, Copy)]
+pub struct ColumnMomentsKind;
+
+impl StatisticsKind for ColumnMomentsKind {
+    fn bytes(&self, in_features: usize) -> ByteSize {
+        ColumnMoments::bytes(in_features)
+    }
+
+    fn begin(&self, in_features: usize) -> Statistics {
+        Statistics::Merged(Box::new(ColumnMoments::new(in_features)))
+    }
+}
+
+/// Sums of one sample: squares `[in_features]`, values `[in_features]`, and the number of tokens.
+struct SampleMoments {
+    width: usize,
+    sums: Vec<f64>,
+}
+
+impl SamplePart for SampleMoments {
+    fn add_rows(&mut self, rows: &[f32]) {
+        let (squares, rest) = self.sums.split_at_mut(self.width);
+        columns::add_squares(rows, squares);
+        let (sums, tokens) = rest.split_at_mut(self.width);
+        for row in rows.chunks_exact(self.width.max(1)) {
+            for (sum, value) in sums.iter_mut().zip(row) {
+                *sum += f64::from(*value);
+            }
+            tokens[0] += 1.0;
+        }
+    }
+
+    fn numbers(&self) -> &[f64] {
+        &self.sums
+    }
+}
+
+/// s_j, m_j and v_j of one input.
+#[derive(Debug, Clone)]
+pub struct ColumnMoments {
+    squares: ColumnSquares,
+    /// Σ over samples of sums over tokens.
+    sums: Vec<f64>,
+    /// Σ over samples of tokens times variance.
+    spreads: Vec<f64>,
+    samples: f64,
+    tokens: f64,
+}
+
+impl ColumnMoments {
+    /// Moments of an input with this many columns, before any sample.
+    pub fn new(in_features: usize) -> Self {
+        Self {
+            squares: ColumnSquares::new(in_features),
+            sums: vec![0.0; in_features],
+            spreads: vec![0.0; in_features],
+            samples: 0.0,
+            tokens: 0.0,
+        }
+    }
+
+    /// Bytes of the moments and of one sample's part.
+    pub fn bytes(in_features: usize) -> ByteSize {
+        ByteSize::of(in_features, 4 * size_of::<f64>() + size_of::<f32>())
+    }
+
+    /// s_j.
+    pub fn squares(&self) -> &ColumnSquares {
+        &self.squares
+    }
+
+    /// m_j, `[in_features]`.
+    pub fn mean(&self) -> Vec<f32> {
+        let of = |sum: &f64| (sum / self.samples) as f32;
+        self.sums.iter().map(of).collect()
+    }
+
+    /// v_j, `[in_features]`.
+    pub fn variance(&self) -> Vec<f32> {
+        let of = |spread: &f64| (spread / self.tokens) as f32;
+        self.spreads.iter().map(of).collect()
+    }
+}
+
+impl MergedStatistics for ColumnMoments {
+    fn part(&self) -> Box<dyn SamplePart> {
+        let width = self.sums.len();
+        Box::new(SampleMoments {
+            width,
+            sums: vec![0.0; 2 * width + 1],
+        })
+    }
+
+    fn merge(&mut self, numbers: &[f64]) {
+        let width = self.sums.len();
+        let (squares, rest) = numbers.split_at(width);
+        let (sums, tokens) = rest.split_at(width);
+        self.squares.merge(squares);
+        let tokens = tokens[0];
+        for (at, (square, sum)) in squares.iter().zip(sums).enumerate() {
+            self.sums[at] += sum;
+            // tokens · (mean of squares − square of mean); rounding must not make it negative.
+            self.spreads[at] += (square - sum * sum / tokens).max(0.0);
+        }
+        self.samples += 1.0;
+        self.tokens += tokens;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moments_by_hand() {
+        let mut moments = ColumnMoments::new(2);
+        for rows in [&[1.0f32, 2.0, 3.0, 2.0][..], &[5.0, 0.0, 5.0, 4.0, 2.0, 2.0]] {
+            let mut part = moments.part();
+            part.add_rows(rows);
+            moments.merge(part.numbers());
+        }
+        // Sums 4 and 12; 4 and 6. Variances 1 and 2 in column 0, 0 and 8/3 in column 1, of 2 and 3 tokens.
+        assert_eq!(moments.mean(), [8.0, 5.0]);
+        assert_eq!(moments.variance(), [8.0 / 5.0, 8.0 / 5.0]);
+        assert_eq!(moments.squares().mean(), [32.0, 14.0]);
+    }
+}

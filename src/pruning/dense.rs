@@ -1,0 +1,182 @@
+//! Weights of one matrix as f32, for methods that change them, and the support of what they keep.
+
+use anyhow::Result;
+use rayon::prelude::*;
+
+use super::mask::Mask;
+use super::method::Request;
+use super::select::not_finite;
+use crate::linalg::StoredMatrix;
+use crate::linalg::select::{self as lowest, Radix};
+
+/// The weights as f32, `[out_features, in_features]`.
+///
+/// # Errors
+/// Fails on weights that are not finite, naming matrix, row and column.
+pub(super) fn widened(weight: &StoredMatrix, request: &Request<'_>) -> Result<Vec<f32>> {
+    let columns = weight.columns();
+    let mut wide = vec![0.0f32; weight.elements()];
+    wide.par_chunks_mut(columns.max(1))
+        .enumerate()
+        .try_for_each(|(row, wide)| {
+            weight.widen_rows(row, wide);
+            match lowest::first_not_finite(wide) {
+                Some(column) => Err(not_finite(request.name, "weight", row, column)),
+                None => Ok(()),
+            }
+        })?;
+    Ok(wide)
+}
+
+/// Stores changed weights, rounding each once.
+pub(super) fn store(weight: &mut StoredMatrix, values: &[f32]) {
+    *weight = StoredMatrix::from_f32(weight.dtype(), weight.rows(), weight.columns(), values);
+}
+
+/// The mask of the weights that are not kept.
+pub(super) fn mask_of(is_kept: &[bool], rows: usize, columns: usize) -> Result<Mask> {
+    Mask::by_rows(rows, columns, || (), |(), row, bits| {
+        let is_kept = &is_kept[row * columns..][..columns];
+        bits.set_where(|column| !is_kept[column]);
+        Ok(())
+    })
+}
+
+/// A rule for the weights that stay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Keeps {
+    /// This many of the whole matrix.
+    OfMatrix(usize),
+    /// This many of every row.
+    OfRows(usize),
+    /// All but `n` of each aligned group of `m`.
+    OfGroups {
+        /// Weights removed per group.
+        n: usize,
+        /// Weights per group.
+        m: usize,
+    },
+}
+
+impl Keeps {
+    /// Marks the values of the largest magnitude. Of equal ones, those further behind stay.
+    ///
+    /// # Arguments
+    /// * `values`: `[rows, columns]`, finite
+    /// * `is_kept`: as long as `values`
+    pub(super) fn largest(self, values: &[f32], columns: usize, is_kept: &mut [bool]) {
+        match self {
+            Self::OfMatrix(count) => largest_of_all(values, columns, count, is_kept),
+            Self::OfRows(count) => {
+                let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
+                rows.for_each_init(Default::default, |(scores, keys), (values, is_kept)| {
+                    magnitudes(values, scores);
+                    is_kept.fill(true);
+                    lowest::lowest(scores, columns - count, keys, |column| {
+                        is_kept[column] = false;
+                    });
+                });
+            }
+            Self::OfGroups { n, m } => {
+                let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
+                rows.for_each_init(
+                    Default::default,
+                    |(scores, keys, is_lowest), (values, is_kept)| {
+                        magnitudes(values, scores);
+                        lowest::lowest_of_groups(scores, m, n, keys, is_lowest);
+                        for (is_kept, is_lowest) in is_kept.iter_mut().zip(&*is_lowest) {
+                            *is_kept = !is_lowest;
+                        }
+                    },
+                );
+            }
+        }
+    }
+}
+
+fn magnitudes(values: &[f32], scores: &mut Vec<f32>) {
+    scores.clear();
+    scores.extend(values.iter().map(|value| value.abs()));
+}
+
+/// Marks the `count` values of the largest magnitude of a matrix.
+fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [bool]) {
+    if count >= values.len() {
+        is_kept.fill(true);
+        return;
+    }
+    let position = values.len() - count; // The magnitude here is the lowest that stays.
+    let Some(limit) = magnitude_at(values, columns, position as u64) else {
+        return;
+    };
+    let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
+    let ties: Vec<(usize, usize)> = rows
+        .map(|(values, is_kept)| {
+            let (mut above, mut ties) = (0, 0);
+            for (value, is_kept) in values.iter().zip(is_kept) {
+                *is_kept = value.abs() > limit;
+                above += usize::from(*is_kept);
+                ties += usize::from(value.abs() == limit);
+            }
+            (above, ties)
+        })
+        .collect();
+    let mut missing = count - ties.iter().map(|(above, _)| above).sum::<usize>();
+    for row in (0..ties.len()).rev() {
+        if missing == 0 {
+            break;
+        }
+        let range = row * columns..(row + 1) * columns;
+        let places = values[range.clone()].iter().zip(&mut is_kept[range]);
+        for (value, is_kept) in places.rev() {
+            if missing > 0 && value.abs() == limit {
+                *is_kept = true;
+                missing -= 1;
+            }
+        }
+    }
+}
+
+/// The magnitude at a position of the ascending order of all.
+fn magnitude_at(values: &[f32], columns: usize, position: u64) -> Option<f32> {
+    /// Parts that are counted at the same time.
+    const PARTS: usize = 16;
+    let rows = values.len() / columns;
+    let part = rows.div_ceil(PARTS).max(1) * columns;
+    let count = |upper: Option<u16>| {
+        let parts = values.par_chunks(part).map(|values| {
+            let (mut counter, mut scores) = (Radix::new(upper), Vec::new());
+            for row in values.chunks(columns) {
+                magnitudes(row, &mut scores);
+                counter.feed(&scores);
+            }
+            counter
+        });
+        parts.reduce(|| Radix::new(upper), |one, other| one.merge(&other))
+    };
+    let (upper, rest) = count(None).narrow(position)?;
+    count(Some(upper)).value(rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_stay_as_the_rule_says_and_they_are_the_largest() {
+        let values: Vec<f32> = (0..120).map(|at| ((at * 37 % 61) as f32 - 30.0) / 3.0).collect();
+        let mut is_kept = vec![false; 120];
+        for count in [0, 1, 47, 119, 120] {
+            Keeps::OfMatrix(count).largest(&values, 12, &mut is_kept);
+            assert_eq!(is_kept.iter().filter(|kept| **kept).count(), count);
+            let lost = (0..120).filter(|&at| !is_kept[at]).map(|at| values[at].abs());
+            let least = (0..120).filter(|&at| is_kept[at]).map(|at| values[at].abs());
+            let least = least.fold(f32::INFINITY, f32::min);
+            assert!(lost.fold(0.0, f32::max) <= least, "{count}");
+        }
+        Keeps::OfRows(5).largest(&values, 12, &mut is_kept);
+        assert!(is_kept.chunks(12).all(|row| row.iter().filter(|kept| **kept).count() == 5));
+        Keeps::OfGroups { n: 1, m: 4 }.largest(&values, 12, &mut is_kept);
+        assert!(is_kept.chunks(4).all(|group| group.iter().filter(|kept| **kept).count() == 3));
+    }
+}

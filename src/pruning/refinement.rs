@@ -1,0 +1,48 @@
+//! The trait of refinements: steps that improve what a method left of a matrix.
+
+use std::fmt::Debug;
+
+use anyhow::Result;
+
+use super::mask::Mask;
+use super::method::Request;
+use super::statistics::StatisticsKind;
+use crate::bytes::ByteSize;
+use crate::linalg::StoredMatrix;
+
+/// The matrix as a method left it.
+pub struct Pruned<'a> {
+    /// The weights before pruning.
+    pub dense: &'a StoredMatrix,
+    /// The weights after it; the caller writes the zeros.
+    pub weight: &'a mut StoredMatrix,
+    /// The weights that the method removed.
+    pub mask: Mask,
+}
+
+/// A refinement.
+pub trait Refinement: Debug + Sync {
+    /// The value of `--refine`.
+    fn name(&self) -> &'static str;
+
+    /// One line for the help text.
+    fn summary(&self) -> &'static str;
+
+    /// The statistics it needs behind a method that needs these.
+    fn statistics(
+        &self,
+        of_method: Option<&'static dyn StatisticsKind>,
+    ) -> &'static dyn StatisticsKind;
+
+    /// States that it changes the weights that stay.
+    fn changes_weights(&self) -> bool;
+
+    /// Bytes for one matrix, the copy of the dense weights not included.
+    fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize;
+
+    /// Refines a matrix, and returns its mask.
+    ///
+    /// # Errors
+    /// Fails on weights that are not finite, and without the statistics.
+    fn refine(&self, pruned: Pruned<'_>, request: &Request<'_>) -> Result<Mask>;
+}

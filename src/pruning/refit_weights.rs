@@ -1,0 +1,75 @@
+//! `--refine weights`: least squares on the weights that any method kept (`least_squares.rs`).
+//!
+//! Ten steps of conjugate gradients from the method's own weights towards the smallest error of the linear's output. The mask stays.
+
+use anyhow::Result;
+use rayon::prelude::*;
+
+use super::dense::{store, widened};
+use super::input_gram::{InputGram, InputGramKind};
+use super::least_squares::{STEPS, ScaledGram, refit, refit_bytes};
+use super::mask::Mask;
+use super::method::Request;
+use super::refinement::{Pruned, Refinement};
+use super::statistics::StatisticsKind;
+use crate::bytes::ByteSize;
+use crate::linalg::product::Packed;
+
+/// Least squares on the kept weights.
+#[derive(Debug, Clone, Copy)]
+pub struct RefitWeights;
+
+impl Refinement for RefitWeights {
+    fn name(&self) -> &'static str {
+        "weights"
+    }
+
+    fn summary(&self) -> &'static str {
+        "fits the kept weights to the dense outputs by least squares"
+    }
+
+    fn statistics(
+        &self,
+        _of_method: Option<&'static dyn StatisticsKind>,
+    ) -> &'static dyn StatisticsKind {
+        &InputGramKind
+    }
+
+    fn changes_weights(&self) -> bool {
+        true
+    }
+
+    fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
+        let weights = out_features.saturating_mul(in_features);
+        ScaledGram::bytes(in_features)
+            + refit_bytes(out_features, in_features)
+            + ByteSize::of(weights, 3 * size_of::<f32>() + 1)
+    }
+
+    fn refine(&self, pruned: Pruned<'_>, request: &Request<'_>) -> Result<Mask> {
+        let Pruned {
+            dense,
+            weight,
+            mask,
+        } = pruned;
+        let gram = request.statistics_as::<InputGram>()?.prepared(ScaledGram::of)?;
+        let columns = weight.columns();
+        let mut is_kept = vec![true; weight.elements()];
+        is_kept
+            .par_chunks_mut(columns.max(1))
+            .enumerate()
+            .for_each(|(row, is_kept)| {
+                for (column, is_kept) in is_kept.iter_mut().enumerate() {
+                    *is_kept = !mask.is_pruned(row, column);
+                }
+            });
+        let scaled = gram.scaled(widened(dense, request)?);
+        let mut target = vec![0.0; scaled.len()];
+        gram.product(&scaled, &mut target, &mut Packed::default());
+        drop(scaled);
+        let mut x = gram.scaled(widened(weight, request)?);
+        refit(&gram, &target, &mut x, &is_kept, STEPS);
+        store(weight, &gram.unscaled(x));
+        Ok(mask)
+    }
+}

@@ -1,0 +1,103 @@
+//! A technique: everything that decides how the matrices of a run are pruned, except their ratios.
+
+use anyhow::Result;
+
+use super::mask::Mask;
+use super::method::{self, PruningMethod, Removes, Request};
+use super::options::MethodOptions;
+use super::refinement::{Pruned, Refinement};
+use super::statistics::StatisticsKind;
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+use crate::linalg::StoredMatrix;
+
+/// A method, its options, and what refines its result.
+#[derive(Debug, Clone)]
+pub struct Technique {
+    /// The method.
+    pub method: &'static dyn PruningMethod,
+    /// Its options.
+    pub options: MethodOptions,
+    /// The refinement.
+    pub refinement: Option<&'static dyn Refinement>,
+}
+
+impl Technique {
+    /// A method with default options, and no refinement.
+    pub fn of(method: &'static dyn PruningMethod) -> Self {
+        Self {
+            method,
+            options: MethodOptions::default(),
+            refinement: None,
+        }
+    }
+
+    /// Checks the options.
+    ///
+    /// # Errors
+    /// Fails for an option that the method does not read, and for values that make no sense.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.options.check(self.method.name(), self.method.options())
+    }
+
+    /// The name for reports: the method's, and the refinement's behind a plus sign.
+    pub fn name(&self) -> String {
+        match self.refinement {
+            None => self.method.name().to_string(),
+            Some(refinement) => format!("{}+{}", self.method.name(), refinement.name()),
+        }
+    }
+
+    /// The statistics that method and refinement need; `None` needs no calibration.
+    pub fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
+        let of_method = self.method.statistics();
+        match self.refinement {
+            None => of_method,
+            Some(refinement) => Some(refinement.statistics(of_method)),
+        }
+    }
+
+    /// The number of weights that an unstructured mask removes.
+    pub fn removes(&self) -> Removes {
+        self.method.removes(&self.options)
+    }
+
+    /// States that kept weights change.
+    pub fn changes_weights(&self) -> bool {
+        self.method.changes_weights() || self.refinement.is_some_and(Refinement::changes_weights)
+    }
+
+    /// Bytes for one matrix, beyond the mask, a few numbers per column and two rows per thread.
+    pub fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
+        let of_method = self.method.working_bytes(out_features, in_features);
+        let Some(refinement) = self.refinement else {
+            return of_method;
+        };
+        // The dense weights, in the widest dtype.
+        let dense = ByteSize::of(out_features.saturating_mul(in_features), size_of::<f32>());
+        of_method.max(refinement.working_bytes(out_features, in_features)) + dense
+    }
+
+    /// Prunes and refines one matrix. The caller writes the zeros.
+    ///
+    /// # Errors
+    /// Fails on weights or statistics that are not finite, naming matrix, row and column.
+    pub fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
+        let request = Request {
+            options: &self.options,
+            ..*request
+        };
+        let refinement = self.refinement.filter(|_| !request.target.removes_nothing());
+        let Some(refinement) = refinement else {
+            return method::prune(self.method, weight, &request);
+        };
+        let dense = weight.clone();
+        let mask = method::prune(self.method, weight, &request)?;
+        let pruned = Pruned {
+            dense: &dense,
+            weight,
+            mask,
+        };
+        refinement.refine(pruned, &request)
+    }
+}
