@@ -18,7 +18,8 @@ use prune::pipeline::{
 };
 use prune::pruning::mask::RowBits;
 use prune::pruning::{
-    InPlaceStatistics, Mask, PruningMethod, Removes, Request, Statistics, StatisticsKind, select,
+    InPlaceStatistics, Mask, MethodOptions, PruningMethod, Removes, Request, Statistics,
+    StatisticsKind, Technique, select,
 };
 use prune::run::verification::VerifyLevel;
 use prune::run::{MemorySettings, Silent};
@@ -88,7 +89,7 @@ impl PruningMethod for GramBlocks {
         "of tests"
     }
 
-    fn removes(&self) -> Removes {
+    fn removes(&self, _options: &MethodOptions) -> Removes {
         Removes::FromBlocks { columns: BLOCK }
     }
 
@@ -199,14 +200,15 @@ fn run(place: &Place, devices: &Devices, settings: &str) -> Result<Seen> {
         sparsity_ratio: Some(0.5),
         ..Selection::default()
     };
+    let technique = Technique::of(&GramBlocks);
     let targets = TargetPlan::resolve(&selection, &GramBlocks, &config)?;
     let (clock, mut seen) = (Clock::new(), Seen::default());
-    let calibrator = Calibrator::new(&GramBlocks, Some(hidden), &config, &clock, &Silent);
+    let calibrator = Calibrator::new(&technique, Some(hidden), &config, &clock, &Silent);
     let output = Output {
         observers: vec![&mut seen],
         ..Output::default()
     };
-    let mut pruner = Pruner::new(&GramBlocks, &targets, calibrator, output, Vec::new());
+    let mut pruner = Pruner::new(&technique, &targets, calibrator, output, Vec::new());
     let sweep = Sweep {
         source,
         finished: None,
@@ -265,12 +267,12 @@ fn large_statistics_accumulate_in_place_and_in_the_order_of_the_samples() -> Res
 #[test]
 fn a_full_verification_is_refused_for_a_method_that_changes_weights() {
     use prune::pipeline::check_verification;
-    let wanda = prune::pruning::method("wanda").expect("in the table");
+    let wanda = Technique::of(prune::pruning::method("wanda").expect("in the table"));
     for level in [VerifyLevel::Quick, VerifyLevel::Full] {
-        assert!(check_verification(wanda, level).is_ok());
+        assert!(check_verification(&wanda, level).is_ok());
     }
-    assert!(check_verification(&GramBlocks, VerifyLevel::Quick).is_ok());
-    let error = check_verification(&GramBlocks, VerifyLevel::Full).unwrap_err();
+    assert!(check_verification(&Technique::of(&GramBlocks), VerifyLevel::Quick).is_ok());
+    let error = check_verification(&Technique::of(&GramBlocks), VerifyLevel::Full).unwrap_err();
     let failure = error.downcast_ref::<Failure>().expect("a refusal");
     assert!(
         failure.is_usage && failure.message.contains("gram-blocks"),
