@@ -112,7 +112,12 @@ pub(super) fn means(record: &GridRecord) -> GridTable {
     columns.extend(record.columns.iter().cloned());
     columns.extend(["time", "peak memory"].map(String::from));
     let rows = record.methods.iter().map(|method| {
-        let of_method = || record.cells.iter().filter(|cell| cell.cell.method == *method);
+        let of_method = || {
+            record
+                .cells
+                .iter()
+                .filter(|cell| cell.cell.method == *method)
+        };
         let seconds: Vec<f64> = of_method().filter_map(|cell| cell.seconds).collect();
         let peak = of_method().filter_map(|cell| cell.peak_anonymous).max();
         let mut row = vec![method.clone()];

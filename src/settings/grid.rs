@@ -48,9 +48,8 @@ impl std::str::FromStr for GridShard {
             )
         };
         let parts = text.split_once('/');
-        let numbers = parts.and_then(|(number, of)| {
-            Some((number.trim().parse().ok()?, of.trim().parse().ok()?))
-        });
+        let numbers = parts
+            .and_then(|(number, of)| Some((number.trim().parse().ok()?, of.trim().parse().ok()?)));
         let (number, of): (usize, usize) =
             numbers.ok_or_else(|| refused("it is not of the form i/n".to_string()))?;
         if number == 0 || number > of {

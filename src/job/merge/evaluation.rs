@@ -117,7 +117,8 @@ impl MergeJob {
             let adapted = AdaptedSource::new(model.checkpoint.clone(), adapter)?;
             model.source = Arc::new(adapted);
         }
-        let Settled::Job(job) = Job::settle_opened(settings, model, Given::default(), events)? else {
+        let Settled::Job(job) = Job::settle_opened(settings, model, Given::default(), events)?
+        else {
             anyhow::bail!("only a run that prunes can have finished before");
         };
         let mut streams = Streams::embed(&job, &Outputs::default(), events)?;

@@ -56,8 +56,7 @@ pub fn of_grid(record: &GridRecord) -> Result<Option<Figure>> {
         .into_iter()
         .filter(|dense| dense.is_finite() && *dense > 0.0)
         .collect();
-    let caption =
-        "Mean perplexity of the pruned models over seeds, over the share of their weights that is zero, one line per method \
+    let caption = "Mean perplexity of the pruned models over seeds, over the share of their weights that is zero, one line per method \
          and one point per pattern; the dashed line is the dense model.";
     draw(&series, &dense, caption.to_string())
 }
