@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::format::{duration, escape, finite};
+use super::format::{duration, finite};
 use super::page::GridTable;
 use crate::bytes::ByteSize;
 use crate::failure::printable;
@@ -39,16 +39,19 @@ pub fn text(record: &GridRecord) -> String {
 
 /// The table as Markdown.
 pub fn markdown(record: &GridRecord) -> String {
-    let plain = |cell: &String| printable(cell).replace('|', "\\|");
+    let plain = |cell: &str| {
+        let cell = printable(cell).replace('&', "&amp;").replace('<', "&lt;");
+        cell.replace('|', "\\|")
+    };
     let row = |cells: &[String]| {
-        let cells: Vec<String> = cells.iter().map(plain).collect();
+        let cells: Vec<String> = cells.iter().map(|cell| plain(cell)).collect();
         format!("| {} |\n", cells.join(" | "))
     };
     let table = means(record);
     let mut text = String::new();
     for line in lead(record) {
         // Writing to a String cannot fail.
-        let _ = writeln!(text, "{}  ", escape(&line));
+        let _ = writeln!(text, "{}  ", plain(&line));
     }
     text.push('\n');
     text += &row(&table.columns);
@@ -58,7 +61,7 @@ pub fn markdown(record: &GridRecord) -> String {
     }
     text.push('\n');
     for line in notes(record) {
-        let _ = writeln!(text, "{}  ", escape(&line));
+        let _ = writeln!(text, "{}  ", plain(&line));
     }
     text
 }

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::failure::Failure;
 use crate::run::command_line::quoted;
 use crate::run::events::LockLost;
-use crate::run::{Event, Events, Unfinished};
+use crate::run::{Event, Events, Manifest, Unfinished};
 
 /// Forwards the events of all cells.
 pub(super) struct CellEvents<'a> {
@@ -21,8 +21,6 @@ pub(super) struct CellEvents<'a> {
 struct Told {
     /// `3/18: `, before the names of phases.
     place: String,
-    /// The cell's number and name.
-    cell: String,
     /// Notes and warnings of earlier cells.
     texts: BTreeSet<String>,
 }
@@ -45,18 +43,24 @@ impl<'a> CellEvents<'a> {
 
     /// The next cell begins.
     pub(super) fn begin(&self, number: usize, of: usize, name: &str) {
-        let mut told = self.told();
-        told.place = format!("{number}/{of}: ");
-        told.cell = format!("cell {number} of {of}: {name}");
-        let text = told.cell.clone();
-        drop(told);
-        self.events.note(text);
+        self.told().place = format!("{number}/{of}: ");
+        self.events.note(format!("cell {number} of {of}: {name}"));
         self.emit(Event::IfInterrupted(None));
     }
 
     /// The cell was finished before.
     pub(super) fn already_finished(&self) {
         self.events.note("  it is finished".to_string());
+    }
+
+    /// The cell is done.
+    pub(super) fn finished(&self, manifest: &Manifest) {
+        let perplexity = manifest.perplexity.pruned;
+        let measured = perplexity.map_or_else(String::new, |of| {
+            format!(", pruned perplexity {:.4}", of.perplexity)
+        });
+        let text = format!("  done in {:.1} s{measured}", manifest.seconds);
+        self.events.note(text);
     }
 
     /// The cell has failed.

@@ -181,7 +181,7 @@ fn run(
             }
             Err(error)
         }
-        done => done.map(drop),
+        done => done.map(|manifest| events.finished(&manifest)),
     }
 }
 

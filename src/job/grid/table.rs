@@ -4,10 +4,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use serde::Deserialize;
 
 use super::records::{self, CommonSettings};
+use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::write_atomic;
 use crate::failure::Failure;
+use crate::pruning::METHODS;
 use crate::report;
 use crate::run::grid::{CellReport, GRID_FILE, GridRecord};
 use crate::run::manifest::name_of;
@@ -34,7 +37,20 @@ pub fn remake(out: &Path, events: &dyn Events) -> Result<(GridRecord, PathBuf)> 
         Failure::usage(format!("`{}` holds no cell of a sweep", out.display()))
             .hint("name the --save folder of a sweep")
     })?;
-    write(out, common, &[], events)
+    write(out, common, &methods_before(out), events)
+}
+
+/// The methods in the order of the last table; without one in the order of the help.
+fn methods_before(out: &Path) -> Vec<String> {
+    /// The part of `sweep.json` that is read.
+    #[derive(Deserialize)]
+    struct MethodOrder {
+        methods: Vec<String>,
+    }
+    let before = read_whole(&out.join(GRID_FILE), LARGEST_RECORD).ok();
+    let before = before.and_then(|json| serde_json::from_slice::<MethodOrder>(&json).ok());
+    let names = || METHODS.iter().map(|method| method.name().to_string());
+    before.map_or_else(|| names().collect(), |order| order.methods)
 }
 
 /// Writes the table of the cells with these settings. Methods stand in the order `methods`, others after them.
