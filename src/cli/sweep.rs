@@ -18,6 +18,8 @@ use crate::pipeline::{LayerRatios, Selection};
 use crate::pruning::{METHODS, Pattern};
 use crate::report;
 use crate::run::Events;
+use crate::run::grid::CellReport;
+use crate::run::manifest::GateReport;
 use crate::settings::{GridSettings, GridShard};
 
 /// Shown below the flags.
@@ -294,11 +296,11 @@ pub fn command(args: &SweepArgs, arguments: Vec<String>, console: &Console) -> R
             outcome.elsewhere
         ));
     }
-    end(&outcome, console)
+    end(&outcome, settings.run.evaluation.max_perplexity, console)
 }
 
 /// The end of a sweep whose table is written.
-fn end(outcome: &GridOutcome, console: &Console) -> Result<Outcome> {
+fn end(outcome: &GridOutcome, max_perplexity: Option<f64>, console: &Console) -> Result<Outcome> {
     if !outcome.failed.is_empty() {
         let mut failure = Failure::new(format!(
             "{} of {} cells failed",
@@ -312,16 +314,20 @@ fn end(outcome: &GridOutcome, console: &Console) -> Result<Outcome> {
             .hint("sweep.json has their errors; the same command runs them again and leaves finished cells alone")
             .into());
     }
-    let cells = outcome.record.cells.iter();
-    let missed: Vec<&str> = cells
-        .filter(|cell| cell.is_gate_met == Some(false))
-        .map(|cell| cell.name.as_str())
-        .collect();
+    let Some(limit) = max_perplexity else {
+        return Ok(Outcome::Done);
+    };
+    let misses = |cell: &&CellReport| {
+        let measured = cell.pruned_perplexity;
+        measured.is_some_and(|perplexity| !GateReport::new(limit, perplexity).is_met)
+    };
+    let cells = outcome.record.cells.iter().filter(misses);
+    let missed: Vec<&str> = cells.map(|cell| cell.name.as_str()).collect();
     if missed.is_empty() {
         return Ok(Outcome::Done);
     }
     console.error(&format!(
-        "gate missed: --max-perplexity is not met by {}",
+        "gate missed: --max-perplexity {limit} is not met by {}",
         missed.join(", ")
     ));
     Ok(Outcome::GateMissed)

@@ -115,8 +115,6 @@ pub struct CellReport {
     pub seconds: Option<f64>,
     /// The largest peak of its phases.
     pub peak_anonymous: Option<ByteSize>,
-    /// False where `--max-perplexity` is missed.
-    pub is_gate_met: Option<bool>,
     /// The evaluation text and windows.
     #[serde(skip)]
     pub evaluation: Option<TextProtocol>,
@@ -141,7 +139,6 @@ impl CellReport {
             dense_perplexity: perplexity.and_then(|of| Some(of.dense?.perplexity)),
             seconds: manifest.map(|manifest| manifest.seconds),
             peak_anonymous: manifest.and_then(|manifest| manifest.peak_anonymous),
-            is_gate_met: manifest.and_then(|manifest| Some(manifest.gate?.is_met)),
             evaluation: manifest.and_then(|manifest| manifest.evaluation.clone()),
         }
     }

@@ -291,7 +291,16 @@ fn cells_of_other_settings_are_refused_and_a_grid_can_grow() {
         "{}",
         refused.stderr
     );
+    fs::create_dir_all(place.path("out/magnitude-0.6-seed0/model")).expect("a new folder");
     let larger = small.replace("--ratios 0.5", "--ratios 0.6,0.5");
+    refuses_command(
+        &place,
+        &format!("{larger} {TEXTS}"),
+        1,
+        "error: `out/magnitude-0.6-seed0` holds files that are not of a sweep",
+        "hint: choose another --save folder, or replace these files with --force",
+    );
+    fs::remove_dir_all(place.path("out/magnitude-0.6-seed0")).expect("removed");
     let ran = place.run(&format!("{larger} {TEXTS}"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert_eq!(table(&place)["columns"], serde_json::json!(["0.5", "0.6"]));
@@ -299,6 +308,17 @@ fn cells_of_other_settings_are_refused_and_a_grid_can_grow() {
     assert_eq!(forced.code, 0, "{}", forced.stderr);
     let windows = place.manifest("out/magnitude-0.5-seed0").perplexity.pruned;
     assert_eq!(windows.expect("measured").windows, 4);
+}
+
+#[test]
+fn a_gate_holds_for_every_cell_also_for_those_that_are_finished() {
+    let place = Place::new();
+    let line = format!("sweep --model m --methods magnitude --ratios 0.5 --save out {TEXTS}");
+    assert_eq!(place.run(&line).code, 0);
+    let ran = place.run(&format!("{line} --max-perplexity 1.5"));
+    assert_eq!(ran.code, 4, "{}", ran.stderr);
+    let expected = "gate missed: --max-perplexity 1.5 is not met by magnitude-0.5-seed0";
+    assert!(ran.stderr.contains(expected), "{}", ran.stderr);
 }
 
 #[test]

@@ -72,6 +72,7 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
         .collect();
     let mut failed = Vec::new();
     for (index, cell) in mine.iter().enumerate() {
+        events.check()?;
         events.begin(index + 1, mine.len(), &cell.name());
         if let Err(error) = run(cell, &common, dense.as_ref(), &events) {
             if error.is::<Stopped>() {
@@ -81,9 +82,9 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
             events.failed(&cell.name(), &error);
         }
     }
-    events.end();
     let methods = &settings.methods;
     let (record, page) = table::write(&out, &common, methods, &events)?;
+    events.end();
     let is_finished = |cell: &&PlannedCell| {
         let mut reports = record.cells.iter();
         reports.any(|of| of.name == cell.name() && of.state == CellState::Finished)
@@ -101,7 +102,7 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
 /// The cells of this process and the states of their folders. Writes nothing.
 ///
 /// # Errors
-/// Fails for a folder with cells of other settings, as far as they are known without the model.
+/// Fails for records that cannot be read.
 pub fn preview(settings: &GridSettings) -> Result<Vec<CellReport>> {
     let out = folder(settings)?;
     let cells = cells::of(settings, &out)?;

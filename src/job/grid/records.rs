@@ -9,7 +9,7 @@ use super::cells::PlannedCell;
 use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::write_atomic;
 use crate::failure::Failure;
-use crate::job::folder::MANIFEST;
+use crate::job::folder::{MANIFEST, lock};
 use crate::job::opened::OpenedModel;
 use crate::run::Manifest;
 use crate::run::grid::{CELL_FILE, CellRecord, CellReport, GridCell, SCHEMA};
@@ -143,18 +143,29 @@ pub(super) fn check(
             return Err(refusal(out, &name, &record.settings, common).into());
         }
     }
-    for cell in cells {
+    for cell in cells.iter().filter(|_| !is_forced) {
         let folder = &cell.folder;
-        if !is_forced && folder.join(MANIFEST).exists() && read(folder)?.is_none() {
+        if read(folder)?.is_none() && has_files(folder) {
             return Err(Failure::new(format!(
-                "`{}` holds a run that is not part of a sweep",
+                "`{}` holds files that are not of a sweep",
                 folder.display()
             ))
-            .hint("choose another --save folder, or replace that run with --force")
+            .hint("choose another --save folder, or replace these files with --force")
             .into());
         }
     }
     Ok(())
+}
+
+/// Returns whether a folder has files other than those of an attempt that ended before it had a record.
+fn has_files(folder: &Path) -> bool {
+    let is_foreign =
+        |name: &str| !name.starts_with(lock::FILE) && !name.starts_with(&format!(".{CELL_FILE}."));
+    // A folder that cannot be listed is refused when the cell begins.
+    std::fs::read_dir(folder).is_ok_and(|mut entries| {
+        entries
+            .any(|entry| entry.is_ok_and(|entry| is_foreign(&entry.file_name().to_string_lossy())))
+    })
 }
 
 fn refusal(out: &Path, name: &str, there: &CommonSettings, here: &CommonSettings) -> Failure {
