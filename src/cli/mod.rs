@@ -108,7 +108,7 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Draw finished runs: pictures and one page
     Report(report::ReportArgs),
-    /// Run a grid of methods, ratios and seeds, and tabulate their perplexities
+    /// Run a grid of methods, ratios and seeds, and tabulate it
     #[command(after_help = sweep::EXAMPLES)]
     Sweep(Box<sweep::SweepArgs>),
     /// Print a completion script for a shell
