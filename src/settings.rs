@@ -4,6 +4,7 @@
 //! metadata of the mask file, and a resumed run is compared by them. A setting that is added here takes part in all three.
 
 mod device;
+mod grid;
 mod merge;
 
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ use crate::pruning::{self, MethodOptions, Technique};
 use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
+pub use grid::{GridSettings, GridShard};
 pub use merge::{
     MajorityOf, MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings,
     SaliencySource, TrimScope,

@@ -1,5 +1,6 @@
 //! Groups of flags that several commands share, and the settings they mean.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 
 use anyhow::Result;
@@ -79,6 +80,51 @@ pub(super) fn from_json<T: DeserializeOwned>(
     json: &str,
 ) -> std::result::Result<T, serde_json::Error> {
     serde_json::from_str(json)
+}
+
+/// The values of a list with commas.
+///
+/// # Arguments
+/// * `flag`: the name of the flag, for errors
+/// * `example`: a list to type, for errors
+///
+/// # Errors
+/// Fails for an empty list, an empty value and a value that occurs twice, and as `parse`.
+pub(super) fn from_list<T: PartialEq + Display>(
+    flag: &str,
+    example: &str,
+    list: &str,
+    parse: impl Fn(&str) -> std::result::Result<T, Failure>,
+) -> Result<Vec<T>> {
+    let mut values: Vec<T> = Vec::new();
+    let texts: Vec<&str> = list.split(',').map(str::trim).collect();
+    for (at, text) in texts.iter().enumerate() {
+        if text.is_empty() {
+            let message = match texts.len() {
+                1 => format!("{flag} is empty"),
+                of => format!("value {} of {of} of {flag} {list} is empty", at + 1),
+            };
+            return Err(Failure::usage(message)
+                .hint(format!(
+                    "write values separated by commas, like {flag} {example}"
+                ))
+                .into());
+        }
+        let value = parse(text)?;
+        if let Some(first) = values.iter().position(|other| *other == value) {
+            let mut others = texts.clone();
+            others.remove(at);
+            return Err(Failure::usage(format!(
+                "{flag} {list} has {value} twice, as values {} and {}",
+                first + 1,
+                at + 1
+            ))
+            .hint(format!("use {flag} {}", others.join(",")))
+            .into());
+        }
+        values.push(value);
+    }
+    Ok(values)
 }
 
 impl DeviceArgs {
@@ -215,7 +261,7 @@ pub(super) struct SparsityArgs {
         value_parser = PossibleValuesParser::new(METHODS.iter().map(|method| method.name())),
         help = methods_help()
     )]
-    prune_method: String,
+    pub(super) prune_method: String,
 
     /// Damping of sparsegpt, as a fraction of the mean square of the inputs [default: 0.01]
     #[arg(long, value_name = "FRACTION", allow_negative_numbers = true)]
@@ -237,15 +283,15 @@ pub(super) struct SparsityArgs {
     ///
     /// May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
     #[arg(long, value_name = "RATIO", allow_negative_numbers = true)]
-    sparsity_ratio: Option<f64>,
+    pub(super) sparsity_ratio: Option<f64>,
 
     /// `unstructured`, or N:M with N pruned of each M neighbours
     #[arg(long, value_name = "TYPE", default_value = "unstructured")]
-    sparsity_type: Pattern,
+    pub(super) sparsity_type: Pattern,
 
     /// `--prune-method wanda` means `wanda-variant`
     #[arg(long, hide = true)]
-    use_variant: bool,
+    pub(super) use_variant: bool,
 
     /// Prune only matrices that match a glob; may be repeated
     ///
@@ -320,7 +366,7 @@ pub(super) struct CalibrationArgs {
 
     /// Seed of the sampling; the same seed picks the reference's samples
     #[arg(long, value_name = "SEED", default_value_t = 0)]
-    seed: u64,
+    pub(super) seed: u64,
 }
 
 impl CalibrationArgs {
@@ -343,7 +389,7 @@ pub(super) struct OutputArgs {
 
     /// Folder for the pruned checkpoint [default: SAVE/model]
     #[arg(long, value_name = "DIR", conflicts_with = "no_save_model")]
-    save_model: Option<PathBuf>,
+    pub(super) save_model: Option<PathBuf>,
 
     /// Write the report only, no checkpoint
     #[arg(long)]
@@ -372,7 +418,7 @@ pub(super) struct OutputArgs {
     /// The same command without this flag also continues what an interrupted run left in --save: finished layers are checked, the
     /// samples pass through them once more, and the result equals that of an uninterrupted run.
     #[arg(long)]
-    resume: bool,
+    pub(super) resume: bool,
 
     /// Print memory at the original's checkpoints and after each layer, and write SAVE/memory_log.csv
     ///

@@ -71,7 +71,9 @@ fn explain_value(error: &mut clap::Error) {
         return;
     };
     let flag = flag.split(' ').next().unwrap_or_default();
-    if flag == "--prune-method" && OTHER_METHODS.contains(&value.to_lowercase().as_str()) {
+    if ["--prune-method", "--methods"].contains(&flag)
+        && OTHER_METHODS.contains(&value.to_lowercase().as_str())
+    {
         advise(error, OTHER_METHOD.to_string());
         return;
     }

@@ -23,6 +23,7 @@ pub mod report;
 #[cfg(feature = "selftest")]
 pub mod selftest;
 pub mod shell;
+pub mod sweep;
 mod terminal;
 mod values;
 
@@ -107,6 +108,9 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Draw finished runs: pictures and one page
     Report(report::ReportArgs),
+    /// Run a grid of methods, ratios and seeds, and tabulate it
+    #[command(after_help = sweep::EXAMPLES)]
+    Sweep(Box<sweep::SweepArgs>),
     /// Print a completion script for a shell
     #[command(after_help = shell::COMPLETIONS_EXAMPLES)]
     Completions(shell::CompletionsArgs),
@@ -134,6 +138,7 @@ impl Cli {
             Some(Command::Merge(args)) => args.messages,
             Some(Command::Plan(args)) => args.messages,
             Some(Command::Report(args)) => args.messages,
+            Some(Command::Sweep(args)) => args.run.messages,
             Some(_) => MessageArgs::default(),
         }
     }
@@ -200,6 +205,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         None => return prune::command(&cli.prune, arguments, console),
         Some(Command::Eval(args)) => return eval::command(args, arguments, console),
         Some(Command::Merge(args)) => return merge::command(args, arguments, console),
+        Some(Command::Sweep(args)) => return sweep::command(args, arguments, console),
         Some(Command::Demo(args)) => demo::command(args, console),
         Some(Command::Generate(args)) => generate::command(args, console),
         Some(Command::Inspect(args)) => inspect::command(args, console),

@@ -23,9 +23,9 @@ pub struct PruneArgs {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    sparsity: SparsityArgs,
+    pub(super) sparsity: SparsityArgs,
     #[command(flatten)]
-    calibration: CalibrationArgs,
+    pub(super) calibration: CalibrationArgs,
     #[command(flatten)]
     device: DeviceArgs,
     /// Models that perplexity is measured of
@@ -39,7 +39,7 @@ pub struct PruneArgs {
     #[command(flatten)]
     evaluation: EvaluationArgs,
     #[command(flatten)]
-    output: OutputArgs,
+    pub(super) output: OutputArgs,
     #[command(flatten)]
     pub(super) messages: MessageArgs,
 }

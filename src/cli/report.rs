@@ -15,6 +15,7 @@ use crate::failure::Failure;
 use crate::job::folder::MANIFEST;
 use crate::report::comparison::NamedRun;
 use crate::report::page::Report;
+use crate::run::grid::GRID_FILE;
 use crate::run::manifest::SCHEMA;
 use crate::run::{Events, Manifest};
 
@@ -138,6 +139,13 @@ fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
             true => failure.hint(format!("its run is `{}`", folder.display())),
             false => failure,
         }
+    } else if path.join(GRID_FILE).is_file() {
+        refused(format!(
+            "`{shown}` is the folder of a sweep, not a run folder"
+        ))
+        .hint(format!(
+            "name its cells, or make its page again: prune sweep --table {shown}"
+        ))
     } else if is_begun(path) {
         Failure::new(format!("the run in `{shown}` is not finished"))
             .detail(format!("it has no {MANIFEST}, which is written last"))

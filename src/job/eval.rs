@@ -6,7 +6,7 @@ use super::outputs::Outputs;
 use super::profile;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::settle::{Job, Settled};
+use super::settle::{Given, Job, Settled};
 use super::streams::Streams;
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
@@ -17,7 +17,7 @@ use crate::settings::Settings;
 /// Fails for everything that can be wrong with settings, checkpoint and text, and where a layer cannot be read.
 pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
     let recorder = Recorder::new(events);
-    let Settled::Job(job) = Job::settle(settings, &recorder)? else {
+    let Settled::Job(job) = Job::settle(settings, Given::default(), &recorder)? else {
         return Err(anyhow::anyhow!(
             "only a run that prunes can have finished before"
         ));

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `prune` | the main job: settle → outputs → streams → sweep → finish → record |
 //! | `eval` | the same without outputs and editor |
+//! | `grid` | `prune sweep`: the main job for every cell of a grid, and the table |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
 //! | `generate`, `inspect`, `plan`, `demo` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
@@ -21,6 +22,7 @@ pub mod demo;
 pub mod eval;
 pub mod folder;
 pub mod generate;
+pub mod grid;
 pub mod inspect;
 mod interruption;
 mod located;

@@ -17,9 +17,9 @@ use crate::pipeline::RunShape;
 use crate::placement::device_map;
 use crate::placement::{Device, Inventory, Policy, planner};
 use crate::pruning::Technique;
-use crate::settings::SparsitySettings;
 use crate::report::plan::TableRow;
 use crate::run::{Events, Plan};
+use crate::settings::SparsitySettings;
 use crate::settings::{ComputeDtype, PlanSettings, PlanSubject};
 
 /// Tokens of WikiText-2's test text with the tokenizers of Llama 2 and, for vocabularies above 64 000, Llama 3. Counted.

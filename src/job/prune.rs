@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use super::outputs::Outputs;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::settle::{Job, Settled};
+use super::settle::{Given, Job, Settled};
 use super::streams::Streams;
 use super::{interruption, profile};
 use crate::checkpoint::ExpectedMatrix;
@@ -23,12 +23,25 @@ pub fn prune(
     events: &dyn Events,
     observer: Option<&mut dyn MaskObserver>,
 ) -> Result<Manifest> {
+    prune_given(settings, Given::default(), events, observer)
+}
+
+/// Prunes as [`prune`] does, with results of other runs.
+///
+/// # Errors
+/// Fails as [`prune`].
+pub(super) fn prune_given(
+    settings: Settings,
+    given: Given<'_>,
+    events: &dyn Events,
+    observer: Option<&mut dyn MaskObserver>,
+) -> Result<Manifest> {
     let recorder = Recorder::new(events);
     if settings.output.log_memory {
         recorder.log_memory();
     }
     interruption::before_outputs(&settings, &recorder);
-    let job = match Job::settle(settings, &recorder)? {
+    let job = match Job::settle(settings, given, &recorder)? {
         Settled::Job(job) => job,
         Settled::Finished(manifest) => {
             interruption::is_over(&recorder);

@@ -12,7 +12,8 @@ use super::texts::Texts;
 use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::run::command_line::quoted;
-use crate::run::{Plan, RunState, TextProtocol};
+use crate::run::manifest::PerplexityReport;
+use crate::run::{Manifest, Plan, RunState, TextProtocol};
 use crate::settings::{DeviceSettings, OutputSettings, Settings};
 
 /// Name of the setting for the kind of products.
@@ -89,6 +90,25 @@ pub(super) fn late(
         late.insert("devices".to_string(), devices.join(", "));
     }
     late
+}
+
+/// The dense perplexity of another run, where this run would measure the same: equal model, tokens and arithmetic.
+pub(super) fn dense_of(
+    dense: &Manifest,
+    texts: &Texts,
+    model: &OpenedModel,
+    device: &DeviceSettings,
+    plan: &Plan,
+) -> Option<PerplexityReport> {
+    let (text, other) = (texts.windows.as_ref()?, dense.evaluation.as_ref()?);
+    let here = record::arithmetic(model, device, plan);
+    let there = &dense.arithmetic;
+    let is_same = text.protocol.tokens_sha256 == other.tokens_sha256
+        && text.protocol.seqlen == other.seqlen
+        && model.checkpoint.identity() == dense.model.identity
+        && (&here.device, &here.dtype, &here.kernel)
+            == (&there.device, &there.dtype, &there.kernel);
+    dense.perplexity.dense.filter(|_| is_same)
 }
 
 /// Refuses to resume a run whose deciding settings differ from `settings`. With `--force` a new run begins instead (`None`).

@@ -18,6 +18,7 @@ use crate::failure::Failure;
 use crate::pipeline::{LayerRatios, Observed, RunShape, SaveMasks, TargetPlan, check_verification};
 use crate::pruning::{Pattern, Technique};
 use crate::report;
+use crate::run::manifest::PerplexityReport;
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
 use crate::runtime::{Side, memory};
 use crate::settings::{EvalSides, Settings};
@@ -38,6 +39,17 @@ pub(super) struct Job {
     pub(super) deciding: BTreeMap<String, String>,
     /// The state that an earlier process left of this run.
     pub(super) unfinished: Option<RunState>,
+    /// The dense perplexity, where another run has measured it.
+    pub(super) dense: Option<PerplexityReport>,
+}
+
+/// Requests and results of other runs that a run is settled with.
+#[derive(Default)]
+pub(super) struct Given<'a> {
+    /// Statistics that the run measures for a later use.
+    pub(super) observes: Option<Observed>,
+    /// The record of a run that has measured the dense perplexity. It is used where this run would measure the same.
+    pub(super) dense: Option<&'a Manifest>,
 }
 
 /// The pruning part of a run.
@@ -61,20 +73,24 @@ impl Job {
     ///
     /// # Errors
     /// Fails for everything that can be wrong with settings, checkpoint, texts and folders.
-    pub(super) fn settle(settings: Settings, events: &dyn Events) -> Result<Settled> {
+    pub(super) fn settle(
+        settings: Settings,
+        given: Given<'_>,
+        events: &dyn Events,
+    ) -> Result<Settled> {
         check_gate(&settings)?;
         let model = OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
-        Self::settle_opened(settings, model, None, events)
+        Self::settle_opened(settings, model, given, events)
     }
 
-    /// Settles a run of a model that is open; `observes` are statistics that the run measures for a later use.
+    /// Settles a run of a model that is open.
     ///
     /// # Errors
     /// Fails as [`Job::settle`].
     pub(super) fn settle_opened(
         mut settings: Settings,
         model: OpenedModel,
-        observes: Option<Observed>,
+        given: Given<'_>,
         events: &dyn Events,
     ) -> Result<Settled> {
         settings.seqlen = Some(model.seqlen);
@@ -103,7 +119,7 @@ impl Job {
         }
 
         let planning = Planning::new(&settings.device, model.threads)?;
-        let sides = settings.evaluation.eval.sides();
+        let sides = without_dense(settings.evaluation.eval, given.dense.is_some()).sides();
         let calibration = settings.calibration.as_ref();
         // The number of windows is unknown before the texts are tokenized. A run that does not fit with one window fails now.
         let mut shape = RunShape {
@@ -111,7 +127,7 @@ impl Job {
             windows: sides.len().min(1),
             sides,
             technique: pruning.as_ref().map(|pruning| pruning.technique.clone()),
-            observes,
+            observes: given.observes,
             saves: folder.model.is_some(),
             ..model.run_shape(&settings.device)
         };
@@ -121,7 +137,15 @@ impl Job {
         model.clock.mark(Moment::ModelLoaded, events);
         shape.samples = texts.samples();
         shape.windows = texts.windows();
-        let plan = planning.plan(&shape)?;
+        let mut plan = planning.plan(&shape)?;
+        let dense = given.dense.and_then(|dense| {
+            let device = &settings.device;
+            same_run::dense_of(dense, &texts, &model, device, &plan)
+        });
+        if given.dense.is_some() && dense.is_none() {
+            shape.sides = settings.evaluation.eval.sides();
+            plan = planning.plan(&shape)?;
+        }
         let save = settings.output.save.as_deref();
         let spill_folder = planning.spill_folder(&plan, save, events)?;
         if folder.state().is_some() {
@@ -140,6 +164,7 @@ impl Job {
             spill_folder,
             deciding,
             unfinished,
+            dense,
         };
         job.check_disk()?;
         Ok(Settled::Job(Box::new(job)))
@@ -148,6 +173,11 @@ impl Job {
     /// The models that perplexity is measured of.
     pub(super) fn sides(&self) -> &'static [Side] {
         self.settings.evaluation.eval.sides()
+    }
+
+    /// The models whose perplexity this run measures itself.
+    pub(super) fn measured_sides(&self) -> &'static [Side] {
+        without_dense(self.settings.evaluation.eval, self.dense.is_some()).sides()
     }
 
     /// The file of `--save-masks`.
@@ -314,6 +344,14 @@ impl Pruning {
             targets,
             masks,
         }))
+    }
+}
+
+/// The models that are left to measure where the dense perplexity may be known.
+fn without_dense(eval: EvalSides, is_dense_known: bool) -> EvalSides {
+    match eval {
+        EvalSides::Both if is_dense_known => EvalSides::Pruned,
+        other => other,
     }
 }
 

@@ -50,7 +50,7 @@ impl<'a> Streams<'a> {
         let mut perplexities = Vec::new();
         let windows = job.texts.windows.as_ref();
         if let Some(windows) = windows.filter(|_| outputs.measured().is_none()) {
-            for &side in job.sides() {
+            for &side in job.measured_sides() {
                 perplexities.push(Perplexity::new(
                     side,
                     job.embedded(&devices, side.name(), &windows.tokens, events)?,
@@ -125,8 +125,11 @@ impl<'a> Streams<'a> {
 
     /// The perplexities, after the sweep.
     pub(super) fn perplexities(&self, job: &Job) -> Perplexities {
-        let mut measured = Perplexities::default();
-        for (side, passenger) in job.sides().iter().zip(&self.perplexities) {
+        let mut measured = Perplexities {
+            dense: job.dense,
+            pruned: None,
+        };
+        for (side, passenger) in job.measured_sides().iter().zip(&self.perplexities) {
             match side {
                 Side::Dense => measured.dense = passenger.report(),
                 Side::Pruned => measured.pruned = passenger.report(),

@@ -85,7 +85,14 @@ fn invert_lower(mut l: MatMut<'_, f32>) {
         let mut below = below.subcols_mut(first, last - first);
         let mut product = Mat::<f32>::zeros(n - last, last - first);
         let replace = Accum::Replace;
-        matmul(product.as_mut(), replace, below.rb(), inverse.as_ref(), 1.0, par);
+        matmul(
+            product.as_mut(),
+            replace,
+            below.rb(),
+            inverse.as_ref(),
+            1.0,
+            par,
+        );
         triangular::matmul(
             below.rb_mut(),
             BlockStructure::Rectangular,
@@ -116,7 +123,14 @@ fn square_lower(mut m: MatMut<'_, f32>) {
             }
         }
         let diagonal = old.subcols(first, last - first);
-        matmul(own.rb_mut(), Accum::Replace, diagonal.transpose(), old.as_ref(), 1.0, par);
+        matmul(
+            own.rb_mut(),
+            Accum::Replace,
+            diagonal.transpose(),
+            old.as_ref(),
+            1.0,
+            par,
+        );
         let left = below.rb().subcols(first, last - first);
         matmul(own, Accum::Add, left.transpose(), below.rb(), 1.0, par);
     }
@@ -137,14 +151,17 @@ fn raise_lower(h: &mut [f32], n: usize) {
                 own[(column - first) * n + row] = 0.0;
             }
         }
-        own.par_chunks_mut(LINE * n).enumerate().for_each(|(task, own)| {
-            for (at, source) in tail.chunks_exact(n).enumerate() {
-                for (row, own) in own.chunks_exact_mut(n).enumerate() {
-                    own[last + at] = source[first + task * LINE + row];
+        own.par_chunks_mut(LINE * n)
+            .enumerate()
+            .for_each(|(task, own)| {
+                for (at, source) in tail.chunks_exact(n).enumerate() {
+                    for (row, own) in own.chunks_exact_mut(n).enumerate() {
+                        own[last + at] = source[first + task * LINE + row];
+                    }
                 }
-            }
-            own.chunks_exact_mut(n).for_each(|row| row[..first].fill(0.0));
-        });
+                own.chunks_exact_mut(n)
+                    .for_each(|row| row[..first].fill(0.0));
+            });
     }
 }
 
@@ -158,13 +175,15 @@ fn lower_upper(h: &mut [f32], n: usize) {
                 own[(column - first) * n + row] = own[(row - first) * n + column];
             }
         }
-        own.par_chunks_mut(LINE * n).enumerate().for_each(|(task, own)| {
-            for (column, source) in head.chunks_exact(n).enumerate() {
-                for (row, own) in own.chunks_exact_mut(n).enumerate() {
-                    own[column] = source[first + task * LINE + row];
+        own.par_chunks_mut(LINE * n)
+            .enumerate()
+            .for_each(|(task, own)| {
+                for (column, source) in head.chunks_exact(n).enumerate() {
+                    for (row, own) in own.chunks_exact_mut(n).enumerate() {
+                        own[column] = source[first + task * LINE + row];
+                    }
                 }
-            }
-        });
+            });
     }
 }
 

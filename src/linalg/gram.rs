@@ -81,7 +81,8 @@ impl GramMatrix {
         while !rows.is_empty() {
             let room = (TOKENS * self.width - self.waiting.len()).min(rows.len());
             let (now, later) = rows.split_at(room);
-            self.waiting.reserve_exact(TOKENS * self.width - self.waiting.len());
+            self.waiting
+                .reserve_exact(TOKENS * self.width - self.waiting.len());
             self.waiting.extend_from_slice(now);
             rows = later;
             if self.waiting.len() == TOKENS * self.width {
@@ -138,8 +139,7 @@ impl GramMatrix {
                         }
                     }
                     let columns = width - own.start;
-                    out[own.start..]
-                        .copy_from_slice(&starts[below][at * columns..][..columns]);
+                    out[own.start..].copy_from_slice(&starts[below][at * columns..][..columns]);
                     // The kernel need not give (i, j) and (j, i) the same bits: the upper one counts.
                     for left in 0..at {
                         out[own.start + left] = starts[below][left * columns + at];
@@ -158,7 +158,8 @@ impl GramMatrix {
         turn(&self.waiting, width, &mut turned);
         let factor = Strided::rows(Values::F32(&turned), tokens);
         let pack = |pack: &(dyn Fn(Strided<'_>, usize, &mut [Line]) + Sync), lines: usize| {
-            let mut packed: Vec<Line> = bytemuck::allocation::zeroed_vec(lines * width.div_ceil(PANEL));
+            let mut packed: Vec<Line> =
+                bytemuck::allocation::zeroed_vec(lines * width.div_ceil(PANEL));
             packed
                 .par_chunks_mut(lines.max(1))
                 .enumerate()
@@ -249,7 +250,8 @@ mod tests {
 
     fn gram(rows: &[f32], width: usize, part: usize) -> GramMatrix {
         let mut gram = GramMatrix::new(width);
-        rows.chunks(part * width).for_each(|part| gram.add_rows(part));
+        rows.chunks(part * width)
+            .for_each(|part| gram.add_rows(part));
         gram.finish();
         gram
     }

@@ -95,7 +95,9 @@ mod tests {
 
     #[test]
     fn the_product_is_subtracted_behind_the_first_column_only() {
-        for (rows, columns, first, inner) in [(3, 9, 4, 2), (400, 300, 128, 128), (5, 1100, 600, 600)] {
+        for (rows, columns, first, inner) in
+            [(3, 9, 4, 2), (400, 300, 128, 128), (5, 1100, 600, 600)]
+        {
             let number = |at: usize| ((at * 7919 % 1013) as f32 - 500.0) / 700.0;
             let c: Vec<f32> = (0..rows * columns).map(number).collect();
             let e: Vec<f32> = (0..rows * inner).map(|at| number(at + 5)).collect();
@@ -113,7 +115,10 @@ mod tests {
                         true => f64::from(c[at]),
                         false => f64::from(c[at]) - sum,
                     };
-                    assert!((f64::from(out[at]) - expected).abs() < 2e-4, "{row} {column}");
+                    assert!(
+                        (f64::from(out[at]) - expected).abs() < 2e-4,
+                        "{row} {column}"
+                    );
                 }
             }
         }

@@ -97,7 +97,10 @@ impl<'a> Admm<'a> {
         let n = self.gram.width();
         self.inverse.resize(n * n, 0.0);
         self.inverse.copy_from_slice(&self.gram.gram);
-        self.inverse.iter_mut().step_by(n + 1).for_each(|value| *value += rho);
+        self.inverse
+            .iter_mut()
+            .step_by(n + 1)
+            .for_each(|value| *value += rho);
         inverse(&mut self.inverse, n)
             .map_err(|_| anyhow!("the Gram matrix of the inputs is not positive definite"))?;
         self.rho = rho;
@@ -140,9 +143,17 @@ impl<'a> Admm<'a> {
 
     /// The number of weights in which the support differs from another.
     pub(super) fn changes_from(&self, other: &[bool]) -> usize {
-        let pairs = self.is_kept.par_chunks(1 << 16).zip(other.par_chunks(1 << 16));
+        let pairs = self
+            .is_kept
+            .par_chunks(1 << 16)
+            .zip(other.par_chunks(1 << 16));
         pairs
-            .map(|(now, then)| now.iter().zip(then).filter(|(now, then)| now != then).count())
+            .map(|(now, then)| {
+                now.iter()
+                    .zip(then)
+                    .filter(|(now, then)| now != then)
+                    .count()
+            })
             .sum()
     }
 }

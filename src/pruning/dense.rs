@@ -35,11 +35,16 @@ pub(super) fn store(weight: &mut StoredMatrix, values: &[f32]) {
 
 /// The mask of the weights that are not kept.
 pub(super) fn mask_of(is_kept: &[bool], rows: usize, columns: usize) -> Result<Mask> {
-    Mask::by_rows(rows, columns, || (), |(), row, bits| {
-        let is_kept = &is_kept[row * columns..][..columns];
-        bits.set_where(|column| !is_kept[column]);
-        Ok(())
-    })
+    Mask::by_rows(
+        rows,
+        columns,
+        || (),
+        |(), row, bits| {
+            let is_kept = &is_kept[row * columns..][..columns];
+            bits.set_where(|column| !is_kept[column]);
+            Ok(())
+        },
+    )
 }
 
 /// A rule for the weights that stay.
@@ -68,7 +73,9 @@ impl Keeps {
         match self {
             Self::OfMatrix(count) => largest_of_all(values, columns, count, is_kept),
             Self::OfRows(count) => {
-                let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
+                let rows = values
+                    .par_chunks(columns)
+                    .zip(is_kept.par_chunks_mut(columns));
                 rows.for_each_init(Default::default, |(scores, keys), (values, is_kept)| {
                     magnitudes(values, scores);
                     is_kept.fill(true);
@@ -78,7 +85,9 @@ impl Keeps {
                 });
             }
             Self::OfGroups { n, m } => {
-                let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
+                let rows = values
+                    .par_chunks(columns)
+                    .zip(is_kept.par_chunks_mut(columns));
                 rows.for_each_init(
                     Default::default,
                     |(scores, keys, is_lowest), (values, is_kept)| {
@@ -109,7 +118,9 @@ fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [b
     let Some(limit) = magnitude_at(values, columns, position as u64) else {
         return;
     };
-    let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
+    let rows = values
+        .par_chunks(columns)
+        .zip(is_kept.par_chunks_mut(columns));
     let ties: Vec<(usize, usize)> = rows
         .map(|(values, is_kept)| {
             let (mut above, mut ties) = (0, 0);
@@ -164,19 +175,33 @@ mod tests {
 
     #[test]
     fn as_many_stay_as_the_rule_says_and_they_are_the_largest() {
-        let values: Vec<f32> = (0..120).map(|at| ((at * 37 % 61) as f32 - 30.0) / 3.0).collect();
+        let values: Vec<f32> = (0..120)
+            .map(|at| ((at * 37 % 61) as f32 - 30.0) / 3.0)
+            .collect();
         let mut is_kept = vec![false; 120];
         for count in [0, 1, 47, 119, 120] {
             Keeps::OfMatrix(count).largest(&values, 12, &mut is_kept);
             assert_eq!(is_kept.iter().filter(|kept| **kept).count(), count);
-            let lost = (0..120).filter(|&at| !is_kept[at]).map(|at| values[at].abs());
-            let least = (0..120).filter(|&at| is_kept[at]).map(|at| values[at].abs());
+            let lost = (0..120)
+                .filter(|&at| !is_kept[at])
+                .map(|at| values[at].abs());
+            let least = (0..120)
+                .filter(|&at| is_kept[at])
+                .map(|at| values[at].abs());
             let least = least.fold(f32::INFINITY, f32::min);
             assert!(lost.fold(0.0, f32::max) <= least, "{count}");
         }
         Keeps::OfRows(5).largest(&values, 12, &mut is_kept);
-        assert!(is_kept.chunks(12).all(|row| row.iter().filter(|kept| **kept).count() == 5));
+        assert!(
+            is_kept
+                .chunks(12)
+                .all(|row| row.iter().filter(|kept| **kept).count() == 5)
+        );
         Keeps::OfGroups { n: 1, m: 4 }.largest(&values, 12, &mut is_kept);
-        assert!(is_kept.chunks(4).all(|group| group.iter().filter(|kept| **kept).count() == 3));
+        assert!(
+            is_kept
+                .chunks(4)
+                .all(|group| group.iter().filter(|kept| **kept).count() == 3)
+        );
     }
 }

@@ -13,7 +13,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::Result;
 
 use super::column_moments::ColumnMoments;
-use super::statistics::{InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind};
+use super::statistics::{
+    InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind,
+};
 use crate::bytes::ByteSize;
 use crate::linalg::gram::GramMatrix;
 

@@ -18,7 +18,10 @@ use crate::linalg::StoredMatrix;
 pub struct Ladder;
 
 fn exp(name: &str, default: f64) -> f64 {
-    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
+    std::env::var(name)
+        .ok()
+        .and_then(|v| v.parse().ok())
+        .unwrap_or(default)
 }
 
 impl PruningMethod for Ladder {
@@ -85,7 +88,9 @@ impl PruningMethod for Ladder {
 /// The rule for the support.
 fn keeps(target: Target, rows: usize, columns: usize) -> Keeps {
     match target.pattern {
-        Pattern::Unstructured if exp("ROWS", 1.0) > 0.0 => Keeps::OfRows(columns - target.count_of(columns)),
+        Pattern::Unstructured if exp("ROWS", 1.0) > 0.0 => {
+            Keeps::OfRows(columns - target.count_of(columns))
+        }
         Pattern::Unstructured => Keeps::OfMatrix(rows * columns - target.count_of(rows * columns)),
         Pattern::NOfM { n, m } => Keeps::OfGroups { n, m },
     }

@@ -57,15 +57,32 @@ impl MethodOptions {
         percdamp.into_iter().chain(blocksize).collect()
     }
 
+    /// The options among `read`.
+    #[must_use]
+    pub fn only(&self, read: &[MethodOption]) -> Self {
+        let reads = |option| read.contains(&option);
+        Self {
+            percdamp: self.percdamp.filter(|_| reads(MethodOption::Percdamp)),
+            blocksize: self.blocksize.filter(|_| reads(MethodOption::Blocksize)),
+        }
+    }
+
     /// Checks the values, and that `read` names every option that is set.
     ///
     /// # Errors
     /// Fails with the flag, for `method` in its message.
     pub fn check(&self, method: &str, read: &[MethodOption]) -> Result<(), Failure> {
-        if let Some(option) = self.given().into_iter().find(|option| !read.contains(option)) {
+        if let Some(option) = self
+            .given()
+            .into_iter()
+            .find(|option| !read.contains(option))
+        {
             let flag = option.flag();
-            return Err(Failure::usage(format!("{method} does not read {flag}"))
-                .hint(format!("leave {flag} out, or choose another --prune-method")));
+            return Err(
+                Failure::usage(format!("{method} does not read {flag}")).hint(format!(
+                    "leave {flag} out, or choose another --prune-method"
+                )),
+            );
         }
         let percdamp = self.percdamp();
         if !(percdamp.is_finite() && percdamp >= 0.0) {

@@ -52,7 +52,9 @@ impl Refinement for RefitWeights {
             weight,
             mask,
         } = pruned;
-        let gram = request.statistics_as::<InputGram>()?.prepared(ScaledGram::of)?;
+        let gram = request
+            .statistics_as::<InputGram>()?
+            .prepared(ScaledGram::of)?;
         let columns = weight.columns();
         let mut is_kept = vec![true; weight.elements()];
         is_kept

@@ -92,7 +92,10 @@ impl PruningMethod for SparseGpt {
             return Err(Failure::usage(format!(
                 "--blocksize {block} does not hold whole groups of {m}"
             ))
-            .hint(format!("use a multiple of {m}, like --blocksize {}", 32 * m))
+            .hint(format!(
+                "use a multiple of {m}, like --blocksize {}",
+                32 * m
+            ))
             .into());
         }
         let statistics = request.statistics_as::<InputGram>()?;
@@ -111,9 +114,12 @@ impl PruningMethod for SparseGpt {
         for first in (0..columns).step_by(block) {
             let last = columns.min(first + block);
             let block = Block::new(&factor.u, columns, first, last);
-            let errors = block.prune(&mut values, &mut is_kept, request.target.pattern, |weights| {
-                request.target.count_of(weights) as u64
-            });
+            let errors = block.prune(
+                &mut values,
+                &mut is_kept,
+                request.target.pattern,
+                |weights| request.target.count_of(weights) as u64,
+            );
             let behind = &factor.u[first * columns + last..];
             subtract_product(&mut values, columns, last, &errors, behind, &mut update);
         }
@@ -150,7 +156,11 @@ impl InverseFactor {
             match inverse_factor(&mut h, n) {
                 Ok(()) => return Ok(Self { u: h, is_dead }),
                 Err(NotPositive { .. }) => {
-                    let next = if percdamp > 0.0 { percdamp * 10.0 } else { 1e-4 };
+                    let next = if percdamp > 0.0 {
+                        percdamp * 10.0
+                    } else {
+                        1e-4
+                    };
                     (request.warn)(format!(
                         "the inputs of `{}` are too alike for a damping of {percdamp}: it is raised to {next}",
                         request.name
@@ -248,7 +258,9 @@ impl Block {
                 let (mut counter, mut scores) = (Radix::new(upper), vec![0.0; self.width()]);
                 for row in values.chunks_exact(self.columns) {
                     let weights = &row[self.first..self.last];
-                    for ((score, weight), square) in scores.iter_mut().zip(weights).zip(&self.squares) {
+                    for ((score, weight), square) in
+                        scores.iter_mut().zip(weights).zip(&self.squares)
+                    {
                         *score = weight * weight / square;
                     }
                     counter.feed(&scores);

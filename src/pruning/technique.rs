@@ -37,7 +37,8 @@ impl Technique {
     /// # Errors
     /// Fails for an option that the method does not read, and for values that make no sense.
     pub fn check(&self) -> Result<(), Failure> {
-        self.options.check(self.method.name(), self.method.options())
+        self.options
+            .check(self.method.name(), self.method.options())
     }
 
     /// The name for reports: the method's, and the refinement's behind a plus sign.
@@ -87,7 +88,9 @@ impl Technique {
             options: &self.options,
             ..*request
         };
-        let refinement = self.refinement.filter(|_| !request.target.removes_nothing());
+        let refinement = self
+            .refinement
+            .filter(|_| !request.target.removes_nothing());
         let Some(refinement) = refinement else {
             return method::prune(self.method, weight, &request);
         };

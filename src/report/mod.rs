@@ -7,6 +7,7 @@
 //! | `inspection` | the table of `prune inspect` |
 //! | `card`, `front_matter` | the model card beside the weights, and the facts it takes over from another |
 //! | `page` | the page of `prune report`, from one or several runs |
+//! | `grid` | the table of a sweep, and the parts of its page |
 //! | `merges` | the parts of table and page that only merges have |
 //! | `merge_card` | the model card of a merged model |
 //! | `comparison` | groups of runs that may share a chart |
@@ -18,6 +19,7 @@ pub mod comparison;
 pub mod demo_table;
 mod format;
 pub mod front_matter;
+pub mod grid;
 pub mod inspection;
 pub mod log;
 #[cfg(test)]

@@ -12,10 +12,12 @@ use serde::Serialize;
 
 use super::comparison::{NamedRun, RunComparison, method_label};
 use super::format::{escape, finite};
+use super::grid;
 use super::merges;
 use super::plots::{Figure, heat, memory, perplexity, phases};
 use super::settings::{self, Table};
 use crate::run::Manifest;
+use crate::run::grid::GridRecord;
 
 /// A report, not yet written.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +35,8 @@ struct Page<'a> {
     style: &'static str,
     /// Present for several runs.
     comparison: Option<ComparedRuns<'a>>,
+    /// Present for a sweep.
+    grid: Option<GridSection>,
     runs: Vec<RunSection<'a>>,
     /// The version that draws.
     version: &'static str,
@@ -49,6 +53,25 @@ struct ComparedRuns<'a> {
     /// Runs on no chart, and the reason.
     left_out: Vec<(&'a str, String)>,
     table: Table,
+}
+
+/// A table whose columns depend on the records. The first column holds names.
+#[derive(Debug, Serialize)]
+pub(super) struct GridTable {
+    pub(super) columns: Vec<String>,
+    pub(super) rows: Vec<Vec<String>>,
+}
+
+/// The part of a page that a sweep has.
+#[derive(Serialize)]
+struct GridSection {
+    lead: Vec<String>,
+    warnings: Vec<String>,
+    means: GridTable,
+    notes: Vec<String>,
+    figures: Vec<Figure>,
+    settings: Vec<(String, String)>,
+    cells: GridTable,
 }
 
 #[derive(Serialize)]
@@ -102,6 +125,7 @@ impl Report {
             title,
             style: include_str!("page.css"),
             comparison,
+            grid: None,
             runs: sections,
             version: env!("CARGO_PKG_VERSION"),
             versions: versions.into_iter().collect::<Vec<_>>().join(", "),
@@ -111,6 +135,34 @@ impl Report {
             pictures: all,
         })
     }
+}
+
+/// The page of a sweep; `name` is that of its folder.
+///
+/// # Errors
+/// Fails where the picture cannot be drawn.
+pub fn of_grid(name: &str, record: &GridRecord) -> Result<String> {
+    let settings = record.settings.iter();
+    let section = GridSection {
+        lead: grid::lead(record),
+        warnings: record.warnings.clone(),
+        means: grid::means(record),
+        notes: grid::notes(record),
+        figures: perplexity::of_grid(record)?.into_iter().collect(),
+        settings: settings
+            .map(|(name, value)| (name.replace('_', "-"), value.clone()))
+            .collect(),
+        cells: grid::every_cell(record),
+    };
+    render(&Page {
+        title: format!("Sweep report: {name}"),
+        style: include_str!("page.css"),
+        comparison: None,
+        grid: Some(section),
+        runs: Vec::new(),
+        version: env!("CARGO_PKG_VERSION"),
+        versions: record.prune_version.clone(),
+    })
 }
 
 /// Fills the template. Every text is escaped except the style sheet and the pictures, which the template marks as safe.

@@ -6,6 +6,7 @@ pub mod command_line;
 pub mod events;
 pub mod fallback;
 pub mod generation;
+pub mod grid;
 pub mod inspection;
 pub mod manifest;
 pub mod memory_settings;

@@ -224,7 +224,7 @@ fn staged() -> (Place, Server) {
 /// Runs a command as it is written, with fewer samples; returns the message of a failure.
 fn run(place: &Place, server: &Server, page: &Path, line: &str) -> Option<String> {
     let arguments = line.strip_prefix("prune ").expect("a command of prune");
-    let is_pruning = arguments.starts_with("--model");
+    let is_pruning = arguments.starts_with("--model") || arguments.starts_with("sweep --model");
     let writes = is_pruning || arguments.starts_with("merge");
     let mut arguments = arguments.to_string();
     if is_pruning && !arguments.contains("--nsamples") {

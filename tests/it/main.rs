@@ -40,3 +40,4 @@ mod saliency;
 mod source_tree;
 mod stories;
 mod support;
+mod sweep;

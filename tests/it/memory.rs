@@ -24,6 +24,7 @@ use prune::linalg::{Products, StoredDtype};
 use prune::model::{Dtypes, ModelConfig};
 use prune::pipeline::RunShape;
 use prune::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
+use prune::pruning::Technique;
 use prune::run::plan::PartKind;
 use prune::run::{HiddenStatesStorage, MemorySettings, Phase, Silent};
 use prune::runtime::Side;
@@ -239,7 +240,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         windows: WINDOWS,
         sides: &[Side::Dense, Side::Pruned],
         observes: None,
-        method: prune::pruning::method("wanda"),
+        technique: prune::pruning::method("wanda").map(Technique::of),
         saves: true,
         threads: THREADS,
         products: automatic(dtype),

@@ -6,8 +6,8 @@ mod in_place;
 use prune::failure::Failure;
 use prune::linalg::{StoredDtype, StoredMatrix};
 use prune::pruning::{
-    self, METHODS, Mask, Pattern, PruningMethod, Removes, Request, Statistics, StatisticsKind,
-    Target,
+    self, METHODS, Mask, MethodOptions, Pattern, PruningMethod, Removes, Request, Statistics,
+    StatisticsKind, Target,
 };
 
 use crate::memory_settings::EXTREMES;
@@ -62,6 +62,9 @@ fn collect(kind: &dyn StatisticsKind, first: Option<f32>) -> Statistics {
             }
         }
     }
+    if let Statistics::InPlace(statistics) = &mut statistics {
+        statistics.finish();
+    }
     statistics
 }
 
@@ -77,11 +80,7 @@ fn prune(
     first: Option<f32>,
 ) -> anyhow::Result<Mask> {
     let statistics = method.statistics().map(|kind| collect(kind, first));
-    let request = Request {
-        name: "model.layers.0.mlp.up_proj",
-        statistics: statistics.as_ref(),
-        target,
-    };
+    let request = Request::new("model.layers.0.mlp.up_proj", statistics.as_ref(), target);
     pruning::prune(method, weight, &request)
 }
 
@@ -106,7 +105,7 @@ fn check_count(method: &dyn PruningMethod, mask: &Mask, target: Target, ties: bo
             "{name} {target:?}: {count}, {declared} declared"
         );
     };
-    match method.removes() {
+    match method.removes(&MethodOptions::default()) {
         Removes::FromRows => {
             for row in 0..ROWS {
                 let count = count(mask, row..row + 1, 0..COLUMNS);

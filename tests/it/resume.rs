@@ -180,7 +180,7 @@ fn spawned(command: &mut std::process::Command) -> Child {
 }
 
 #[cfg(unix)]
-fn signal(child: &Child, signal: &str) {
+pub(crate) fn signal(child: &Child, signal: &str) {
     let id = child.id().to_string();
     let kill = std::process::Command::new("kill")
         .args(["-s", signal, &id])

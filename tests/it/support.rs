@@ -57,6 +57,7 @@ pub(crate) fn sparsity(method: &str, ratio: f64, sparsity_type: Pattern) -> Spar
             sparsity_type,
             ..Selection::default()
         },
+        ..SparsitySettings::default()
     }
 }
 

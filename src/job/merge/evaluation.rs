@@ -15,7 +15,7 @@ use crate::job::folder::state_file::StateFile;
 use crate::job::opened::OpenedModel;
 use crate::job::outputs::Outputs;
 use crate::job::recorder::Recorder;
-use crate::job::settle::{Job, Settled};
+use crate::job::settle::{Given, Job, Settled};
 use crate::job::streams::Streams;
 use crate::run::Events;
 use crate::run::merging::ModelPerplexity;
@@ -117,7 +117,8 @@ impl MergeJob {
             let adapted = AdaptedSource::new(model.checkpoint.clone(), adapter)?;
             model.source = Arc::new(adapted);
         }
-        let Settled::Job(job) = Job::settle_opened(settings, model, None, events)? else {
+        let Settled::Job(job) = Job::settle_opened(settings, model, Given::default(), events)?
+        else {
             anyhow::bail!("only a run that prunes can have finished before");
         };
         let mut streams = Streams::embed(&job, &Outputs::default(), events)?;

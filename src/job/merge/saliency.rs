@@ -17,7 +17,7 @@ use crate::failure::Failure;
 use crate::job::folder::RunFolder;
 use crate::job::opened::{OpenedModel, check_seqlen};
 use crate::job::record::arithmetic;
-use crate::job::settle::{Job, Settled};
+use crate::job::settle::{Given, Job, Settled};
 use crate::model::{DecoderLayer, ModelConfig, stored_dtypes};
 use crate::pipeline::Observed;
 use crate::pipeline::activations::{
@@ -447,7 +447,11 @@ fn measuring_job(
         kind: kind(wish.has_magnitudes),
         kept,
     };
-    let Settled::Job(job) = Job::settle_opened(run, model, Some(observes), events)? else {
+    let given = Given {
+        observes: Some(observes),
+        ..Given::default()
+    };
+    let Settled::Job(job) = Job::settle_opened(run, model, given, events)? else {
         return Err(anyhow::anyhow!("a measurement has no record"));
     };
     let samples = job.texts.calibration.as_ref();

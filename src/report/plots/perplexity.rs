@@ -6,19 +6,70 @@ use super::Figure;
 use super::chart::{Chart, ChartLevel, ChartLine};
 use super::scale::{Axis, label};
 use crate::report::comparison::ComparableRuns;
+use crate::run::grid::GridRecord;
 
 /// The ratio of the largest to the smallest perplexity from which the axis is logarithmic.
 const WIDE: f64 = 4.0;
 
+/// The lines of a chart, by label: sparsity and perplexity of each point.
+type PlottedSeries = Vec<(String, Vec<(f64, f64)>)>;
+
 /// Draws a group of comparable runs; `None` without a pruned perplexity.
 pub fn figure(group: &ComparableRuns<'_>) -> Result<Option<Figure>> {
-    let points = || group.series.iter().flat_map(|series| &series.points);
+    let series: PlottedSeries = group
+        .series
+        .iter()
+        .map(|series| {
+            let points = series.points.iter();
+            let points = points.map(|point| (point.sparsity, point.perplexity));
+            (series.label.clone(), points.collect())
+        })
+        .collect();
+    let caption = format!(
+        "Perplexity of the pruned models over the share of their weights that is zero, one line per method; the dashed line \
+         is the dense model. All measured on {}.",
+        group.protocol.description
+    );
+    draw(&series, &group.dense, caption)
+}
+
+/// Draws the means of a sweep: a line per method, a point for each of its patterns. `None` without a finite perplexity.
+pub fn of_grid(record: &GridRecord) -> Result<Option<Figure>> {
+    let mut series = PlottedSeries::new();
+    for entry in &record.table {
+        let is_drawn = |perplexity: &f64| perplexity.is_finite() && *perplexity > 0.0;
+        let perplexity = entry.mean_perplexity.filter(is_drawn);
+        let Some(point) = entry.sparsity.zip(perplexity) else {
+            continue;
+        };
+        let label = match entry.column.contains(':') {
+            true => format!("{} {}", entry.method, entry.column),
+            false => entry.method.clone(),
+        };
+        match series.iter_mut().find(|(other, _)| *other == label) {
+            Some((_, points)) => points.push(point),
+            None => series.push((label, vec![point])),
+        }
+    }
+    let dense = record.dense_perplexity;
+    let dense: Vec<f64> = dense
+        .into_iter()
+        .filter(|dense| dense.is_finite() && *dense > 0.0)
+        .collect();
+    let caption = "Mean perplexity of the pruned models over seeds, over the share of their weights that is zero, one line per method \
+         and one point per pattern; the dashed line is the dense model.";
+    draw(&series, &dense, caption.to_string())
+}
+
+/// Draws lines; `None` without a point.
+fn draw(series: &PlottedSeries, dense: &[f64], caption: String) -> Result<Option<Figure>> {
+    let points = || series.iter().flat_map(|(_, points)| points.iter().copied());
     if points().next().is_none() {
         return Ok(None);
     }
     let perplexities = || {
-        let pruned = points().map(|point| point.perplexity);
-        pruned.chain(group.dense.iter().copied())
+        let pruned = points().map(|(_, perplexity)| perplexity);
+        pruned.chain(dense.iter().copied())
     };
     let lowest = perplexities().fold(f64::INFINITY, f64::min);
     let highest = perplexities().fold(f64::NEG_INFINITY, f64::max);
@@ -48,22 +99,18 @@ pub fn figure(group: &ComparableRuns<'_>) -> Result<Option<Figure>> {
             value
         })
     };
-    let sparsest = points()
-        .map(|point| point.sparsity)
-        .fold(f64::NEG_INFINITY, f64::max);
-    let least = points()
-        .map(|point| point.sparsity)
-        .fold(f64::INFINITY, f64::min);
-    let lines = group.series.iter().map(|series| ChartLine {
-        label: series.label.clone(),
-        points: series
-            .points
+    let sparsities = || points().map(|(sparsity, _)| sparsity);
+    let sparsest = sparsities().fold(f64::NEG_INFINITY, f64::max);
+    let least = sparsities().fold(f64::INFINITY, f64::min);
+    let lines = series.iter().map(|(label, points)| ChartLine {
+        label: label.clone(),
+        points: points
             .iter()
-            .map(|point| (point.sparsity, height(point.perplexity)))
+            .map(|&(sparsity, perplexity)| (sparsity, height(perplexity)))
             .collect(),
         is_marked: true,
     });
-    let levels = group.dense.iter().map(|&dense| ChartLevel {
+    let levels = dense.iter().map(|&dense| ChartLevel {
         label: format!("dense: {dense:.4}"),
         value: height(dense),
     });
@@ -71,7 +118,7 @@ pub fn figure(group: &ComparableRuns<'_>) -> Result<Option<Figure>> {
         title: "Perplexity against sparsity",
         y_name: name,
         x_name: "sparsity reached (zeros / weights)",
-        description: &describe(group),
+        description: &describe(series, dense),
         x: Axis::around(least, sparsest, 6),
         y,
         x_label: &label,
@@ -82,29 +129,23 @@ pub fn figure(group: &ComparableRuns<'_>) -> Result<Option<Figure>> {
     .draw()?;
     Ok(Some(Figure {
         name: "perplexity".into(),
-        caption: format!(
-            "Perplexity of the pruned models over the share of their weights that is zero, one line per method; the dashed line \
-             is the dense model. All measured on {}.",
-            group.protocol.description
-        ),
+        caption,
         svg,
     }))
 }
 
-fn describe(group: &ComparableRuns<'_>) -> String {
-    let mut sentences: Vec<String> = group
-        .series
+fn describe(series: &PlottedSeries, dense: &[f64]) -> String {
+    let mut sentences: Vec<String> = series
         .iter()
-        .map(|series| {
-            let points: Vec<String> = series
-                .points
+        .map(|(label, points)| {
+            let points: Vec<String> = points
                 .iter()
-                .map(|point| format!("{:.2} at {:.3}", point.perplexity, point.sparsity))
+                .map(|(sparsity, perplexity)| format!("{perplexity:.2} at {sparsity:.3}"))
                 .collect();
-            format!("{}: {}", series.label, points.join(", "))
+            format!("{label}: {}", points.join(", "))
         })
         .collect();
-    sentences.extend(group.dense.iter().map(|dense| format!("dense: {dense:.2}")));
+    sentences.extend(dense.iter().map(|dense| format!("dense: {dense:.2}")));
     sentences.join("; ")
 }
 

@@ -81,14 +81,11 @@ fn score(layer: &mut DecoderLayer, method: &str, projection: Projection) -> Resu
     let at_rest = linear.weight_mut().hold()?;
     let statistics = ColumnSquares::from_mean(vec![1.0; linear.in_features()]);
     let statistics = Statistics::Merged(Box::new(statistics));
-    let request = Request {
-        name: "w",
-        statistics: Some(&statistics),
-        target: Target {
-            ratio: 0.5,
-            pattern: Pattern::Unstructured,
-        },
+    let target = Target {
+        ratio: 0.5,
+        pattern: Pattern::Unstructured,
     };
+    let request = Request::new("w", Some(&statistics), target);
     let method = pruning::method(method).context("it is in the table")?;
     let weight = linear.weight_mut().held_mut().context("it is held")?;
     drop(pruning::prune(method, weight, &request)?);

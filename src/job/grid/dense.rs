@@ -1,0 +1,67 @@
+//! The dense perplexity of a sweep: measured once, in the run folder `dense`, and shown by every cell.
+
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::records::{self, CommonSettings};
+use crate::job::eval::eval;
+use crate::job::folder::RunFolder;
+use crate::run::{Events, Manifest, Stopped};
+use crate::settings::{EvalSides, OutputSettings, Settings};
+
+/// The name of the run folder in the folder of the sweep.
+const DENSE: &str = "dense";
+
+/// The record of the dense perplexity; `None` where cells do not show it. Where another process measures it just now, this one
+/// measures it too: that takes no longer than waiting.
+///
+/// # Errors
+/// Fails as `prune eval`.
+pub(super) fn perplexity(
+    run: &Settings,
+    out: &Path,
+    common: &CommonSettings,
+    events: &dyn Events,
+) -> Result<Option<Manifest>> {
+    if run.evaluation.eval != EvalSides::Both {
+        return Ok(None);
+    }
+    let folder = out.join(DENSE);
+    if let Some(manifest) = measured(&folder, common)? {
+        return Ok(Some(manifest));
+    }
+    let mut settings = run.clone();
+    settings.sparsity = None;
+    settings.calibration = None;
+    settings.evaluation.eval = EvalSides::Dense;
+    settings.evaluation.max_perplexity = None;
+    settings.output = OutputSettings {
+        save: Some(folder.clone()),
+        force: true,
+        ..OutputSettings::default()
+    };
+    match eval(settings.clone(), events) {
+        Ok(manifest) => {
+            records::write(&folder, &records::record_of(None, common, None))?;
+            Ok(Some(manifest))
+        }
+        Err(error) if error.is::<Stopped>() || !RunFolder::is_locked(&folder) => Err(error),
+        Err(_) => {
+            events.note(format!(
+                "another process measures the dense perplexity in `{}`; this one measures it, too",
+                folder.display()
+            ));
+            settings.output.save = None;
+            eval(settings, events).map(Some)
+        }
+    }
+}
+
+/// The record of an earlier process, under these settings.
+fn measured(folder: &Path, common: &CommonSettings) -> Result<Option<Manifest>> {
+    match records::read(folder)? {
+        Some(record) if record.settings == *common => records::manifest(folder),
+        _ => Ok(None),
+    }
+}

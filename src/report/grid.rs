@@ -1,0 +1,258 @@
+//! The table of a sweep: on the terminal, as Markdown, and the parts of its page.
+
+use std::fmt::Write as _;
+
+use super::format::{duration, finite};
+use super::page::GridTable;
+use crate::bytes::ByteSize;
+use crate::failure::printable;
+use crate::run::grid::{CellState, GridEntry, GridRecord, mean};
+
+/// The table for the terminal, ending in a newline.
+pub fn text(record: &GridRecord) -> String {
+    let table = means(record);
+    let rows: Vec<&Vec<String>> = std::iter::once(&table.columns).chain(&table.rows).collect();
+    let width = |column: usize| -> usize {
+        let cells = rows.iter().map(|row| row[column].chars().count());
+        cells.max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..table.columns.len()).map(width).collect();
+    let mut text = String::new();
+    for line in lead(record) {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{line}");
+    }
+    text.push('\n');
+    for row in rows {
+        let cells = row.iter().zip(&widths);
+        let line: Vec<String> = cells
+            .map(|(cell, &width)| format!("{cell:<width$}"))
+            .collect();
+        let _ = writeln!(text, "{}", line.join("  ").trim_end());
+    }
+    text.push('\n');
+    for line in notes(record) {
+        let _ = writeln!(text, "{line}");
+    }
+    text
+}
+
+/// The table as Markdown.
+pub fn markdown(record: &GridRecord) -> String {
+    let plain = |cell: &str| {
+        let cell = printable(cell).replace('&', "&amp;").replace('<', "&lt;");
+        cell.replace('|', "\\|")
+    };
+    let row = |cells: &[String]| {
+        let cells: Vec<String> = cells.iter().map(|cell| plain(cell)).collect();
+        format!("| {} |\n", cells.join(" | "))
+    };
+    let table = means(record);
+    let mut text = String::new();
+    for line in lead(record) {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{}  ", plain(&line));
+    }
+    text.push('\n');
+    text += &row(&table.columns);
+    text += &format!("|{}\n", " --- |".repeat(table.columns.len()));
+    for cells in &table.rows {
+        text += &row(cells);
+    }
+    text.push('\n');
+    for line in notes(record) {
+        let _ = writeln!(text, "{}  ", plain(&line));
+    }
+    text
+}
+
+/// Facts above the table.
+pub(super) fn lead(record: &GridRecord) -> Vec<String> {
+    let mut lines = Vec::new();
+    if let Some(model) = &record.model {
+        lines.push(format!("model: {model}"));
+    }
+    if let Some(dense) = record.dense_perplexity {
+        lines.push(format!("dense perplexity: {}", finite(dense)));
+    }
+    if let Some(text) = &record.evaluation {
+        lines.push(format!(
+            "measured on: {}, {} windows of {} tokens",
+            text.dataset, text.windows, text.seqlen
+        ));
+    }
+    lines
+}
+
+/// Facts below the table.
+pub(super) fn notes(record: &GridRecord) -> Vec<String> {
+    let mut lines = vec![
+        "pruned perplexity: mean ± sample deviation over seeds; time: mean of a cell; memory: the largest peak"
+            .to_string(),
+    ];
+    let counts: Vec<String> = [
+        CellState::Finished,
+        CellState::Failed,
+        CellState::Unfinished,
+    ]
+    .into_iter()
+    .filter(|&state| record.count(state) > 0)
+    .map(|state| format!("{} {}", record.count(state), state.name()))
+    .collect();
+    lines.push(format!("cells: {}", counts.join(", ")));
+    for cell in &record.cells {
+        if let Some(error) = &cell.error {
+            let first = error.lines().next().unwrap_or_default();
+            lines.push(format!("{} failed: {first}", cell.name));
+        }
+    }
+    lines
+}
+
+/// The means: a row per method, a column per ratio or pattern.
+pub(super) fn means(record: &GridRecord) -> GridTable {
+    let mut columns = vec!["method".to_string()];
+    columns.extend(record.columns.iter().cloned());
+    columns.extend(["time", "peak memory"].map(String::from));
+    let rows = record.methods.iter().map(|method| {
+        let of_method = || {
+            record
+                .cells
+                .iter()
+                .filter(|cell| cell.cell.method == *method)
+        };
+        let seconds: Vec<f64> = of_method().filter_map(|cell| cell.seconds).collect();
+        let peak = of_method().filter_map(|cell| cell.peak_anonymous).max();
+        let mut row = vec![method.clone()];
+        row.extend(record.columns.iter().map(|column| {
+            let entry = record.entry(method, column);
+            entry.map_or_else(dash, perplexity)
+        }));
+        row.push(mean(&seconds).map_or_else(dash, duration));
+        row.push(peak.map_or_else(dash, |peak: ByteSize| peak.to_string()));
+        row
+    });
+    GridTable {
+        rows: rows.collect(),
+        columns,
+    }
+}
+
+/// Every cell in one row.
+pub(super) fn every_cell(record: &GridRecord) -> GridTable {
+    let number = |value: Option<f64>| value.map_or_else(dash, finite);
+    let rows = record.cells.iter().map(|cell| {
+        vec![
+            cell.name.clone(),
+            cell.state.name().to_string(),
+            cell.sparsity
+                .map_or_else(dash, |sparsity| format!("{sparsity:.6}")),
+            number(cell.dense_perplexity),
+            number(cell.pruned_perplexity),
+            cell.seconds.map_or_else(dash, duration),
+            cell.peak_anonymous
+                .map_or_else(dash, |peak| peak.to_string()),
+        ]
+    });
+    GridTable {
+        rows: rows.collect(),
+        columns: [
+            "cell",
+            "state",
+            "sparsity",
+            "dense perplexity",
+            "pruned perplexity",
+            "time",
+            "peak memory",
+        ]
+        .map(String::from)
+        .to_vec(),
+    }
+}
+
+/// `12.3456 ± 0.0123`, with the number of cells where some are missing.
+fn perplexity(entry: &GridEntry) -> String {
+    let mut text = match (entry.mean_perplexity, entry.deviation) {
+        (None, _) if entry.finished > 0 => "not measured".to_string(),
+        (None, _) if entry.failed > 0 => return "failed".to_string(),
+        (None, _) => return CellState::Unfinished.name().to_string(),
+        (Some(mean), Some(deviation)) if mean.is_finite() => {
+            format!("{mean:.4} ± {deviation:.4}")
+        }
+        (Some(mean), _) => finite(mean),
+    };
+    if entry.finished < entry.cells {
+        let _ = write!(text, " ({} of {})", entry.finished, entry.cells);
+    }
+    text
+}
+
+fn dash() -> String {
+    "-".to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::report::made_up;
+    use crate::report::page::of_grid;
+    use crate::run::grid::{CellReport, GridCell};
+
+    /// Wanda at 0.5 with two seeds, magnitude at 0.5, and a failed cell at 2:4.
+    fn record() -> GridRecord {
+        let cell = |method: &str, ratio: Option<f64>, kind: &str, seed| GridCell {
+            method: method.into(),
+            sparsity_ratio: ratio,
+            sparsity_type: kind.into(),
+            seed,
+        };
+        let finished = |method: &str, seed, perplexity| {
+            let mut manifest = made_up::manifest(method, 0.5);
+            made_up::evaluated(&mut manifest, 10.0, perplexity);
+            let cell = cell(method, Some(0.5), "unstructured", seed);
+            CellReport::of(cell, None, Some(&manifest))
+        };
+        let error = "no\u{1b} <text>\nhint: none".to_string();
+        let cells = vec![
+            finished("wanda", 0, 12.0),
+            finished("wanda", 1, 13.0),
+            finished("magnitude", 0, 60.0),
+            CellReport::of(cell("wanda", None, "2:4", 0), Some(error), None),
+        ];
+        let mut record = GridRecord::of(cells, BTreeMap::new(), &["wanda".to_string()]);
+        record.model = Some("a|b".to_string());
+        record
+    }
+
+    #[test]
+    fn the_table_has_a_row_per_method_and_a_column_per_target() {
+        let expected = "\
+model: a|b
+dense perplexity: 10.0000
+measured on: text, 5 windows of 64 tokens
+
+method     0.5               2:4     time    peak memory
+wanda      12.5000 ± 0.7071  failed  10.0 s  32.00 MiB
+magnitude  60.0000           -       10.0 s  32.00 MiB
+
+pruned perplexity: mean ± sample deviation over seeds; time: mean of a cell; memory: the largest peak
+cells: 3 finished, 1 failed
+wanda-2of4-seed0 failed: no\u{1b} <text>
+";
+        assert_eq!(text(&record()), expected);
+        let markdown = markdown(&record());
+        assert!(markdown.contains("| wanda | 12.5000 ± 0.7071 | failed | 10.0 s | 32.00 MiB |"));
+        assert!(markdown.contains("| --- | --- | --- | --- | --- |"));
+        assert!(!markdown.contains('<') && !markdown.contains('\u{1b}'));
+    }
+
+    #[test]
+    fn the_page_has_the_table_a_picture_and_every_cell() {
+        let page = of_grid("out", &record()).unwrap();
+        assert_eq!(page.matches("<figure>").count(), 1);
+        assert!(page.contains("12.5000 ± 0.7071") && page.contains("wanda-2of4-seed0"));
+        assert!(!page.contains("<text>") && !page.contains('\u{1b}'));
+    }
+}

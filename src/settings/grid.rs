@@ -1,0 +1,81 @@
+//! Settings of `prune sweep`: a grid of pruning runs.
+
+use crate::failure::Failure;
+use crate::pipeline::Selection;
+use crate::settings::Settings;
+
+/// Settings of `prune sweep`.
+#[derive(Debug, Clone)]
+pub struct GridSettings {
+    /// The settings that all cells share. Its `--save` folder is that of the sweep; method, target and seed are replaced.
+    pub run: Settings,
+    /// `--methods`.
+    pub methods: Vec<String>,
+    /// `--ratios`, then the N:M patterns of `--types`.
+    pub targets: Vec<Selection>,
+    /// `--seeds`.
+    pub seeds: Vec<u64>,
+    /// `--shard`.
+    pub shard: GridShard,
+}
+
+/// `--shard i/n`: the part of the cells that one process works on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GridShard {
+    /// i, from 1.
+    pub number: usize,
+    /// n.
+    pub of: usize,
+}
+
+impl GridShard {
+    /// All cells.
+    pub const WHOLE: Self = Self { number: 1, of: 1 };
+
+    /// Returns whether the cell at this position, from 0, belongs to the shard. Cells are dealt out in turn.
+    pub fn has(self, position: usize) -> bool {
+        position % self.of == self.number - 1
+    }
+}
+
+impl std::str::FromStr for GridShard {
+    type Err = Failure;
+
+    fn from_str(text: &str) -> Result<Self, Failure> {
+        let refused = |why: String| {
+            Failure::usage(format!("--shard {text}: {why}")).hint(
+                "write i/n with i from 1 to n, like --shard 2/4 for the second of four processes",
+            )
+        };
+        let parts = text.split_once('/');
+        let numbers = parts
+            .and_then(|(number, of)| Some((number.trim().parse().ok()?, of.trim().parse().ok()?)));
+        let (number, of): (usize, usize) =
+            numbers.ok_or_else(|| refused("it is not of the form i/n".to_string()))?;
+        if number == 0 || number > of {
+            return Err(refused(format!("there is no shard {number} of {of}")));
+        }
+        Ok(Self { number, of })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_divide_all_cells_and_share_none() {
+        let shards: Vec<GridShard> = ["1/3", "2/3", "3/3"].map(|s| s.parse().unwrap()).to_vec();
+        for position in 0..20 {
+            assert_eq!(shards.iter().filter(|s| s.has(position)).count(), 1);
+        }
+        assert!((0..5).all(|position| GridShard::WHOLE.has(position)));
+        for text in ["0/2", "3/2", "1", "a/2", "1/0", "-1/2"] {
+            let failure = text.parse::<GridShard>().unwrap_err();
+            assert!(
+                failure.is_usage && failure.message.contains(text),
+                "{failure}"
+            );
+        }
+    }
+}
