@@ -17,7 +17,7 @@ use serde_json::Value;
 
 use crate::data::DatasetSpec;
 use crate::generation::Sampling;
-use crate::pipeline::Selection;
+use crate::pipeline::{Flow, Propagation, Selection, Sequence};
 use crate::pruning::{self, MethodOptions, Technique};
 use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
@@ -182,6 +182,10 @@ pub struct SparsitySettings {
     /// `--refine`: a refinement behind the method.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refine: Option<String>,
+    /// `--propagate`.
+    pub propagate: Propagation,
+    /// `--true-sequential`.
+    pub true_sequential: bool,
     /// Ratio, pattern and matrices.
     #[serde(flatten)]
     pub selection: Selection,
@@ -208,12 +212,27 @@ impl SparsitySettings {
     }
 }
 
+impl SparsitySettings {
+    /// The way of the calibration samples.
+    pub fn flow(&self) -> Flow {
+        Flow {
+            propagation: self.propagate,
+            sequence: match self.true_sequential {
+                true => Sequence::Inputs,
+                false => Sequence::Layer,
+            },
+        }
+    }
+}
+
 impl Default for SparsitySettings {
     fn default() -> Self {
         Self {
             prune_method: PRUNE_METHOD.to_string(),
             options: MethodOptions::default(),
             refine: None,
+            propagate: Propagation::default(),
+            true_sequential: false,
             selection: Selection::default(),
         }
     }

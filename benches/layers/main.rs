@@ -329,7 +329,7 @@ fn scoring(criterion: &mut Criterion<OfPeak>) {
         let statistics = noise(columns).iter().map(|value| value.abs()).collect();
         let statistics = Statistics::Merged(Box::new(ColumnSquares::from_mean(statistics)));
         group.throughput(Throughput::Elements((rows * columns) as u64));
-        let of_columns = |method: &&&dyn PruningMethod| {
+        let of_columns = |method: &&&dyn pruning::PruningMethod| {
             method.statistics().is_none_or(|kind| !kind.is_in_place())
         };
         for method in METHODS.iter().filter(of_columns) {

@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
-use crate::pipeline::{LayerRatios, Selection};
+use crate::pipeline::{LayerRatios, Propagation, Selection};
 use crate::placement::Budget;
 use crate::pruning::{METHODS, MethodOptions, Pattern, REFINEMENTS};
 use crate::run::verification::VerifyLevel;
@@ -279,6 +279,14 @@ pub(super) struct SparsityArgs {
     )]
     refine: Option<String>,
 
+    /// Layers that the samples have passed before they reach the next one
+    #[arg(long, value_name = "LAYERS", value_enum, default_value_t)]
+    propagate: PropagateArg,
+
+    /// Observe the input of every matrix behind the pruned matrices before it: four passes of the samples per layer
+    #[arg(long)]
+    true_sequential: bool,
+
     /// Fraction removed, from 0 up to but not including 1
     ///
     /// May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
@@ -308,6 +316,16 @@ pub(super) struct SparsityArgs {
     layer_ratios: Option<PathBuf>,
 }
 
+/// The choices of `--propagate`.
+#[derive(Debug, Clone, Copy, Default, clap::ValueEnum)]
+enum PropagateArg {
+    /// Pruned layers
+    #[default]
+    Pruned,
+    /// Dense layers
+    Dense,
+}
+
 impl SparsityArgs {
     /// # Errors
     /// Fails when the file of `--layer-ratios` cannot be read, and for `--use-variant` with another method than Wanda.
@@ -320,6 +338,11 @@ impl SparsityArgs {
                 blocksize: self.blocksize,
             },
             refine: self.refine.clone(),
+            propagate: match self.propagate {
+                PropagateArg::Pruned => Propagation::Pruned,
+                PropagateArg::Dense => Propagation::Dense,
+            },
+            true_sequential: self.true_sequential,
             selection: Selection {
                 sparsity_ratio: self.sparsity_ratio,
                 sparsity_type: self.sparsity_type,

@@ -13,7 +13,7 @@ use crate::data::Tokenizer;
 use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig};
-use crate::pipeline::RunShape;
+use crate::pipeline::{Flow, RunShape};
 use crate::run::{Events, Moment, Phase};
 use crate::runtime::Clock;
 use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check_device};
@@ -158,6 +158,7 @@ impl OpenedModel {
             windows: 0,
             sides: &[],
             technique: None,
+            flow: Flow::default(),
             observes: None,
             saves: false,
             threads: self.threads,

@@ -106,7 +106,8 @@ fn sweep(
         journal: state.as_mut().map(|state| state as &mut dyn LayerJournal),
         observers,
     };
-    let mut pruner = Pruner::new(technique, targets, calibrator, output, layers_before);
+    let mut pruner =
+        Pruner::new(technique, targets, calibrator, output, layers_before).with_flow(pruning.flow);
     let swept = streams.sweep(job, finished, Some(&mut pruner), events)?;
     let layers = pruner.into_layers();
     if let Some(missed) = targets.missed(technique, &layers) {

@@ -15,7 +15,9 @@ use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::disk::{self, Room};
 use crate::failure::Failure;
-use crate::pipeline::{LayerRatios, Observed, RunShape, SaveMasks, TargetPlan, check_verification};
+use crate::pipeline::{
+    Flow, LayerRatios, Observed, RunShape, SaveMasks, TargetPlan, check_verification,
+};
 use crate::pruning::{Pattern, Technique};
 use crate::report;
 use crate::run::manifest::PerplexityReport;
@@ -55,6 +57,7 @@ pub(super) struct Given<'a> {
 /// The pruning part of a run.
 pub(super) struct Pruning {
     pub(super) technique: Technique,
+    pub(super) flow: Flow,
     pub(super) targets: TargetPlan,
     /// The file of `--save-masks`.
     pub(super) masks: Option<PathBuf>,
@@ -127,6 +130,9 @@ impl Job {
             windows: sides.len().min(1),
             sides,
             technique: pruning.as_ref().map(|pruning| pruning.technique.clone()),
+            flow: pruning
+                .as_ref()
+                .map_or_else(Flow::default, |pruning| pruning.flow),
             observes: given.observes,
             saves: folder.model.is_some(),
             ..model.run_shape(&settings.device)
@@ -329,6 +335,7 @@ impl Pruning {
             return Ok(None);
         };
         let technique = sparsity.technique()?;
+        sparsity.flow().check(&technique)?;
         check_verification(&technique, settings.output.verify)?;
         let masks = settings.output.save_masks.then(|| folder.masks());
         let masks = masks.transpose()?;
@@ -340,6 +347,7 @@ impl Pruning {
             settings.calibration = None;
         }
         Ok(Some(Self {
+            flow: sparsity.flow(),
             technique,
             targets,
             masks,

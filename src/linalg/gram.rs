@@ -59,10 +59,15 @@ impl GramMatrix {
         }
     }
 
-    /// Bytes while rows arrive: the sums, [`TOKENS`] rows, and their two packed forms.
+    /// Bytes while rows arrive: the sums, and [`TOKENS`] rows.
     pub fn bytes(width: usize) -> ByteSize {
+        ByteSize::of(panel_elements(width) + TOKENS * width, size_of::<f32>())
+    }
+
+    /// Bytes beside these while rows enter the sums: they are turned, and packed as both factors.
+    pub fn adding_bytes(width: usize) -> ByteSize {
         let (blocks, units) = packed_lines(f32_kernel(), width);
-        ByteSize::of(panel_elements(width) + 2 * TOKENS * width, size_of::<f32>())
+        ByteSize::of(TOKENS * width, size_of::<f32>())
             + ByteSize::of(blocks + units, size_of::<Line>())
     }
 

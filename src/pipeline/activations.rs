@@ -168,11 +168,15 @@ impl<'a> ActivationMeter<'a> {
 
 impl Editor for ActivationMeter<'_> {
     fn edit(&mut self, layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
-        let statistics = self.calibrator.observe(&layer, compute)?;
+        let statistics = self
+            .calibrator
+            .observe(&layer, &Observation::ALL, compute)?;
         let statistics = statistics.context("every layer is measured with samples")?;
         let mut means = Vec::with_capacity(Observation::ALL.len());
         for point in Observation::ALL {
-            let sums = statistics.at(point).downcast::<ActivationSums>();
+            let sums = statistics
+                .at(point)
+                .and_then(Statistics::downcast::<ActivationSums>);
             let of_point = sums.context("the kind is its own")?.means(self.tokens);
             check(&of_point, point, layer.index())?;
             means.push(of_point);

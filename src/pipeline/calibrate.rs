@@ -29,19 +29,25 @@ pub fn embed(
 
 /// Observations at the four observation points of one layer: the method's statistics, and some rows for the output error.
 pub struct LayerStatistics {
-    points: [Statistics; 4],
+    /// `None` where the input was not observed, or its statistics were released.
+    points: [Option<Statistics>; 4],
     rows: InputRows,
 }
 
 impl LayerStatistics {
-    /// The statistics of a projection's input.
-    pub fn of(&self, projection: Projection) -> &Statistics {
-        &self.points[projection.observed_at() as usize]
+    /// The statistics of a projection's input, where it was observed.
+    pub fn of(&self, projection: Projection) -> Option<&Statistics> {
+        self.at(projection.observed_at())
     }
 
-    /// The statistics at an observation point.
-    pub(super) fn at(&self, point: Observation) -> &Statistics {
-        &self.points[point as usize]
+    /// The statistics at an observation point, where it was observed.
+    pub(super) fn at(&self, point: Observation) -> Option<&Statistics> {
+        self.points[point as usize].as_ref()
+    }
+
+    /// Frees the statistics at an observation point.
+    pub(super) fn release(&mut self, point: Observation) {
+        self.points[point as usize] = None;
     }
 
     /// X `[tokens, in_features]` of a projection: a few of the rows behind [`LayerStatistics::of`].
@@ -58,7 +64,12 @@ enum PointOfSample<'a> {
     InPlace(&'a Mutex<Statistics>),
     /// Added to statistics in place when the sample is whole: until then its rows wait.
     Rows(Vec<f32>),
+    /// Not observed in this pass.
+    Ignored,
 }
+
+/// The statistics of the points that a pass observes; `None` for the others.
+type Points = [Option<Mutex<Statistics>>; 4];
 
 /// The observations of one sample. A sample that passed half-way on a device is dropped, and counts for nothing.
 struct SampleStatistics<'a> {
@@ -67,26 +78,33 @@ struct SampleStatistics<'a> {
 }
 
 impl<'a> SampleStatistics<'a> {
-    fn merged(points: &[Mutex<Statistics>; 4], rows: SampleRows) -> Self {
-        let points = points.each_ref().map(|point| match &*lock(point) {
-            Statistics::Merged(statistics) => PointOfSample::Part(statistics.part()),
-            Statistics::InPlace(_) => unreachable!("its samples are collected in place"),
+    fn merged(points: &Points, rows: SampleRows) -> Self {
+        let points = points.each_ref().map(|point| match point {
+            None => PointOfSample::Ignored,
+            Some(point) => match &*lock(point) {
+                Statistics::Merged(statistics) => PointOfSample::Part(statistics.part()),
+                Statistics::InPlace(_) => unreachable!("its samples are collected in place"),
+            },
         });
         Self { points, rows }
     }
 
     /// Does not lock the statistics: another sample may be adding its rows.
-    fn in_place(points: &'a [Mutex<Statistics>; 4], turn: Turn, rows: SampleRows) -> Self {
-        let points = points.each_ref().map(|point| match turn {
-            Turn::Now => PointOfSample::InPlace(point),
-            Turn::Later => PointOfSample::Rows(Vec::new()),
+    fn in_place(points: &'a Points, turn: Turn, rows: SampleRows) -> Self {
+        let points = points.each_ref().map(|point| match (point, turn) {
+            (None, _) => PointOfSample::Ignored,
+            (Some(point), Turn::Now) => PointOfSample::InPlace(point),
+            (Some(_), Turn::Later) => PointOfSample::Rows(Vec::new()),
         });
         Self { points, rows }
     }
 
     /// Adds the sample to the statistics of all samples before it.
-    fn finish(self, points: &[Mutex<Statistics>; 4]) -> SampleRows {
+    fn finish(self, points: &Points) -> SampleRows {
         for (sample, point) in self.points.into_iter().zip(points) {
+            let Some(point) = point else {
+                continue;
+            };
             match (sample, &mut *lock(point)) {
                 (PointOfSample::Part(part), Statistics::Merged(statistics)) => {
                     statistics.merge(part.numbers());
@@ -115,6 +133,7 @@ impl Observer for SampleStatistics<'_> {
                 }
             }
             PointOfSample::Rows(waiting) => waiting.extend_from_slice(rows),
+            PointOfSample::Ignored => {}
         }
         self.rows.add_rows(point, rows);
     }
@@ -123,6 +142,7 @@ impl Observer for SampleStatistics<'_> {
         let takes_sums = match &mut self.points[point as usize] {
             PointOfSample::Part(part) => part.square_sums().is_some(),
             PointOfSample::InPlace(_) | PointOfSample::Rows(_) => false,
+            PointOfSample::Ignored => true,
         };
         match takes_sums {
             true => FromDevice::Sums(self.rows.chosen()),
@@ -191,11 +211,13 @@ impl<'a> Calibrator<'a> {
         self.has_samples() && layer.index() + 1 < self.config.num_hidden_layers
     }
 
-    /// Passes every sample through the dense layer, up to down's input, and returns the observations. The samples stay where they are.
+    /// Passes every sample through the layer, up to down's input, and returns the observations of these inputs. The samples stay where
+    /// they are.
     /// Fails when a hidden state cannot be read, and when a device fails for another reason than lack of memory.
     pub(super) fn observe(
         &mut self,
         layer: &DecoderLayer,
+        points: &[Observation],
         compute: &mut Compute<'_>,
     ) -> Result<Option<LayerStatistics>> {
         self.announce(layer, Phase::Calibrate);
@@ -204,7 +226,7 @@ impl<'a> Calibrator<'a> {
             return Ok(None);
         };
         self.clock.measure(Phase::Calibrate, || {
-            collect(hidden, *kind, layer, compute, config, events).map(Some)
+            collect((hidden, *kind), points, layer, compute, config, events).map(Some)
         })
     }
 
@@ -244,8 +266,8 @@ fn progress(events: &dyn Events, sample: usize) {
 
 /// Collects the statistics and the rows of all samples in one layer.
 fn collect(
-    hidden: &mut HiddenStates,
-    kind: &'static dyn StatisticsKind,
+    (hidden, kind): (&mut HiddenStates, &'static dyn StatisticsKind),
+    observed: &[Observation],
     layer: &DecoderLayer,
     compute: &mut Compute<'_>,
     config: &ModelConfig,
@@ -253,7 +275,10 @@ fn collect(
 ) -> Result<LayerStatistics> {
     let (samples, seqlen) = (hidden.samples(), hidden.seqlen());
     let widths = output_error::widths(config);
-    let points = widths.map(|width| Mutex::new(kind.begin(width)));
+    let points = Observation::ALL.map(|point| {
+        let is_observed = observed.contains(&point);
+        is_observed.then(|| Mutex::new(kind.begin(widths[point as usize])))
+    });
     let mut rows = InputRows::new(widths, samples, seqlen);
     let order = match kind.is_in_place() {
         true => ResultOrder::Blocking,
@@ -276,11 +301,11 @@ fn collect(
         },
     )?;
     let points = points.map(|point| {
-        let mut statistics = point.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut statistics = point?.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Statistics::InPlace(statistics) = &mut statistics {
             statistics.finish();
         }
-        statistics
+        Some(statistics)
     });
     Ok(LayerStatistics { points, rows })
 }

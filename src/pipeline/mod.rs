@@ -5,6 +5,7 @@
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `activations` | an editor that changes nothing: it measures the inputs of linears |
 //! | `calibrate` | the calibration samples and their statistics |
+//! | `flow` | the way of the samples through a layer |
 //! | `output` | the receivers of a pruned layer: files, masks, the journal of finished layers |
 //! | `output_error` | the difference between the outputs of a pruned matrix and the dense one |
 //! | `targets` | the ratio of every matrix, resolved before anything runs |
@@ -16,6 +17,7 @@
 pub mod activations;
 pub mod calibrate;
 pub mod expected;
+pub mod flow;
 pub mod layer_ratios;
 pub mod output;
 mod output_error;
@@ -28,6 +30,7 @@ pub mod workload;
 
 pub use calibrate::{Calibrator, LayerStatistics, embed};
 pub use expected::check_verification;
+pub use flow::{Flow, Propagation, Sequence};
 pub use layer_ratios::LayerRatios;
 pub use output::{LayerJournal, MaskObserver, Output};
 pub use prune::{PrunedMatrix, Pruner};

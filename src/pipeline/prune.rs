@@ -12,15 +12,17 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use super::calibrate::{Calibrator, LayerStatistics};
+use super::flow::{Flow, Propagation, Sequence};
 use super::output::Output;
 use super::output_error::DenseOutput;
 use super::targets::TargetPlan;
 use crate::linalg::{StoredMatrix, Weight};
-use crate::model::{DecoderLayer, Projection};
-use crate::pruning::{Mask, Request, Statistics, Target, Technique};
+use crate::model::{DecoderLayer, Observation, Projection};
+use crate::pruning::{Mask, Request, Statistics, StatisticsKind, Target, Technique};
 use crate::run::manifest::{LayerReport, MatrixReport};
+use crate::run::memory_settings::StatisticsHeld;
 use crate::run::{Event, Events, Phase};
-use crate::runtime::{Clock, Compute, Editor};
+use crate::runtime::{Clock, Compute, Editor, Side};
 
 /// A matrix at the moment its mask is known and its zeros are not yet written.
 #[derive(Clone, Copy)]
@@ -43,6 +45,7 @@ pub struct PrunedMatrix<'a> {
 pub struct Pruner<'a> {
     technique: &'a Technique,
     targets: &'a TargetPlan,
+    flow: Flow,
     calibrator: Calibrator<'a>,
     output: Output<'a>,
     layers: Vec<LayerReport>,
@@ -62,6 +65,7 @@ impl<'a> Pruner<'a> {
         Self {
             technique,
             targets,
+            flow: Flow::default(),
             clock: calibrator.clock,
             events: calibrator.events,
             calibrator,
@@ -70,21 +74,84 @@ impl<'a> Pruner<'a> {
         }
     }
 
+    /// Lets the samples go another way.
+    #[must_use]
+    pub fn with_flow(self, flow: Flow) -> Self {
+        Self { flow, ..self }
+    }
+
     /// The reports of all layers, after the sweep.
     pub fn into_layers(self) -> Vec<LayerReport> {
         self.layers
     }
 
-    /// Masks all matrices of a layer. Returns a report of each, and the matrices that are not yet written.
+    /// The inputs that are observed in one pass of the samples, in the order of the passes.
+    fn passes(&self, compute: &Compute<'_>) -> Vec<Vec<Observation>> {
+        let each = Observation::ALL.map(|point| vec![point]);
+        let is_in_place = |kind: &'static dyn StatisticsKind| kind.is_in_place();
+        let is_large = self.technique.statistics().is_some_and(is_in_place);
+        match self.flow.sequence {
+            Sequence::Inputs => each.into(),
+            Sequence::Layer
+                if is_large
+                    && self.flow.propagation == Propagation::Pruned
+                    && compute.settings().statistics == StatisticsHeld::Input =>
+            {
+                // From the last input to the first: what is pruned then does not change the inputs that are still to be observed.
+                each.into_iter().rev().collect()
+            }
+            Sequence::Layer => vec![Observation::ALL.into()],
+        }
+    }
+
+    /// Observes the inputs of a layer and masks its matrices. Returns a report of each, and the matrices that are not yet written.
+    fn calibrate_and_prune(
+        &mut self,
+        layer: &mut DecoderLayer,
+        compute: &mut Compute<'_>,
+    ) -> Result<(Vec<MatrixReport>, Vec<Projection>)> {
+        let (mut reports, mut unwritten) = (Vec::new(), Vec::new());
+        let passes = self.passes(compute);
+        let propagates_dense = self.flow.propagation == Propagation::Dense;
+        for (at, points) in passes.iter().enumerate() {
+            let mut statistics = self.calibrator.observe(layer, points, compute)?;
+            if propagates_dense && at + 1 == passes.len() {
+                self.calibrator.pass(layer, compute)?;
+            }
+            for &point in points {
+                let matrices = (layer.projections())
+                    .filter(|projection| projection.observed_at() == point)
+                    .collect();
+                self.prune_matrices(
+                    layer,
+                    matrices,
+                    statistics.as_ref(),
+                    compute,
+                    (&mut reports, &mut unwritten),
+                )?;
+                // What the method has derived from them is large, too.
+                if let Some(statistics) = &mut statistics {
+                    statistics.release(point);
+                }
+            }
+        }
+        let order: Vec<String> = (layer.projections())
+            .map(|projection| projection.full_name(layer.index()))
+            .collect();
+        reports.sort_by_key(|report| order.iter().position(|name| *name == report.name));
+        Ok((reports, unwritten))
+    }
+
+    /// Masks some matrices of a layer.
     fn prune_matrices(
         &mut self,
         layer: &mut DecoderLayer,
+        matrices: Vec<Projection>,
         statistics: Option<&LayerStatistics>,
         compute: &mut Compute<'_>,
-    ) -> Result<(Vec<MatrixReport>, Vec<Projection>)> {
-        let mut reports = Vec::new();
-        let mut unwritten = Vec::new();
-        for projection in layer.projections().collect::<Vec<_>>() {
+        (reports, unwritten): (&mut Vec<MatrixReport>, &mut Vec<Projection>),
+    ) -> Result<()> {
+        for projection in matrices {
             let at_rest = match layer.linear(projection).weight() {
                 Weight::Held(_) => None,
                 Weight::AtRest(_) => self.clock.measure(Phase::Read, || {
@@ -117,7 +184,7 @@ impl<'a> Pruner<'a> {
             self.events.emit(Event::MatrixPruned(report.clone()));
             reports.push(report);
         }
-        Ok((reports, unwritten))
+        Ok(())
     }
 
     /// Chooses the weights of one matrix, which is in memory, writes the zeros, and measures the error of its output.
@@ -138,7 +205,7 @@ impl<'a> Pruner<'a> {
             })
         });
         let dense = dense.transpose()?;
-        let statistics = statistics.map(|statistics| statistics.of(projection));
+        let statistics = statistics.and_then(|statistics| statistics.of(projection));
         let (mut report, mask) = clock.measure(Phase::Score, || -> Result<_> {
             let mut report = report_untouched(layer, projection)?;
             let events = self.events;
@@ -189,12 +256,17 @@ impl<'a> Pruner<'a> {
             layers,
             clock,
             events,
+            flow,
             ..
         } = self;
-        if !calibrator.continues_after(layer) {
+        let has_passed = flow.propagation == Propagation::Dense;
+        if has_passed || !calibrator.continues_after(layer) {
             clock.measure(Phase::Write, || output.save(layer, unwritten, layers))?;
             events.check()?;
-            return calibrator.pass(layer, compute);
+            return match has_passed {
+                true => Ok(()),
+                false => calibrator.pass(layer, compute),
+            };
         }
         let is_over = AtomicBool::new(false);
         let (saved, passed) = thread::scope(|scope| -> Result<_> {
@@ -221,10 +293,7 @@ impl<'a> Pruner<'a> {
 impl Editor for Pruner<'_> {
     fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
         let start = Instant::now();
-        let statistics = self.calibrator.observe(&layer, compute)?;
-        let (matrices, unwritten) =
-            self.prune_matrices(&mut layer, statistics.as_ref(), compute)?;
-        drop(statistics);
+        let (matrices, unwritten) = self.calibrate_and_prune(&mut layer, compute)?;
         let (index, sparsity) = (layer.index(), sparsity(&matrices));
         self.layers.push(LayerReport {
             layer: index,
@@ -250,6 +319,13 @@ impl Editor for Pruner<'_> {
 
     fn has_samples(&self) -> bool {
         self.calibrator.has_samples()
+    }
+
+    fn side(&self) -> Side {
+        match self.flow.propagation {
+            Propagation::Pruned => Side::Pruned,
+            Propagation::Dense => Side::Dense,
+        }
     }
 }
 

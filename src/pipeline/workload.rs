@@ -12,6 +12,7 @@ mod gpu;
 mod host;
 mod work;
 
+use super::flow::{Flow, Propagation, Sequence};
 use crate::bytes::ByteSize;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
@@ -19,7 +20,7 @@ use crate::model::on_device::Cut;
 use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::placement::{Demand, ExecutionOption, Processors, Workload};
 use crate::pruning::{StatisticsKind, Technique};
-use crate::run::memory_settings::{MemorySettings, WeightsHeld};
+use crate::run::memory_settings::{MemorySettings, StatisticsHeld, WeightsHeld};
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase};
 use crate::runtime::Side;
@@ -47,6 +48,8 @@ pub struct RunShape<'a> {
     pub sides: &'a [Side],
     /// The technique; `None` where nothing is pruned.
     pub technique: Option<Technique>,
+    /// The way of the calibration samples.
+    pub flow: Flow,
     /// Statistics of a run that measures activations and prunes nothing.
     pub observes: Option<Observed>,
     /// The model is written.
@@ -106,7 +109,7 @@ impl Workload for RunShape<'_> {
             return Vec::from_iter(Some(settings.clone()).filter(is_possible));
         }
         let mut all = Vec::new();
-        for settings in self.weight_settings() {
+        for settings in self.statistics_settings() {
             for mlp_tokens in [settings.mlp_tokens, 512, 256, 128, 64] {
                 for attention_heads in self.attention_heads() {
                     let settings = MemorySettings {
@@ -185,6 +188,30 @@ impl RunShape<'_> {
             ..one_layer.clone()
         };
         [default, one_layer, one_matrix]
+    }
+
+    /// The choices for weights and statistics: all statistics of a layer at the same time, then those of one input.
+    fn statistics_settings(&self) -> Vec<MemorySettings> {
+        let mut all: Vec<_> = self.weight_settings().into();
+        if self.passes_inputs_apart(StatisticsHeld::Input) && !self.is_sequential() {
+            let apart = self.weight_settings().map(|settings| MemorySettings {
+                statistics: StatisticsHeld::Input,
+                ..settings
+            });
+            all.extend(apart);
+        }
+        all
+    }
+
+    fn is_sequential(&self) -> bool {
+        self.flow.sequence == Sequence::Inputs
+    }
+
+    /// Returns whether the samples pass a layer once for each of its inputs.
+    fn passes_inputs_apart(&self, held: StatisticsHeld) -> bool {
+        let is_large = self.statistics().is_some_and(|kind| kind.is_in_place());
+        let may_wait = self.flow.propagation == Propagation::Pruned;
+        self.is_sequential() || (is_large && may_wait && held == StatisticsHeld::Input)
     }
 
     /// The choices for key/value heads that attention computes at once: all, a half, a quarter, an eighth.

@@ -28,6 +28,10 @@ impl StatisticsKind for InputGramKind {
         GramMatrix::bytes(in_features) + ColumnMoments::bytes(in_features)
     }
 
+    fn adding_bytes(&self, in_features: usize) -> ByteSize {
+        GramMatrix::adding_bytes(in_features)
+    }
+
     fn begin(&self, in_features: usize) -> Statistics {
         Statistics::InPlace(Box::new(InputGram::new(in_features)))
     }

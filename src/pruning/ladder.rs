@@ -55,9 +55,36 @@ impl PruningMethod for Ladder {
         request.mean_squares()?;
         let statistics = request.statistics_as::<InputGram>()?;
         let gram = statistics.prepared(ScaledGram::of)?;
-        let scaled = gram.scaled(widened(weight, request)?);
+        let mut scaled = gram.scaled(widened(weight, request)?);
         let (rows, columns) = (weight.rows(), weight.columns());
         let keeps = keeps(request.target, rows, columns);
+        let gamma = exp("GAMMA", 1.0);
+        let mut out = vec![0.0; scaled.len()];
+        gram.product(
+            &scaled,
+            &mut out,
+            &mut crate::linalg::product::Packed::default(),
+        );
+        let norms: Vec<f32> = out
+            .chunks(columns)
+            .zip(scaled.chunks(columns))
+            .map(|(a, b)| {
+                let e: f64 = a
+                    .iter()
+                    .zip(b)
+                    .map(|(a, b)| f64::from(*a) * f64::from(*b))
+                    .sum();
+                if e > 0.0 {
+                    e.powf(-gamma / 2.0) as f32
+                } else {
+                    1.0
+                }
+            })
+            .collect();
+        drop(out);
+        for (row, norm) in scaled.chunks_mut(columns).zip(&norms) {
+            row.iter_mut().for_each(|v| *v *= norm);
+        }
         let mut admm = Admm::begin(&gram, scaled, keeps);
         let mut rho = exp("RHO", 0.05) as f32;
         let mut last = admm.support().to_vec();
@@ -80,6 +107,9 @@ impl PruningMethod for Ladder {
             keeps.largest(&b, columns, &mut is_kept);
         }
         refit(&gram, &target, &mut b, &is_kept, exp("CG", 6.0) as usize);
+        for (row, norm) in b.chunks_mut(columns).zip(&norms) {
+            row.iter_mut().for_each(|v| *v /= norm);
+        }
         store(weight, &gram.unscaled(b));
         mask_of(&is_kept, rows, columns)
     }

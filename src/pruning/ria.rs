@@ -130,14 +130,12 @@ mod tests {
     fn pruned(method: Ria, weights: &[f32], squares: [f32; 3], pattern: Pattern) -> Vec<usize> {
         let mut weight = StoredMatrix::from_f32(StoredDtype::F32, 2, 3, weights);
         let statistics = ColumnSquares::from_mean(squares.to_vec());
-        let request = Request {
-            name: "w",
-            statistics: Some(&Statistics::Merged(Box::new(statistics))),
-            target: Target {
-                ratio: 1.0 / 3.0,
-                pattern,
-            },
+        let target = Target {
+            ratio: 1.0 / 3.0,
+            pattern,
         };
+        let statistics = Statistics::Merged(Box::new(statistics));
+        let request = Request::new("w", Some(&statistics), target);
         let mask = prune(&method, &mut weight, &request).unwrap();
         (0..6).filter(|at| mask.is_pruned(at / 3, at % 3)).collect()
     }

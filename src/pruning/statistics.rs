@@ -23,6 +23,11 @@ pub trait StatisticsKind: Debug + Sync {
     /// Bytes held for an input with this many columns while samples are collected, one sample's part included.
     fn bytes(&self, in_features: usize) -> ByteSize;
 
+    /// Bytes beside these while a sample's rows are added; one input at a time needs them.
+    fn adding_bytes(&self, _in_features: usize) -> ByteSize {
+        ByteSize::ZERO
+    }
+
     /// Statistics of an input with this many columns, before any sample.
     fn begin(&self, in_features: usize) -> Statistics;
 }

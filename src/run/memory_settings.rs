@@ -23,6 +23,18 @@ pub struct MemorySettings {
     pub keep_packed: bool,
     /// Rows of the head's weight in memory at once; `None` is all of them.
     pub head_rows: Option<usize>,
+    /// The inputs of a layer whose large statistics exist at the same time.
+    pub statistics: StatisticsHeld,
+}
+
+/// The inputs of a layer whose statistics exist at the same time, for methods with statistics that are collected in place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StatisticsHeld {
+    /// Those of all four inputs: the samples pass the dense layer once.
+    Layer,
+    /// Those of one input: the samples pass the dense layer four times.
+    Input,
 }
 
 /// The part of a decoder layer's weights that is in memory while the layer is in use.
@@ -45,6 +57,7 @@ impl Default for MemorySettings {
             logits_bytes: ByteSize(128 << 20),
             keep_packed: true,
             head_rows: None,
+            statistics: StatisticsHeld::Layer,
         }
     }
 }

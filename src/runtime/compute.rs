@@ -20,7 +20,7 @@ use crate::model::head::HeadChunk;
 use crate::model::on_device::LogSumExpPart;
 use crate::model::{DecoderLayer, LayerContext, Observer};
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
-use crate::run::{Events, Phase};
+use crate::run::{Events, MemorySettings, Phase};
 use candle_core::Tensor;
 
 /// The devices of a sweep.
@@ -58,7 +58,12 @@ impl<'a> Compute<'a> {
         self.context.workspace()
     }
 
-    /// The CPU's context.
+    /// The settings that trade memory for time.
+    pub fn settings(&self) -> &MemorySettings {
+        self.context.settings()
+    }
+
+    /// The context of layers on the CPU.
     pub fn context(&mut self) -> &mut LayerContext {
         &mut self.context
     }

@@ -59,6 +59,11 @@ pub trait Editor {
 
     /// Returns whether the editor has samples.
     fn has_samples(&self) -> bool;
+
+    /// The version of the layers that the editor's samples pass.
+    fn side(&self) -> Side {
+        Side::Pruned
+    }
 }
 
 /// A passenger of the sweep gets each layer before or after the editor, and the head at the end.
@@ -137,7 +142,7 @@ impl Sweep<'_> {
             ] {
                 let moves = editor
                     .as_deref()
-                    .is_some_and(|editor| side == Side::Pruned && editor.has_samples());
+                    .is_some_and(|editor| side == editor.side() && editor.has_samples());
                 if !moves && !passengers.iter().any(|passenger| passenger.side() == side) {
                     continue;
                 }

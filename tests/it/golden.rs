@@ -5,6 +5,7 @@
 mod compare;
 mod families;
 mod reference;
+mod repairs;
 
 use std::path::Path;
 use std::time::Instant;

@@ -4,7 +4,8 @@ use super::{F32, RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
 use crate::model::footprint;
 use crate::pipeline::output_error;
-use crate::placement::{ExecutionOption, PhaseMemory, Processors};
+use crate::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
+use crate::pruning::Technique;
 use crate::run::memory_settings::WeightsHeld;
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase};
@@ -64,18 +65,12 @@ impl<'r> Host<'r> {
             phases.push(self.passing(Phase::Propagate, forward(sample), Vec::new()));
         }
         if let Some(technique) = &run.technique {
-            let shapes = config
-                .projections()
-                .map(|projection| projection.shape(config));
-            let working = shapes.map(|(out, inner)| technique.working_bytes(out, inner));
-            let score = footprint::score(config, dtype, run.threads, settings)
-                + working.max().unwrap_or_default();
-            let mut parts = vec![part(PartKind::Scores, score)];
+            let mut parts = vec![part(PartKind::Scores, self.score(technique))];
             if run.passes_samples() {
                 let workspace = footprint::workspace(config, dtype, run.seqlen, settings);
                 parts.push(part(PartKind::Workspace, workspace));
             }
-            parts.extend(self.statistics());
+            parts.extend(self.calibration_rows());
             phases.push(self.in_layer(Phase::Score, parts));
         }
         for phase in evaluation_phases(run) {
@@ -134,8 +129,14 @@ impl<'r> Host<'r> {
         let (run, settings) = (self.run, &self.option.settings);
         let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
         let mut all = self.samples(Alive::All);
+        let changes = run
+            .technique
+            .as_ref()
+            .is_some_and(Technique::changes_weights);
         all.push(match settings.weights {
             WeightsHeld::Layer => part(PartKind::Layer, layer),
+            // Changed weights are nowhere else.
+            WeightsHeld::Matrix if changes => part(PartKind::Layer, run.layer_weights()),
             WeightsHeld::Matrix => part(PartKind::LayerMasks, layer),
         });
         if footprint::keeps_packed(run.kernel(), settings) {
@@ -197,20 +198,68 @@ impl<'r> Host<'r> {
         )
     }
 
-    /// Statistics of the four observation points, and the calibration rows for output errors.
+    /// Statistics of the four inputs while samples pass, and the calibration rows for output errors.
     fn statistics(&self) -> Vec<MemoryPart> {
         let run = self.run;
         let Some(kind) = run.statistics() else {
             return Vec::new();
         };
         let widths = output_error::widths(run.config);
-        let columns: ByteSize = widths.iter().map(|&width| kind.bytes(width)).sum();
-        let kept = run.observes.map(|observed| observed.kept);
+        let each = widths.map(|width| kind.bytes(width));
+        let held = match run.passes_inputs_apart(self.option.settings.statistics) {
+            true => each.into_iter().max().unwrap_or_default(),
+            false => each.into_iter().sum(),
+        };
+        let adding = widths
+            .map(|width| kind.adding_bytes(width))
+            .into_iter()
+            .max();
+        let kept = run
+            .observes
+            .map(|observed| observed.kept)
+            .unwrap_or_default();
+        let mut parts = vec![part(
+            PartKind::Statistics,
+            held + adding.unwrap_or_default() + kept,
+        )];
+        parts.extend(self.calibration_rows());
+        parts
+    }
+
+    fn calibration_rows(&self) -> Option<MemoryPart> {
+        let run = self.run;
+        run.statistics()?;
         let rows = output_error::bytes(run.config, run.samples, run.seqlen);
-        vec![
-            part(PartKind::Statistics, columns + kept.unwrap_or_default()),
-            part(PartKind::CalibrationRows, rows),
-        ]
+        Some(part(PartKind::CalibrationRows, rows))
+    }
+
+    /// Memory of scoring: what the method needs for one matrix, and the statistics that exist then. Those of an input go when its
+    /// matrices are done.
+    fn score(&self, technique: &Technique) -> ByteSize {
+        let (run, settings) = (self.run, &self.option.settings);
+        let config = run.config;
+        let widths = output_error::widths(config);
+        let is_apart = run.passes_inputs_apart(settings.statistics);
+        let of_input = |point: usize| -> ByteSize {
+            let kind = run.statistics();
+            let left = if is_apart {
+                point..point + 1
+            } else {
+                point..widths.len()
+            };
+            let statistics = widths[left]
+                .iter()
+                .map(|&width| kind.map_or(ByteSize::ZERO, |kind| kind.bytes(width)));
+            let working = config
+                .projections()
+                .filter(|projection| projection.observed_at() as usize == point)
+                .map(|projection| projection.shape(config))
+                .map(|(out, inner)| technique.working_bytes(out, inner));
+            statistics.sum::<ByteSize>() + working.max().unwrap_or_default()
+        };
+        let most = (0..widths.len()).map(of_input).max();
+        footprint::score(config, run.dtypes.layers, run.threads, settings)
+            + most.unwrap_or_default()
     }
 
     /// Rows of one sample per GPU, which wait for their turn to be added to statistics in place.

@@ -24,7 +24,12 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     let propagated = samples * (layers - 1.0) / layers;
     let seqlen = run.seqlen as f64;
     let per_token = Operations::per_token(run, settings);
-    let flop = samples * (per_token.all - per_token.down) + (propagated + windows) * per_token.all;
+    let passes = match run.passes_inputs_apart(settings.statistics) {
+        true => 4.0,
+        false => 1.0,
+    };
+    let flop = passes * samples * (per_token.all - per_token.down)
+        + (propagated + windows) * per_token.all;
     let weights = layer_bytes(run);
     let states = state_bytes(run, option.processors);
     let mut moved = if run.saves { weights } else { 0.0 };

@@ -46,6 +46,8 @@ pub(super) struct Golden {
     pub(super) calibration_starts: Option<Vec<u64>>,
     pub(super) calibration_tokens_sha256_int32le: Option<String>,
     pub(super) ppl: f64,
+    /// The error of the outputs, mean over the linears; in goldens of methods only.
+    pub(super) mean_relative_error: Option<f64>,
     /// Packed bits by matrix, where saved.
     #[serde(skip)]
     pub(super) masks: Option<BTreeMap<String, Vec<u8>>>,
@@ -137,7 +139,7 @@ pub(super) fn dataset(shared: &Path, file_name: &str) -> Result<String> {
 }
 
 /// The bytes of every tensor in a file; `None` where there is no such file.
-fn tensors(path: &Path) -> Result<Option<BTreeMap<String, Vec<u8>>>> {
+pub(super) fn tensors(path: &Path) -> Result<Option<BTreeMap<String, Vec<u8>>>> {
     if !path.is_file() {
         return Ok(None);
     }
