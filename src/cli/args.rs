@@ -279,6 +279,14 @@ pub(super) struct SparsityArgs {
     )]
     refine: Option<String>,
 
+    /// Swaps per row of `--refine dsnot` at most [default: 50]
+    #[arg(long, value_name = "N")]
+    dsnot_cycles: Option<usize>,
+
+    /// `--refine dsnot` refines the matrices of the MLP, too
+    #[arg(long)]
+    dsnot_mlp: bool,
+
     /// Layers that the samples have passed before they reach the next one
     #[arg(long, value_name = "LAYERS", value_enum, default_value_t)]
     propagate: PropagateArg,
@@ -336,6 +344,8 @@ impl SparsityArgs {
             options: MethodOptions {
                 percdamp: self.percdamp,
                 blocksize: self.blocksize,
+                dsnot_cycles: self.dsnot_cycles,
+                dsnot_mlp: self.dsnot_mlp,
             },
             refine: self.refine.clone(),
             propagate: match self.propagate {

@@ -98,6 +98,8 @@ impl<'a> Request<'a> {
         static DEFAULT: MethodOptions = MethodOptions {
             percdamp: None,
             blocksize: None,
+            dsnot_cycles: None,
+            dsnot_mlp: false,
         };
         Self {
             name,

@@ -16,6 +16,7 @@ pub mod alps;
 pub mod column_moments;
 pub mod column_squares;
 mod dense;
+pub mod dsnot;
 pub mod input_gram;
 pub mod ladder;
 mod least_squares;
@@ -58,7 +59,7 @@ pub static METHODS: &[&dyn PruningMethod] = &[
 ];
 
 /// Every refinement, in the order of the help text.
-pub static REFINEMENTS: &[&dyn Refinement] = &[&refit_weights::RefitWeights];
+pub static REFINEMENTS: &[&dyn Refinement] = &[&refit_weights::RefitWeights, &dsnot::Dsnot];
 
 /// Finds a refinement by its name.
 pub fn refinement(name: &str) -> Option<&'static dyn Refinement> {

@@ -8,6 +8,8 @@ use crate::failure::Failure;
 const PERCDAMP: f64 = 0.01;
 /// Columns of a block of SparseGPT, as in the reference.
 const BLOCKSIZE: usize = 128;
+/// Swaps per row of DSnoT, as in the reference.
+const DSNOT_CYCLES: usize = 50;
 
 /// The options that are set; `None` is the method's default.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -18,6 +20,12 @@ pub struct MethodOptions {
     /// `--blocksize`: columns that are pruned together.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub blocksize: Option<usize>,
+    /// `--dsnot-cycles`: swaps per row, at most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dsnot_cycles: Option<usize>,
+    /// `--dsnot-mlp`: the matrices of the MLP are refined, too.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub dsnot_mlp: bool,
 }
 
 /// An option that a method may read.
@@ -27,6 +35,10 @@ pub enum MethodOption {
     Percdamp,
     /// `--blocksize`.
     Blocksize,
+    /// `--dsnot-cycles`.
+    DsnotCycles,
+    /// `--dsnot-mlp`.
+    DsnotMlp,
 }
 
 impl MethodOption {
@@ -35,6 +47,8 @@ impl MethodOption {
         match self {
             Self::Percdamp => "--percdamp",
             Self::Blocksize => "--blocksize",
+            Self::DsnotCycles => "--dsnot-cycles",
+            Self::DsnotMlp => "--dsnot-mlp",
         }
     }
 }
@@ -50,11 +64,19 @@ impl MethodOptions {
         self.blocksize.unwrap_or(BLOCKSIZE)
     }
 
+    /// Swaps per row, at most.
+    pub fn dsnot_cycles(&self) -> usize {
+        self.dsnot_cycles.unwrap_or(DSNOT_CYCLES)
+    }
+
     /// The options that are set.
     fn given(&self) -> Vec<MethodOption> {
         let percdamp = self.percdamp.map(|_| MethodOption::Percdamp);
         let blocksize = self.blocksize.map(|_| MethodOption::Blocksize);
-        percdamp.into_iter().chain(blocksize).collect()
+        let cycles = self.dsnot_cycles.map(|_| MethodOption::DsnotCycles);
+        let mlp = self.dsnot_mlp.then_some(MethodOption::DsnotMlp);
+        let all = [percdamp, blocksize, cycles, mlp];
+        all.into_iter().flatten().collect()
     }
 
     /// The options among `read`.
@@ -64,6 +86,10 @@ impl MethodOptions {
         Self {
             percdamp: self.percdamp.filter(|_| reads(MethodOption::Percdamp)),
             blocksize: self.blocksize.filter(|_| reads(MethodOption::Blocksize)),
+            dsnot_cycles: self
+                .dsnot_cycles
+                .filter(|_| reads(MethodOption::DsnotCycles)),
+            dsnot_mlp: self.dsnot_mlp && reads(MethodOption::DsnotMlp),
         }
     }
 
@@ -80,7 +106,7 @@ impl MethodOptions {
             let flag = option.flag();
             return Err(
                 Failure::usage(format!("{method} does not read {flag}")).hint(format!(
-                    "leave {flag} out, or choose another --prune-method"
+                    "leave {flag} out, or choose another --prune-method or --refine"
                 )),
             );
         }

@@ -6,6 +6,7 @@ use anyhow::Result;
 
 use super::mask::Mask;
 use super::method::Request;
+use super::options::MethodOption;
 use super::statistics::StatisticsKind;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
@@ -33,6 +34,11 @@ pub trait Refinement: Debug + Sync {
         &self,
         of_method: Option<&'static dyn StatisticsKind>,
     ) -> &'static dyn StatisticsKind;
+
+    /// The options it reads.
+    fn options(&self) -> &'static [MethodOption] {
+        &[]
+    }
 
     /// States that it changes the weights that stay.
     fn changes_weights(&self) -> bool;

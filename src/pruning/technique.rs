@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::mask::Mask;
 use super::method::{self, PruningMethod, Removes, Request};
-use super::options::MethodOptions;
+use super::options::{MethodOption, MethodOptions};
 use super::refinement::{Pruned, Refinement};
 use super::statistics::StatisticsKind;
 use crate::bytes::ByteSize;
@@ -37,8 +37,13 @@ impl Technique {
     /// # Errors
     /// Fails for an option that the method does not read, and for values that make no sense.
     pub fn check(&self) -> Result<(), Failure> {
-        self.options
-            .check(self.method.name(), self.method.options())
+        self.options.check(&self.name(), &self.read_options())
+    }
+
+    /// The options that method and refinement read.
+    pub fn read_options(&self) -> Vec<MethodOption> {
+        let of_refinement = self.refinement.map_or(&[][..], Refinement::options);
+        [self.method.options(), of_refinement].concat()
     }
 
     /// The name for reports: the method's, and the refinement's behind a plus sign.

@@ -33,9 +33,12 @@ fn technique(settings: &GridSettings, name: &str) -> Result<SparsitySettings> {
     };
     let found = pruning::method(method);
     let found = found.with_context(|| format!("there is no method `{method}`"))?;
+    let of_step = refine.as_deref().and_then(pruning::refinement);
+    let of_step = of_step.map_or(&[][..], |step| step.options());
+    let read = [found.options(), of_step].concat();
     Ok(SparsitySettings {
         prune_method: method.to_string(),
-        options: common.options.only(found.options()),
+        options: common.options.only(&read),
         refine,
         ..common
     })

@@ -49,14 +49,18 @@ const EXACT: Limits = Limits {
     weights: Some(1e-4),
 };
 
+const NO_OPTIONS: MethodOptions = MethodOptions {
+    percdamp: None,
+    blocksize: None,
+    dsnot_cycles: None,
+    dsnot_mlp: false,
+};
+
 const SPARSEGPT: Case = Case {
     golden: "",
     method: "sparsegpt",
     refine: None,
-    options: MethodOptions {
-        percdamp: None,
-        blocksize: None,
-    },
+    options: NO_OPTIONS,
     true_sequential: false,
     limits: EXACT,
 };
@@ -74,16 +78,20 @@ fn sparsegpt() -> Vec<Case> {
         Case {
             options: MethodOptions {
                 blocksize: Some(32),
-                percdamp: None,
+                ..NO_OPTIONS
             },
             ..case("sparsegpt/stories-0.5-block32")
         },
         Case {
             options: MethodOptions {
                 percdamp: Some(0.1),
-                blocksize: None,
+                ..NO_OPTIONS
             },
             ..case("sparsegpt/stories-0.5-damp0.1")
+        },
+        Case {
+            true_sequential: true,
+            ..case("sparsegpt/stories-0.5-true-sequential")
         },
     ]
 }
@@ -131,6 +139,30 @@ fn refitted() -> Vec<Case> {
         ..SPARSEGPT
     };
     goldens.map(case).into()
+}
+
+fn swapped() -> Vec<Case> {
+    let case = |golden, dsnot_cycles, dsnot_mlp, equal| Case {
+        golden,
+        method: "wanda",
+        refine: Some("dsnot"),
+        options: MethodOptions {
+            dsnot_cycles: Some(dsnot_cycles),
+            dsnot_mlp,
+            ..NO_OPTIONS
+        },
+        limits: Limits {
+            masks: Some((equal, equal - 0.01)),
+            perplexity: 0.1,
+            output_error: None,
+            weights: None,
+        },
+        ..SPARSEGPT
+    };
+    vec![
+        case("dsnot/stories-0.5-skip-mlp-cycles1", 1, false, 0.9999),
+        case("dsnot/stories-0.5-no-skip-cycles20-fixed", 20, true, 0.999),
+    ]
 }
 
 /// Compares every matrix with the golden's.
@@ -254,6 +286,7 @@ fn repeat(case: &Case, shared: &Path, cache: &Path) -> Result<(String, Vec<Strin
     settings.model.dtype = ComputeDtype::F32;
     let mut chosen = sparsity(case.method, of.sparsity_ratio, pattern);
     chosen.options = case.options.clone();
+    chosen.true_sequential = case.true_sequential;
     chosen.refine = case.refine.map(str::to_string);
     settings.sparsity = Some(chosen);
     settings.calibration = Some(CalibrationSettings {
@@ -287,7 +320,7 @@ fn repeat(case: &Case, shared: &Path, cache: &Path) -> Result<(String, Vec<Strin
 fn judge(case: &Case, golden: &Golden, seen: &Seen<'_>, perplexity: f64) -> (String, Vec<String>) {
     let equal = seen.equal as f64 / seen.bits.max(1) as f64;
     let off = perplexity / golden.ppl - 1.0;
-    let error = seen.errors.iter().sum::<f64>() / seen.errors.len() as f64;
+    let error = seen.errors.iter().sum::<f64>() / seen.errors.len().max(1) as f64;
     let error_off = golden
         .mean_relative_error
         .map_or(0.0, |reference| error / reference - 1.0);
@@ -358,4 +391,9 @@ fn alps_loses_as_much_as_the_reference() -> Result<()> {
 #[test]
 fn refitted_weights_lose_as_much_as_the_reference() -> Result<()> {
     repeat_all(&refitted())
+}
+
+#[test]
+fn dsnot_swaps_as_the_reference() -> Result<()> {
+    repeat_all(&swapped())
 }
