@@ -4,6 +4,7 @@
 //! metadata of the mask file, and a resumed run is compared by them. A setting that is added here takes part in all three.
 
 mod device;
+mod layer_drop;
 mod merge;
 
 use std::collections::BTreeMap;
@@ -20,6 +21,7 @@ use crate::pipeline::Selection;
 use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
+pub use layer_drop::{DropCount, LayerDropSettings};
 pub use merge::{
     MajorityOf, MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings,
     SaliencySource, TrimScope,
@@ -46,6 +48,9 @@ pub struct Settings {
     /// Method, ratio and matrices; `None` for `prune eval`.
     #[serde(flatten)]
     pub sparsity: Option<SparsitySettings>,
+    /// Layers that are dropped before anything else; `None` where all stay.
+    #[serde(flatten)]
+    pub layer_drop: Option<LayerDropSettings>,
     /// Calibration samples; `None` where the method uses none.
     #[serde(flatten)]
     pub calibration: Option<CalibrationSettings>,
@@ -100,6 +105,7 @@ impl Settings {
             arguments: Vec::new(),
             model: ModelSettings::of(model),
             sparsity: Some(SparsitySettings::default()),
+            layer_drop: None,
             calibration: Some(CalibrationSettings::default()),
             seqlen: None,
             evaluation: EvaluationSettings::default(),
@@ -176,6 +182,17 @@ pub struct SparsitySettings {
     /// Ratio, pattern and matrices.
     #[serde(flatten)]
     pub selection: Selection,
+}
+
+impl SparsitySettings {
+    /// Takes a ratio of 0 where no flag names a ratio or a pattern.
+    pub fn prune_nothing_unless_asked(&mut self) {
+        let selection = &mut self.selection;
+        let is_free = selection.sparsity_type == Default::default();
+        if is_free && selection.layer_ratios.is_none() && selection.sparsity_ratio.is_none() {
+            selection.sparsity_ratio = Some(0.0);
+        }
+    }
 }
 
 impl Default for SparsitySettings {

@@ -23,6 +23,7 @@ pub mod folder;
 pub mod generate;
 pub mod inspect;
 mod interruption;
+mod layer_drop;
 mod located;
 pub mod machine;
 mod merge;

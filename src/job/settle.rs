@@ -6,15 +6,18 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use super::folder::RunFolder;
+use super::layer_drop;
 use super::opened::OpenedModel;
 use super::planned::Planning;
 use super::same_run;
 use super::texts::{TextSources, Texts};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{check_sidecars, output_bytes};
+use crate::data::Calibration;
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::disk::{self, Room};
 use crate::failure::Failure;
+use crate::model::ModelConfig;
 use crate::pipeline::{LayerRatios, Observed, RunShape, SaveMasks, TargetPlan, check_verification};
 use crate::pruning::{self, Pattern, PruningMethod};
 use crate::report;
@@ -31,6 +34,8 @@ pub(super) struct Job {
     /// `None` for `prune eval`.
     pub(super) pruning: Option<Pruning>,
     pub(super) texts: Texts,
+    /// The measurements of a run that prunes nothing.
+    observes: Option<Observed>,
     pub(super) plan: Plan,
     /// The folder of the spill file; `None` where hidden states stay in RAM.
     pub(super) spill_folder: Option<PathBuf>,
@@ -44,6 +49,8 @@ pub(super) struct Job {
 pub(super) struct Pruning {
     pub(super) method: &'static dyn PruningMethod,
     pub(super) targets: TargetPlan,
+    /// Matrices are scored with statistics.
+    calibrates: bool,
     /// The file of `--save-masks`.
     pub(super) masks: Option<PathBuf>,
 }
@@ -73,7 +80,7 @@ impl Job {
     /// Fails as [`Job::settle`].
     pub(super) fn settle_opened(
         mut settings: Settings,
-        model: OpenedModel,
+        mut model: OpenedModel,
         observes: Option<Observed>,
         events: &dyn Events,
     ) -> Result<Settled> {
@@ -83,7 +90,8 @@ impl Job {
         if folder.model.is_some() {
             check_sidecars(&model.folder)?;
         }
-        let pruning = Pruning::resolve(&mut settings, &model, &folder)?;
+        let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
+        let mut pruning = Pruning::resolve(&mut settings, &fewest_layers, &folder)?;
         folder.lock(events)?;
         let mut unfinished = folder.look()?;
         if unfinished.is_none() && settings.output.resume {
@@ -103,24 +111,30 @@ impl Job {
         }
 
         let planning = Planning::new(&settings.device, model.threads)?;
-        let sides = settings.evaluation.eval.sides();
-        let calibration = settings.calibration.as_ref();
-        // The number of windows is unknown before the texts are tokenized. A run that does not fit with one window fails now.
-        let mut shape = RunShape {
-            samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
-            windows: sides.len().min(1),
-            sides,
-            method: pruning.as_ref().map(|pruning| pruning.method),
-            observes,
-            saves: folder.model.is_some(),
-            ..model.run_shape(&settings.device)
-        };
+        if settings.layer_drop.is_some() {
+            let shape = early_shape(&settings, &model, pruning.as_ref(), observes, &folder);
+            let mut shape = RunShape {
+                config: &fewest_layers,
+                ..shape
+            };
+            plan_early(&planning, &mut shape, &model)?;
+            let known = unfinished.as_ref().filter(|_| !settings.output.force);
+            let known = known.and_then(|state| state.layer_drop.clone());
+            model = layer_drop::smaller(&settings, model, known, &folder, events)?;
+            // The settings are resolved already.
+            pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
+        }
+        let mut shape = early_shape(&settings, &model, pruning.as_ref(), observes, &folder);
         plan_early(&planning, &mut shape, &model)?;
         let texts = tokenize(&settings, &model, &planning, &mut shape, events)?;
         memory::release_freed();
         model.clock.mark(Moment::ModelLoaded, events);
-        shape.samples = texts.samples();
-        shape.windows = texts.windows();
+        if shape.samples > 0 {
+            shape.samples = texts.samples();
+        }
+        if shape.windows > 0 {
+            shape.windows = texts.windows();
+        }
         let plan = planning.plan(&shape)?;
         let save = settings.output.save.as_deref();
         let spill_folder = planning.spill_folder(&plan, save, events)?;
@@ -136,6 +150,7 @@ impl Job {
             folder,
             pruning,
             texts,
+            observes,
             plan,
             spill_folder,
             deciding,
@@ -147,7 +162,27 @@ impl Job {
 
     /// The models that perplexity is measured of.
     pub(super) fn sides(&self) -> &'static [Side] {
-        self.settings.evaluation.eval.sides()
+        sides_left(&self.settings, &self.model)
+    }
+
+    /// The calibration samples; `None` where no statistics are made of them.
+    pub(super) fn samples(&self) -> Option<&Calibration> {
+        let is_used = self.pruning.as_ref().is_none_or(|of| of.calibrates);
+        self.texts.calibration.as_ref().filter(|_| is_used)
+    }
+
+    /// Passes of a calibration sample through layers, of which an earlier process finished some.
+    pub(super) fn passes_of_a_sample(&self, finished: usize) -> usize {
+        let layers = self.model.config.num_hidden_layers;
+        let only_passes = self
+            .observes
+            .is_some_and(|observes| observes.kind.is_none());
+        match layers - finished.min(layers) {
+            0 => 0,
+            left if only_passes => finished + left,
+            // Each layer twice, once dense and once pruned, but the last one only once.
+            left => finished + 2 * left - 1,
+        }
     }
 
     /// The file of `--save-masks`.
@@ -161,7 +196,7 @@ impl Job {
         // The files of a run that is continued already have their sizes.
         if self.unfinished.is_none() {
             if let Some(model) = &self.folder.model {
-                let bytes = output_bytes(&self.model.checkpoint);
+                let bytes = output_bytes(&self.model.checkpoint)?;
                 let replaced = self.folder.replaced_bytes();
                 let more = ByteSize(bytes.0.saturating_sub(replaced.0));
                 needs.push((model, more, "the model"));
@@ -292,7 +327,7 @@ impl Pruning {
     /// Resolves method, matrices and ratios, and writes what they come to into the settings. `None` where the run does not prune.
     fn resolve(
         settings: &mut Settings,
-        model: &OpenedModel,
+        config: &ModelConfig,
         folder: &RunFolder,
     ) -> Result<Option<Self>> {
         let Some(sparsity) = &mut settings.sparsity else {
@@ -304,17 +339,53 @@ impl Pruning {
         let masks = settings.output.save_masks.then(|| folder.masks());
         let masks = masks.transpose()?;
         let selection = &mut sparsity.selection;
-        let targets = TargetPlan::resolve(selection, method, &model.config)?;
+        let targets = TargetPlan::resolve(selection, method, config)?;
         selection.sparsity_ratio = Some(targets.sparsity_ratio);
         selection.layer_ratios = targets.uneven_ratios().map(LayerRatios::All);
-        if !calibrates(method, &targets) {
+        let calibrates = calibrates(method, &targets);
+        // Layers are scored with the samples, too.
+        if !calibrates && settings.layer_drop.is_none() {
             settings.calibration = None;
         }
         Ok(Some(Self {
             method,
             targets,
+            calibrates,
             masks,
         }))
+    }
+}
+
+/// The models that a run has yet to measure. The dense model was measured when its layers were scored.
+fn sides_left(settings: &Settings, model: &OpenedModel) -> &'static [Side] {
+    let eval = settings.evaluation.eval;
+    match (eval, &model.part_of) {
+        (_, None) => eval.sides(),
+        (EvalSides::Both | EvalSides::Pruned, Some(_)) => EvalSides::Pruned.sides(),
+        (EvalSides::Dense | EvalSides::None, Some(_)) => &[],
+    }
+}
+
+/// A run in numbers before its texts are tokenized. The number of windows is unknown, and one stands for all: a run that does not fit
+/// with one window fails early.
+fn early_shape<'m>(
+    settings: &Settings,
+    model: &'m OpenedModel,
+    pruning: Option<&Pruning>,
+    observes: Option<Observed>,
+    folder: &RunFolder,
+) -> RunShape<'m> {
+    let sides = sides_left(settings, model);
+    let is_used = pruning.is_none_or(|pruning| pruning.calibrates);
+    let calibration = settings.calibration.as_ref().filter(|_| is_used);
+    RunShape {
+        samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
+        windows: sides.len().min(1),
+        sides,
+        method: pruning.map(|pruning| pruning.method),
+        observes,
+        saves: folder.model.is_some(),
+        ..model.run_shape(&settings.device)
     }
 }
 

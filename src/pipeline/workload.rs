@@ -47,7 +47,7 @@ pub struct RunShape<'a> {
     pub sides: &'a [Side],
     /// The pruning method; `None` where nothing is pruned.
     pub method: Option<&'static dyn PruningMethod>,
-    /// Statistics of a run that measures activations and prunes nothing.
+    /// Measurements of a run that prunes nothing.
     pub observes: Option<Observed>,
     /// The model is written.
     pub saves: bool,
@@ -63,12 +63,12 @@ pub struct RunShape<'a> {
     pub settings: Option<MemorySettings>,
 }
 
-/// Statistics that are measured for a later use.
+/// Measurements for a later use.
 #[derive(Debug, Clone, Copy)]
 pub struct Observed {
-    /// Their kind.
-    pub kind: &'static dyn StatisticsKind,
-    /// Bytes of the statistics of all layers, and of their file while it is written.
+    /// The kind of statistics; `None` where samples pass through the layers only.
+    pub kind: Option<&'static dyn StatisticsKind>,
+    /// Bytes that are kept of all layers, and of their file while it is written.
     pub kept: ByteSize,
 }
 
@@ -219,7 +219,7 @@ impl RunShape<'_> {
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
         let of_method = self.method.and_then(PruningMethod::statistics);
-        let kind = of_method.or(self.observes.map(|observed| observed.kind));
+        let kind = of_method.or(self.observes.and_then(|observed| observed.kind));
         kind.filter(|_| self.samples > 0)
     }
 

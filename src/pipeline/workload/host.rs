@@ -60,8 +60,14 @@ impl<'r> Host<'r> {
         if run.samples > 0 {
             let mut statistics = self.statistics();
             statistics.extend(self.waiting_rows());
-            phases.push(self.passing(Phase::Calibrate, capture(sample), statistics));
-            phases.push(self.passing(Phase::Propagate, forward(sample), Vec::new()));
+            let mut kept = Vec::new();
+            match run.statistics() {
+                Some(_) => {
+                    phases.push(self.passing(Phase::Calibrate, capture(sample), statistics));
+                }
+                None => kept = statistics,
+            }
+            phases.push(self.passing(Phase::Propagate, forward(sample), kept));
         }
         if let Some(method) = run.method {
             let shapes = config
@@ -200,12 +206,13 @@ impl<'r> Host<'r> {
     /// Statistics of the four observation points, and the calibration rows for output errors.
     fn statistics(&self) -> Vec<MemoryPart> {
         let run = self.run;
+        let kept = run.observes.map(|observed| observed.kept);
         let Some(kind) = run.statistics() else {
-            return Vec::new();
+            let kept = kept.map(|kept| part(PartKind::Statistics, kept));
+            return kept.into_iter().collect();
         };
         let widths = output_error::widths(run.config);
         let columns: ByteSize = widths.iter().map(|&width| kind.bytes(width)).sum();
-        let kept = run.observes.map(|observed| observed.kept);
         let rows = output_error::bytes(run.config, run.samples, run.seqlen);
         vec![
             part(PartKind::Statistics, columns + kept.unwrap_or_default()),
