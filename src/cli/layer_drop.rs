@@ -28,13 +28,29 @@ pub(super) struct LayerDropArgs {
         requires = "drop_layers"
     )]
     drop_rule: DropRule,
+
+    /// Drop these layers, counted from 0, in place of those that a rule chooses
+    ///
+    /// Layers are separated by commas. They are scored all the same. Example: --layers-dropped 21,22,25
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        conflicts_with = "drop_layers"
+    )]
+    layers_dropped: Vec<usize>,
 }
 
 impl LayerDropArgs {
     pub(super) fn settings(&self) -> Option<LayerDropSettings> {
+        let mut layers_dropped = self.layers_dropped.clone();
+        layers_dropped.sort_unstable();
+        layers_dropped.dedup();
+        let listed = Some(layers_dropped.len()).filter(|&number| number > 0);
         Some(LayerDropSettings {
-            drop_layers: self.drop_layers?,
+            drop_layers: self.drop_layers.or(listed.map(DropCount::Number))?,
             drop_rule: self.drop_rule,
+            layers_dropped,
         })
     }
 }

@@ -32,6 +32,12 @@ use crate::settings::{
 /// Scores per line of a message.
 const SCORES_PER_LINE: usize = 8;
 
+/// Hint for a model that is too small for every choice.
+const ONLY_LAYER: &str = "a model of one layer cannot lose it; leave --drop-layers out";
+
+/// The rule in the record of layers that the user named.
+const NAMED: &str = "name";
+
 /// The plan and the devices of a scoring pass.
 pub(super) struct ScoringPass {
     pub(super) plan: Plan,
@@ -43,7 +49,7 @@ pub(super) struct ScoringPass {
 /// # Errors
 /// Fails with exit code 2 for more layers than can go, and for `auto` where the number of layers must be known.
 pub(super) fn fewest_layers(settings: &Settings, config: &ModelConfig) -> Result<ModelConfig> {
-    let Some(drop) = settings.layer_drop else {
+    let Some(drop) = &settings.layer_drop else {
         return Ok(config.clone());
     };
     let layers = config.num_hidden_layers;
@@ -51,13 +57,21 @@ pub(super) fn fewest_layers(settings: &Settings, config: &ModelConfig) -> Result
         .sparsity
         .as_ref()
         .and_then(|sparsity| sparsity.selection.layer_ratios.as_ref());
+    let beyond = drop.layers_dropped.iter().find(|&&layer| layer >= layers);
+    if let Some(layer) = beyond {
+        return Err(Failure::usage(format!(
+            "--layers-dropped names layer {layer}: the model has {layers}, counted from 0"
+        ))
+        .hint(format!("name layers from 0 to {}", layers - 1))
+        .into());
+    }
     let failure = match drop.drop_layers {
         DropCount::Number(number) if number >= layers => {
             let failure = Failure::usage(format!(
                 "--drop-layers {number} would leave no layer: the model has {layers}"
             ));
             match layers {
-                1 => failure.hint("a model of one layer cannot lose it; leave --drop-layers out"),
+                1 => failure.hint(ONLY_LAYER),
                 _ => failure.hint(format!("use --drop-layers {} or less", layers - 1)),
             }
         }
@@ -66,7 +80,7 @@ pub(super) fn fewest_layers(settings: &Settings, config: &ModelConfig) -> Result
                 "--drop-layers auto drops at most a quarter of the layers, and the model has {layers}"
             ));
             match layers {
-                1 => failure.hint("a model of one layer cannot lose it; leave --drop-layers out"),
+                1 => failure.hint(ONLY_LAYER),
                 _ => failure.hint("name the number: --drop-layers 1"),
             }
         }
@@ -107,7 +121,8 @@ pub(super) fn smaller(
     folder: &RunFolder,
     events: &dyn Events,
 ) -> Result<OpenedModel> {
-    let drop = settings.layer_drop.context("this run drops layers")?;
+    let drop = settings.layer_drop.as_ref();
+    let drop = drop.context("this run drops layers")?;
     if let Some(report) = known {
         let layers = model.config.num_hidden_layers;
         let kept = KeptLayers::without(layers, &report.dropped);
@@ -127,7 +142,9 @@ pub(super) fn smaller(
     }
     let scored = score(settings, drop, model, folder, events)?;
     let (scores, model) = (&scored.scores, scored.model);
+    let is_named = !drop.layers_dropped.is_empty();
     let dropped = match drop.drop_layers {
+        _ if is_named => drop.layers_dropped.clone(),
         DropCount::Number(number) => choose(scores, drop.drop_rule, number),
         DropCount::Auto => choose_automatically(scores, drop.drop_rule),
     };
@@ -135,7 +152,10 @@ pub(super) fn smaller(
     let is_auto = drop.drop_layers == DropCount::Auto;
     let report = LayerDropReport {
         asked: drop.drop_layers.to_string(),
-        rule: drop.drop_rule.name().to_string(),
+        rule: match is_named {
+            true => NAMED.to_string(),
+            false => drop.drop_rule.name().to_string(),
+        },
         dropped,
         kept: kept.layers().to_vec(),
         block_influence: scores.influence.clone(),
@@ -163,7 +183,7 @@ struct Scored {
 /// Passes the calibration samples through the dense model, and its evaluation windows.
 fn score(
     settings: &Settings,
-    asked: LayerDropSettings,
+    asked: &LayerDropSettings,
     model: OpenedModel,
     folder: &RunFolder,
     events: &dyn Events,
@@ -225,7 +245,8 @@ fn announce(report: &LayerDropReport, events: &dyn Events) {
         let last = first + scores.len() - 1;
         let shown: Vec<String> = scores.iter().map(|score| format!("{score:.4}")).collect();
         let place = format!("layers {first}-{last}");
-        events.note(format!("{:<13}{place:<13}{}", report.rule, shown.join(" ")));
+        let score = report.name_of_scores();
+        events.note(format!("{score:<13}{place:<13}{}", shown.join(" ")));
     }
     events.note(format!("dropping     {}", report.in_words()));
 }

@@ -22,9 +22,10 @@ use crate::run::PruningRecord;
 use crate::run::pruning_record::{ForwardArithmetic, PRUNING_FILE, PrunedSource, SCHEMA};
 
 /// Settings that decide the result and hold no path, in the order of the command that repeats a run.
-const REPEATED: [&str; 13] = [
+const REPEATED: [&str; 14] = [
     "drop_layers",
     "drop_rule",
+    "layers_dropped",
     "prune_method",
     "sparsity_ratio",
     "sparsity_type",
@@ -167,8 +168,11 @@ impl Job {
             flag("layer_ratios", "layer_ratios.json".to_string());
         }
         let by_name = settings.by_name()?;
+        let drop = settings.layer_drop.as_ref();
+        let names_layers = drop.is_some_and(|drop| !drop.layers_dropped.is_empty());
         for name in REPEATED {
             let is_implied = match name {
+                "drop_layers" | "drop_rule" => names_layers,
                 "sparsity_ratio" => !has_ratio,
                 "sparsity_type" => has_ratio,
                 "dtype" => by_name.get(name).is_some_and(|value| value == "auto"),

@@ -255,9 +255,11 @@ impl Job {
             model.dtype().name(),
             model.checkpoint.total_bytes()
         ));
+        let drops_only =
+            |pruning: &&Pruning| self.model.part_of.is_some() && prunes_nothing(&pruning.targets);
         if let Some(Pruning {
             method, targets, ..
-        }) = &self.pruning
+        }) = self.pruning.as_ref().filter(|of| !drops_only(of))
         {
             events.note(format!(
                 "pruning      {} {:.4} {}",
@@ -416,10 +418,13 @@ pub(super) fn nothing_to_resume(folder: &RunFolder) -> Failure {
 
 /// Returns true if any matrix is scored with statistics.
 fn calibrates(method: &dyn PruningMethod, targets: &TargetPlan) -> bool {
-    let prunes_nothing = targets.pattern == Pattern::Unstructured
+    method.statistics().is_some() && !prunes_nothing(targets)
+}
+
+fn prunes_nothing(targets: &TargetPlan) -> bool {
+    targets.pattern == Pattern::Unstructured
         && targets.sparsity_ratio == 0.0
-        && targets.uneven_ratios().is_none();
-    method.statistics().is_some() && !prunes_nothing
+        && targets.uneven_ratios().is_none()
 }
 
 /// Plans a run before its texts are found, so that a run that cannot fit fails early. A refused run is planned again with the memory

@@ -10,7 +10,7 @@ use crate::bytes::ByteSize;
 pub struct LayerDropReport {
     /// `--drop-layers`.
     pub asked: String,
-    /// `--drop-rule`.
+    /// `--drop-rule`; `name` where `--layers-dropped` named the layers.
     pub rule: String,
     /// The layers left out, by their numbers in the source.
     pub dropped: Vec<usize>,
@@ -54,6 +54,14 @@ impl LayerDropReport {
             self.dropped.len(),
             self.rule
         )
+    }
+
+    /// The name of [`LayerDropReport::deciding_scores`].
+    pub fn name_of_scores(&self) -> &'static str {
+        match self.rule.as_str() {
+            "angle" => "angle",
+            _ => "influence",
+        }
     }
 
     /// The score that decided, of every layer: its influence, or the distance of the span that begins there.

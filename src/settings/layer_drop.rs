@@ -9,13 +9,15 @@ use super::as_text;
 use crate::pipeline::layer_drop::DropRule;
 
 /// Flags of dropped layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LayerDropSettings {
-    /// `--drop-layers`.
+    /// `--drop-layers`; the length of the list of `--layers-dropped`.
     #[serde(serialize_with = "as_text")]
     pub drop_layers: DropCount,
     /// `--drop-rule`.
     pub drop_rule: DropRule,
+    /// `--layers-dropped`: the layers to drop, in place of a rule; empty without the flag.
+    pub layers_dropped: Vec<usize>,
 }
 
 /// The number of layers to drop.

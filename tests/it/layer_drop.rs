@@ -5,6 +5,7 @@ mod goldens;
 use std::fs;
 
 use prune::bytes::ByteSize;
+use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::StoredDtype;
 use prune::run::Manifest;
 use prune::synthetic::RandomCheckpoint;
@@ -64,6 +65,9 @@ fn the_smaller_model_has_the_perplexity_of_its_record_and_loads_in_candle() {
     );
     assert!(drop.parameters[1] < drop.parameters[0]);
 
+    // The plan counts the scoring pass, too.
+    assert_eq!(manifest.exceeded_plan(), Vec::<String>::new());
+    assert_eq!(manifest.warnings, Vec::<String>::new());
     let perplexity = &manifest.perplexity;
     let dense = perplexity.dense.expect("both").perplexity;
     let pruned = perplexity.pruned.expect("both").perplexity;
@@ -156,7 +160,13 @@ fn dropping_first_and_pruning_then_is_dropping_and_pruning() {
 fn scores_depend_neither_on_threads_nor_on_the_place_of_samples() {
     let place = place();
     let mut found = Vec::new();
-    let flags = ["--threads 1", "--threads 3", "--hidden-states disk"];
+    let flags = [
+        "--threads 1",
+        "--threads 3",
+        "--hidden-states disk",
+        // GPUs that compute on the CPU.
+        "--simulate {\"gpus\":[\"1GiB\",\"1GiB\"]}",
+    ];
     for (at, flags) in flags.iter().enumerate() {
         let run = format!("run{at}");
         place.prune(&format!("{} {flags}", DROP.replace("out", &run)));
@@ -166,6 +176,72 @@ fn scores_depend_neither_on_threads_nor_on_the_place_of_samples() {
         assert_eq!(other.layer_drop, found[0].layer_drop);
         assert_eq!(other.perplexity, found[0].perplexity);
     }
+}
+
+#[test]
+fn named_layers_are_dropped_and_the_command_repeats_it() {
+    let place = place();
+    let ran = place.prune("--model m --layers-dropped 3,1,3 --eval none --save out");
+    let manifest = place.manifest("out");
+    assert_eq!(dropped(&manifest), [1, 3]);
+    assert!(
+        ran.stdout.contains("2 of 5 layers (1, 3) by name"),
+        "{}",
+        ran.stdout
+    );
+    let record = fs::read(place.path("out/model/pruning.json")).expect("a record");
+    let record: Value = serde_json::from_slice(&record).expect("JSON");
+    let command = record["command"].as_array().expect("words").iter();
+    let command: Vec<&str> = command.filter_map(Value::as_str).collect();
+    let line = command.join(" ");
+    assert!(
+        line.contains("--layers-dropped 1 --layers-dropped 3"),
+        "{line}"
+    );
+    assert!(!line.contains("--drop-"), "{line}");
+    let again = line.strip_prefix("prune ").expect("a command");
+    let ran = place.run(again);
+    assert_eq!(ran.code, 0, "{again}\n{}", ran.stderr);
+    refuses_command(
+        &place,
+        &format!("--model m --layers-dropped 1,5 --save new {TEXTS}"),
+        2,
+        "error: --layers-dropped names layer 5: the model has 5, counted from 0",
+        "hint: name layers from 0 to 4",
+    );
+}
+
+/// The tensors of layer k are those of the k-th layer that stayed, byte for byte.
+#[test]
+fn every_tensor_is_one_of_the_source() {
+    let place = place();
+    place.prune("--model m --layers-dropped 0,2 --eval none --save out");
+    let [source, smaller] = ["m", "out/model"]
+        .map(|folder| Checkpoint::open(&place.path(folder)).expect("a good checkpoint"));
+    let bytes = |checkpoint: &Checkpoint, name: &str| {
+        let entry = checkpoint.entry(name).expect(name);
+        let mut bytes = vec![0; entry.bytes as usize];
+        checkpoint.read(entry, 0, &mut bytes).expect("it is whole");
+        bytes
+    };
+    let mut compared = 0;
+    for entry in smaller.tensors() {
+        let mut name = entry.name.clone();
+        for (number, layer) in [1, 3, 4].into_iter().enumerate() {
+            let prefix = format!("model.layers.{number}.");
+            if let Some(rest) = entry.name.strip_prefix(&prefix) {
+                name = format!("model.layers.{layer}.{rest}");
+            }
+        }
+        assert!(
+            bytes(&smaller, &entry.name) == bytes(&source, &name),
+            "{name}"
+        );
+        compared += 1;
+    }
+    let layer = |name: &str| name.starts_with("model.layers.0.");
+    let per_layer = source.tensors().filter(|entry| layer(&entry.name)).count();
+    assert_eq!(compared + 2 * per_layer, source.tensors().count());
 }
 
 #[test]

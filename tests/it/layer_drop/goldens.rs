@@ -32,20 +32,26 @@ fn layers(value: &Value) -> Result<Vec<usize>> {
     Ok(numbers.map(|number| number as usize).collect())
 }
 
-/// Scores the model of a golden, and compares scores, order and choices.
-fn compare(shared: &Path, name: &str) -> Result<()> {
-    let golden = shared.join(format!("goldens/methods/layer-drop/{name}.json"));
-    let golden: Value = serde_json::from_slice(&std::fs::read(golden)?)?;
+/// The relative error of a perplexity: that of [`crate::golden`].
+const PERPLEXITY: f64 = 1e-4;
+
+/// The settings of a golden.
+fn settings(
+    shared: &Path,
+    golden: &Value,
+    cache: &Path,
+    drop: (usize, DropRule),
+) -> Result<Settings> {
     let of = |key: &str| golden["settings"][key].as_str().context(key.to_owned());
-    let cache = tempfile::tempdir()?;
     let mut settings = Settings::pruning(shared.join("models").join(of("model")?));
     settings.model.dtype = ComputeDtype::F32;
     if let Some(sparsity) = &mut settings.sparsity {
         sparsity.prune_nothing_unless_asked();
     }
     settings.layer_drop = Some(LayerDropSettings {
-        drop_layers: DropCount::Number(SPANS),
-        drop_rule: DropRule::Influence,
+        drop_layers: DropCount::Number(drop.0),
+        drop_rule: drop.1,
+        layers_dropped: Vec::new(),
     });
     settings.calibration = Some(CalibrationSettings {
         dataset: dataset(shared, of("train")?)?.parse()?,
@@ -53,8 +59,23 @@ fn compare(shared: &Path, name: &str) -> Result<()> {
         seed: 0,
     });
     settings.seqlen = Some(512);
+    settings.evaluation.eval_dataset = dataset(shared, of("test")?)?.parse()?;
+    settings.evaluation.text_cache = Some(cache.to_path_buf());
+    Ok(settings)
+}
+
+fn read(shared: &Path, name: &str) -> Result<Value> {
+    let golden = shared.join(format!("goldens/methods/layer-drop/{name}.json"));
+    Ok(serde_json::from_slice(&std::fs::read(golden)?)?)
+}
+
+/// Scores the model of a golden, and compares scores, order and choices.
+fn compare(shared: &Path, name: &str) -> Result<()> {
+    let golden = read(shared, name)?;
+    let cache = tempfile::tempdir()?;
+    let drop = (SPANS, DropRule::Influence);
+    let mut settings = settings(shared, &golden, cache.path(), drop)?;
     settings.evaluation.eval = EvalSides::None;
-    settings.evaluation.text_cache = Some(cache.path().to_path_buf());
     let manifest = job::prune(settings, &Silent, None)?;
     let drop = manifest.layer_drop.context("layers were dropped")?;
     let calibration = manifest.calibration.context("layers were scored")?;
@@ -119,4 +140,32 @@ fn scores_on_stories_are_those_of_the_reference() -> Result<()> {
 #[test]
 fn scores_on_wikitext_are_those_of_the_reference() -> Result<()> {
     golden("wikitext-llama-8m")
+}
+
+#[test]
+fn perplexities_on_stories_are_those_of_the_reference() -> Result<()> {
+    let Some(shared) = support::shared() else {
+        return Ok(());
+    };
+    let golden = read(&shared, "stories")?;
+    let cache = tempfile::tempdir()?;
+    for (rule, key) in [
+        (DropRule::Influence, "block_influence"),
+        (DropRule::Angle, "angular"),
+    ] {
+        for count in [1, 2] {
+            let settings = settings(&shared, &golden, cache.path(), (count, rule))?;
+            let manifest = job::prune(settings, &Silent, None)?;
+            let ours = manifest.perplexity.pruned.context("it is measured")?;
+            let theirs = golden["ppl"][key][format!("ppl_{count}")].as_f64();
+            let theirs = theirs.context("a perplexity")?;
+            let apart = (ours.perplexity / theirs - 1.0).abs();
+            assert!(
+                apart < PERPLEXITY,
+                "{key} {count}: {} {theirs}",
+                ours.perplexity
+            );
+        }
+    }
+    Ok(())
 }
