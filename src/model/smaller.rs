@@ -4,6 +4,8 @@
 //! smaller model is a [`ModelConfig`], the matching `config.json`, and a view of the checkpoint
 //! ([`Checkpoint::view`](crate::checkpoint::Checkpoint::view)). Everything that reads or writes models works on these three alone.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value};
 
 use super::config::ModelConfig;
@@ -23,6 +25,8 @@ pub struct KeptLayers {
 impl KeptLayers {
     /// The layers of a model of `layers` without the `dropped` ones.
     pub fn without(layers: usize, dropped: &[usize]) -> Self {
+        // A record may name any number of layers.
+        let dropped: BTreeSet<usize> = dropped.iter().copied().collect();
         Self {
             kept: (0..layers)
                 .filter(|layer| !dropped.contains(layer))
