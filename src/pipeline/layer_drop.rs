@@ -6,15 +6,15 @@
 //! ```
 //!
 //! h_i is the input of layer i, and h_L the output of the last layer, before the final norm. BI is the block influence of Men et al. 2024
-//! ("ShortGPT", arXiv:2403.03853, equation 1). d_n is the angular distance of Gromov et al. 2024 ("The Unreasonable Ineffectiveness of
-//! the Deeper Layers", arXiv:2403.17887, equation 7): that of a span of n layers. Cosines and sums are f64. A sum has a fixed number of
+//! ("ShortGPT", arXiv:2403.03853). d_n is the angular distance of Gromov et al. 2024 ("The Unreasonable Ineffectiveness of
+//! the Deeper Layers", arXiv:2403.17887): that of a span of n layers. Cosines and sums are f64. A sum has a fixed number of
 //! lanes, and samples are added in their order, so that scores depend neither on threads nor on the place of hidden states.
 //!
 //! The rule `influence` drops the layers with the smallest BI, and `angle` the span of n layers with the smallest d_n. Ties go to the lower
 //! index.
 //!
 //! `auto` drops layers only as long as their score is below three quarters of the median layer's, and at most a quarter of the layers. The
-//! score is BI_i, or d_n of the span against the median of d_1. The two numbers are ours: published curves rise steeply beyond a quarter.
+//! score is BI_i, or d_n of the span against the median of d_1. The two numbers are ours, chosen on two small models.
 //! A relative bound leaves a model alone whose layers all do about the same work.
 
 use serde::Serialize;
