@@ -32,7 +32,7 @@ fn layers(value: &Value) -> Result<Vec<usize>> {
     Ok(numbers.map(|number| number as usize).collect())
 }
 
-/// The relative error of a perplexity: that of [`crate::golden`].
+/// The largest relative error of a perplexity. No weight differs here, so only rounding does.
 const PERPLEXITY: f64 = 1e-4;
 
 /// The settings of a golden.
