@@ -5,6 +5,7 @@
 
 mod device;
 mod grid;
+mod layer_drop;
 mod merge;
 
 use std::collections::BTreeMap;
@@ -23,6 +24,7 @@ use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
 pub use grid::{GridSettings, GridShard};
+pub use layer_drop::{DropCount, LayerDropSettings};
 pub use merge::{
     MajorityOf, MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings,
     SaliencySource, TrimScope,
@@ -49,6 +51,9 @@ pub struct Settings {
     /// Method, ratio and matrices; `None` for `prune eval`.
     #[serde(flatten)]
     pub sparsity: Option<SparsitySettings>,
+    /// Layers that are dropped before anything else; `None` where all stay.
+    #[serde(flatten)]
+    pub layer_drop: Option<LayerDropSettings>,
     /// Calibration samples; `None` where the method uses none.
     #[serde(flatten)]
     pub calibration: Option<CalibrationSettings>,
@@ -103,6 +108,7 @@ impl Settings {
             arguments: Vec::new(),
             model: ModelSettings::of(model),
             sparsity: Some(SparsitySettings::default()),
+            layer_drop: None,
             calibration: Some(CalibrationSettings::default()),
             seqlen: None,
             evaluation: EvaluationSettings::default(),
@@ -221,6 +227,15 @@ impl SparsitySettings {
                 true => Sequence::Inputs,
                 false => Sequence::Layer,
             },
+        }
+    }
+
+    /// Takes a ratio of 0 where no flag names a ratio or a pattern.
+    pub fn prune_nothing_unless_asked(&mut self) {
+        let selection = &mut self.selection;
+        let is_free = selection.sparsity_type == Default::default();
+        if is_free && selection.layer_ratios.is_none() && selection.sparsity_ratio.is_none() {
+            selection.sparsity_ratio = Some(0.0);
         }
     }
 }

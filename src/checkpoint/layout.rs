@@ -1,7 +1,7 @@
 //! [`Layout`]: the files of an output, and the position of every tensor in them. It is known before the first weight.
 //!
-//! An output has the layout of its source ([`Layout::of`]) or a new one ([`Layout::new`]). A new one has the names and the index that
-//! Hugging Face gives to shards: `model-00001-of-00003.safetensors` and `model.safetensors.index.json`.
+//! An output has the layout of its source ([`Layout::of`]) or a new one ([`Layout::new`]), as the output of a view has
+//! ([`Checkpoint::view`]). A new one has the names and the index that Hugging Face gives to shards: `model-00001-of-00003.safetensors` and `model.safetensors.index.json`.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -54,9 +54,24 @@ pub struct Layout {
 type Named = (String, TensorInfo);
 
 impl Layout {
-    /// The layout of a copy of `source`: its files and tensors, in its order. A header without `format` gets `"format":"pt"`.
-    pub fn of(source: &Checkpoint) -> Self {
+    /// The layout of a copy of `source`: its files and tensors, in its order. A header without `format` gets `"format":"pt"`. The
+    /// tensors of a view get new files, none larger than the largest of the source.
+    ///
+    /// # Errors
+    /// Fails for a view as [`Layout::new`].
+    pub fn of(source: &Checkpoint) -> anyhow::Result<Self> {
         let shards = source.shards();
+        if source.is_view() {
+            let data_bytes = shards
+                .iter()
+                .map(|shard| shard.file_bytes - shard.data_start);
+            let tensors = source.tensors().map(|entry| PlannedTensor {
+                name: entry.name.clone(),
+                dtype: entry.dtype,
+                shape: entry.shape.clone(),
+            });
+            return Self::new(tensors.collect(), data_bytes.max().unwrap_or_default());
+        }
         let files = shards.iter().map(|shard| {
             let header = shard.output_header.bytes.clone();
             PlannedFile {
@@ -77,11 +92,11 @@ impl Layout {
         let without_format = shards
             .iter()
             .filter(|shard| shard.output_header.adds_format);
-        Self {
+        Ok(Self {
             added_formats: without_format.count(),
             has_index: source.folder().join(INDEX_FILE).is_file(),
             ..Self::from(files.collect(), entries.collect())
-        }
+        })
     }
 
     /// A new layout: `tensors` in this order, in files of at most `shard_bytes` bytes of tensors. A larger tensor has a file of its

@@ -344,7 +344,7 @@ fn the_layout_of_a_source_gives_the_same_file() -> anyhow::Result<()> {
         let checkpoint = Arc::new(Checkpoint::open(source.path())?);
         let writer = CheckpointWriter::create(&checkpoint, copy.path(), &Silent)?;
         writer.finish(&[], VerifyLevel::Full, &Silent)?;
-        let layout = Layout::of(&checkpoint);
+        let layout = Layout::of(&checkpoint).unwrap();
         let writer = MergedWriter::create(layout, merged.path(), &[source.path()], &Silent)?;
         for tensor in mixed_tensors() {
             write_tensor(&writer, &tensor, 5)?;

@@ -36,6 +36,14 @@ impl Published {
         names.any(|published| published == name)
     }
 
+    /// Publishes the index of `layout`, or none, in place of the source's.
+    pub(super) fn replace_index(&mut self, layout: &Layout) {
+        self.copied.retain(|(_, name)| name != INDEX_FILE);
+        let index = layout.index_json();
+        self.written
+            .extend(index.map(|json| (INDEX_FILE.to_string(), json)));
+    }
+
     /// The sidecars of `source`, and the run's own files.
     pub(super) fn with_sidecars(source: &Path, own: OwnFiles) -> anyhow::Result<Self> {
         let sidecars = sidecars_in(source)?.into_iter();

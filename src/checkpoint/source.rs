@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rayon::prelude::*;
 use safetensors::Dtype;
@@ -96,10 +97,12 @@ pub struct Shard {
 #[derive(Debug)]
 pub struct Checkpoint {
     folder: PathBuf,
-    shards: Vec<Shard>,
+    shards: Arc<[Shard]>,
     /// Tensors, ordered by shard and offset.
     entries: Vec<TensorEntry>,
     by_name: HashMap<String, usize>,
+    /// Tensors were left out or renamed: see [`Checkpoint::view`].
+    is_view: bool,
 }
 
 impl Checkpoint {
@@ -159,9 +162,10 @@ impl Checkpoint {
         }
         Ok(Self {
             folder: folder.to_path_buf(),
-            shards,
+            shards: shards.into(),
             entries,
             by_name,
+            is_view: false,
         })
     }
 
@@ -178,10 +182,45 @@ impl Checkpoint {
             .collect();
         Ok(Self {
             folder: folder.to_path_buf(),
-            shards: vec![shard],
+            shards: [shard].into(),
             entries,
             by_name,
+            is_view: false,
         })
+    }
+
+    /// The tensors of this checkpoint under other names: `rename` returns the new name, or `None` for a tensor that is left out. The
+    /// view reads the same files. Its output has files of its own, [`super::Layout::of`].
+    ///
+    /// # Errors
+    /// Fails when two tensors get one name.
+    pub fn view(&self, rename: &dyn Fn(&str) -> Option<String>) -> anyhow::Result<Self> {
+        let mut entries: Vec<TensorEntry> = Vec::new();
+        let mut by_name: HashMap<String, usize> = HashMap::new();
+        for entry in &self.entries {
+            let Some(name) = rename(&entry.name) else {
+                continue;
+            };
+            if by_name.insert(name.clone(), entries.len()).is_some() {
+                anyhow::bail!("two tensors of `{}` would be `{name}`", self.place());
+            }
+            entries.push(TensorEntry {
+                name,
+                ..entry.clone()
+            });
+        }
+        Ok(Self {
+            folder: self.folder.clone(),
+            shards: Arc::clone(&self.shards),
+            entries,
+            by_name,
+            is_view: true,
+        })
+    }
+
+    /// Returns whether this is a view of some tensors.
+    pub(super) fn is_view(&self) -> bool {
+        self.is_view
     }
 
     /// The folder, as the user gave it.
@@ -208,7 +247,7 @@ impl Checkpoint {
     /// same layout and different weights share it.
     pub fn identity(&self) -> String {
         let mut hasher = Sha256::new();
-        for shard in &self.shards {
+        for shard in self.shards.iter() {
             // The lengths keep two lists of shards from feeding the same bytes.
             hasher.update((shard.file_name.len() as u64).to_le_bytes());
             hasher.update(&shard.file_name);

@@ -30,8 +30,11 @@ pub(super) struct OutputShard {
 }
 
 /// The bytes of all weight files of an output of `source`.
-pub fn output_bytes(source: &Checkpoint) -> ByteSize {
-    Layout::of(source).bytes()
+///
+/// # Errors
+/// Fails as [`Layout::of`].
+pub fn output_bytes(source: &Checkpoint) -> anyhow::Result<ByteSize> {
+    Ok(Layout::of(source)?.bytes())
 }
 
 fn partial_of(path: &Path) -> PathBuf {

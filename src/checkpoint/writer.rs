@@ -1,6 +1,7 @@
 //! [`CheckpointWriter`]: writes a checkpoint with the layout of its source, tensor by tensor, in any order.
 //!
-//! The output has the names, dtypes, shapes and shards of the source, so its headers are known before the first weight. `create`
+//! The output has the names, dtypes, shapes and shards of the source, so its headers are known before the first weight. A source that
+//! is a view ([`Checkpoint::view`]) has the same, but for the files, which are new. `create`
 //! allocates every file as `<name>.partial` in its final size, so that a full disk is found before the work. `write` writes a tensor
 //! to its position. `finish` copies the other tensors, reads everything back, and then gives the files their names, `config.json`
 //! last. If the process is killed at any moment, the target folder does not load as a model. Another process continues with
@@ -30,7 +31,7 @@ use crate::run::{Events, Meter};
 pub struct CheckpointWriter {
     source: Arc<Checkpoint>,
     files: OutputFiles,
-    /// In the order of [`Checkpoint::tensors`].
+    /// In the order of [`Layout::tensors`].
     recorded: Vec<Option<TensorRecord>>,
     /// Indices of tensors to be copied unchanged, in reverse file order (the last is copied first).
     untouched: Vec<usize>,
@@ -71,7 +72,7 @@ impl CheckpointWriter {
         events: &dyn Events,
     ) -> anyhow::Result<Self> {
         refuse_source_folder(source.folder(), target)?;
-        let files = OutputFiles::create(Layout::of(source), target, events)?;
+        let files = OutputFiles::create(Layout::of(source)?, target, events)?;
         Ok(Self::over(source, files))
     }
 
@@ -89,7 +90,7 @@ impl CheckpointWriter {
     /// Declares the tensors that will be rewritten; the others may be copied early.
     pub fn will_write<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
         let names: HashSet<&str> = names.into_iter().collect();
-        let others = self.source.tensors().enumerate();
+        let others = self.files.layout().tensors().iter().enumerate();
         self.untouched = others
             .filter(|(_, entry)| !names.contains(entry.name.as_str()))
             .map(|(at, _)| at)
@@ -110,7 +111,7 @@ impl CheckpointWriter {
         events: &dyn Events,
     ) -> anyhow::Result<Option<Reopened>> {
         refuse_source_folder(source.folder(), target)?;
-        let layout = Layout::of(source);
+        let layout = Layout::of(source)?;
         let phase = "check finished layers";
         let Some(ReopenedFiles {
             files,
@@ -139,7 +140,7 @@ impl CheckpointWriter {
     pub fn forget<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
         for at in names
             .into_iter()
-            .filter_map(|name| self.source.position(name))
+            .filter_map(|name| self.files.layout().position(name))
         {
             self.recorded[at] = None;
         }
@@ -155,7 +156,7 @@ impl CheckpointWriter {
         let written = tensors
             .zip(&self.recorded)
             .filter(|(_, recorded)| recorded.is_some_and(|recorded| recorded.rewritten))
-            .map(|(entry, _)| (entry.name.clone(), entry.offset))
+            .map(|(entry, _)| (entry.name.clone(), (entry.shard, entry.offset)))
             .collect();
         Ok(PartialModel::new(Arc::clone(&self.source), files, written))
     }
@@ -166,7 +167,7 @@ impl CheckpointWriter {
     /// Fails when the tensor is unknown, `bytes` has another length than the source's tensor, the tensor was written before,
     /// or the disk refuses.
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
-        let Some(at) = self.source.position(name) else {
+        let Some(at) = self.files.layout().position(name) else {
             let folder = self.source.folder().display();
             anyhow::bail!("tensor `{name}` is not in `{folder}`");
         };
@@ -198,7 +199,7 @@ impl CheckpointWriter {
     /// Waits until all written tensors are on the disk, before a layer is recorded as done. Returns their SHA-256 in hex, by name.
     pub fn sync(&mut self) -> anyhow::Result<BTreeMap<String, String>> {
         self.files.sync()?;
-        let tensors = self.source.tensors().zip(&self.recorded);
+        let tensors = self.files.layout().tensors().iter().zip(&self.recorded);
         Ok(tensors
             .filter_map(|(entry, recorded)| {
                 let recorded = recorded.filter(|recorded| recorded.rewritten)?;
@@ -239,15 +240,17 @@ impl CheckpointWriter {
         self.copy_untouched(events)?;
         self.sync()?;
         let verification = self.verify(expected, level, events)?;
-        let published = Published::with_sidecars(self.source.folder(), self.own)?;
+        let mut published = Published::with_sidecars(self.source.folder(), self.own)?;
+        if self.source.is_view() {
+            published.replace_index(self.files.layout());
+        }
         self.files.publish(&published, &verification)?;
         Ok(verification)
     }
 
     pub(super) fn copy_untouched(&mut self, events: &dyn Events) -> anyhow::Result<()> {
-        let source = Arc::clone(&self.source);
-        let pending = source
-            .tensors()
+        let tensors = self.files.layout().tensors().iter();
+        let pending = tensors
             .zip(&self.recorded)
             .filter(|(_, recorded)| recorded.is_none());
         let bytes = pending.map(|(entry, _)| entry.bytes).sum::<u64>();
@@ -268,10 +271,11 @@ impl CheckpointWriter {
     /// Copies the next piece of an unwritten tensor; returns its length.
     fn copy_piece(&mut self, at: usize, buffer: &mut Vec<u8>, pace: Pace) -> anyhow::Result<u64> {
         let source = Arc::clone(&self.source);
-        let Some(entry) = source.tensors().nth(at) else {
-            anyhow::bail!("`{}` has no tensor {at}", source.folder().display());
-        };
         let position = &self.files.layout().tensors()[at];
+        let Some(entry) = source.entry(&position.name) else {
+            let folder = source.folder().display();
+            anyhow::bail!("`{folder}` has no tensor `{}`", position.name);
+        };
         let mut copying = match self.copying.take() {
             Some(copying) if copying.at == at => copying,
             _ => Copying {

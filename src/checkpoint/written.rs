@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::header::TensorEntry;
@@ -16,23 +16,30 @@ use crate::failure::Failure;
 #[derive(Debug)]
 pub struct PartialModel {
     source: Arc<Checkpoint>,
-    /// The output's files, in the order of the source's.
+    /// The output's files.
     files: Vec<(PathBuf, File)>,
-    /// Written tensors → the start of their bytes in the output.
-    written: HashMap<String, u64>,
+    /// Written tensors → the index of their file, and the start of their bytes in it.
+    written: HashMap<String, (usize, u64)>,
 }
 
 impl PartialModel {
     pub(super) fn new(
         source: Arc<Checkpoint>,
         files: Vec<(PathBuf, File)>,
-        written: HashMap<String, u64>,
+        written: HashMap<String, (usize, u64)>,
     ) -> Self {
         Self {
             source,
             files,
             written,
         }
+    }
+
+    /// The place of a written tensor: path and file, and the start of its bytes.
+    fn place_of(&self, entry: &TensorEntry) -> Option<(&Path, &File, u64)> {
+        let (file, offset) = self.written.get(&entry.name)?;
+        let (path, file) = self.files.get(*file)?;
+        Some((path, file, *offset))
     }
 }
 
@@ -42,9 +49,7 @@ impl WeightSource for PartialModel {
     }
 
     fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
-        let (Some(offset), Some((path, file))) =
-            (self.written.get(&entry.name), self.files.get(entry.shard))
-        else {
+        let Some((path, file, offset)) = self.place_of(entry) else {
             return self.source.read(entry, start, buffer);
         };
         let end = start.checked_add(buffer.len() as u64);
@@ -67,9 +72,9 @@ impl WeightSource for PartialModel {
     }
 
     fn file_of(&self, entry: &TensorEntry) -> String {
-        match (self.written.get(&entry.name), self.files.get(entry.shard)) {
-            (Some(_), Some((path, _))) => path.display().to_string(),
-            _ => self.source.file_of(entry),
+        match self.place_of(entry) {
+            Some((path, ..)) => path.display().to_string(),
+            None => self.source.file_of(entry),
         }
     }
 }

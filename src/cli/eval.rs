@@ -50,6 +50,7 @@ impl EvalArgs {
             arguments,
             model: self.model.settings("prune eval out/7b/model")?,
             sparsity: None,
+            layer_drop: None,
             calibration: None,
             seqlen: self.seqlen,
             evaluation: self.evaluation.settings(EvalSides::Dense),

@@ -27,7 +27,7 @@ const RATIO_OR_PATTERN: &str =
 const GPU: &str = "a build with CUDA uses all GPUs; --device cuda:0 chooses one";
 
 /// Methods of the field that this version does not have.
-const OTHER_METHODS: [&str; 14] = [
+const OTHER_METHODS: [&str; 13] = [
     "admm",
     "alps",
     "besa",
@@ -39,12 +39,15 @@ const OTHER_METHODS: [&str; 14] = [
     "obs",
     "owl",
     "pruner-zero",
-    "shortgpt",
     "slicegpt",
     "sparsegpt",
 ];
 const OTHER_METHOD: &str =
     "this method does not exist in this version; the possible values are all there are";
+
+/// A method that is a flag of its own.
+const LAYER_DROP: &str = "shortgpt";
+const LAYER_DROP_FLAG: &str = "--drop-layers N drops layers by their block influence";
 
 /// The error with its advice checked and completed.
 pub(super) fn explain(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
@@ -71,6 +74,10 @@ fn explain_value(error: &mut clap::Error) {
         return;
     };
     let flag = flag.split(' ').next().unwrap_or_default();
+    if flag == "--prune-method" && value.to_lowercase() == LAYER_DROP {
+        advise(error, LAYER_DROP_FLAG.to_string());
+        return;
+    }
     if ["--prune-method", "--methods"].contains(&flag)
         && OTHER_METHODS.contains(&value.to_lowercase().as_str())
     {

@@ -10,6 +10,7 @@ pub mod eval;
 pub mod generate;
 pub mod inspect;
 mod interrupt;
+mod layer_drop;
 #[cfg(feature = "synthetic")]
 pub mod make_checkpoint;
 pub mod merge;

@@ -9,6 +9,7 @@ use super::args::{
     CalibrationArgs, DeviceArgs, EvaluationArgs, MessageArgs, OutputArgs, SparsityArgs,
 };
 use super::console::Console;
+use super::layer_drop::LayerDropArgs;
 use super::model::ModelArgs;
 use super::outcome::Outcome;
 use crate::job;
@@ -24,6 +25,8 @@ pub struct PruneArgs {
     model: ModelArgs,
     #[command(flatten)]
     pub(super) sparsity: SparsityArgs,
+    #[command(flatten)]
+    layer_drop: LayerDropArgs,
     #[command(flatten)]
     pub(super) calibration: CalibrationArgs,
     #[command(flatten)]
@@ -47,10 +50,16 @@ pub struct PruneArgs {
 impl PruneArgs {
     /// The settings of this command line.
     pub fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
+        let layer_drop = self.layer_drop.settings();
+        let mut sparsity = self.sparsity.settings()?;
+        if layer_drop.is_some() {
+            sparsity.prune_nothing_unless_asked();
+        }
         Ok(Settings {
             arguments,
             model: self.model.settings()?,
-            sparsity: Some(self.sparsity.settings()?),
+            sparsity: Some(sparsity),
+            layer_drop,
             calibration: Some(self.calibration.settings()),
             seqlen: self.calibration.seqlen,
             evaluation: self.evaluation.settings(self.eval),
@@ -72,9 +81,16 @@ pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> R
     }
     console.record(&manifest, &report::table::text(&manifest))?;
     console.profile(&manifest);
-    console.note(
-        "zeros alone change neither the size of the files nor the speed of inference".to_string(),
-    );
+    if manifest
+        .pruning
+        .as_ref()
+        .is_some_and(|of| !of.prunes_nothing())
+    {
+        console.note(
+            "zeros alone change neither the size of the files nor the speed of inference"
+                .to_string(),
+        );
+    }
     if let Some(command) = upload(&manifest).filter(|_| !args.messages.json) {
         console.note(format!("publish it with: {command}"));
     }
@@ -84,7 +100,11 @@ pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> R
 /// The command that uploads the model to the hub; `None` where none was written.
 fn upload(manifest: &Manifest) -> Option<String> {
     let (output, pruning) = (manifest.output.as_ref()?, manifest.pruning.as_ref()?);
-    let name = report::card::model_name(&manifest.model.name(), pruning);
+    let name = report::card::model_name(
+        &manifest.model.name(),
+        pruning,
+        manifest.layer_drop.as_ref(),
+    );
     let repository = format!("YOUR_NAME/{name}");
     let mut words = vec!["hf", "upload", &repository, &output.model];
     // Where run folder and model folder are one: the record of the run has paths of this machine.

@@ -13,6 +13,9 @@ impl<'a> Against<'a> {
     pub(super) fn new(dense: &'a Checkpoint) -> Self {
         let found = DenseComparison {
             dense: dense.folder().display().to_string(),
+            dense_parameters: dense.tensors().map(|entry| entry.elements() as u64).sum(),
+            dense_bytes: dense.total_bytes(),
+            layers_dropped: Vec::new(),
             is_pruned_copy: false,
             changed_by: None,
             merged_by: None,

@@ -4,12 +4,13 @@ use std::path::Path;
 
 use anyhow::Result;
 
+use super::record::parameters;
 use super::{located, published};
 use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::{Checkpoint, MERGING_FILE};
 use crate::eval;
 use crate::failure::Failure;
-use crate::model::ModelConfig;
+use crate::model::{KeptLayers, ModelConfig};
 use crate::run::merging::MergeReport;
 use crate::run::pruning_record::PRUNING_FILE;
 use crate::run::{Events, Inspection, Manifest, PruningRecord};
@@ -19,13 +20,39 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
     let model = open(folder)?;
     let config = load_config(folder)?;
     let dense = against.map(open).transpose()?;
-    let mut inspection = eval::inspect(&model, &config, dense.as_ref(), events)?;
-    if let Some(comparison) = &mut inspection.against {
+    let kept = match &dense {
+        Some(dense) => kept_layers(folder, &config, dense.folder()),
+        None => None,
+    };
+    let part = match (&dense, &kept) {
+        (Some(dense), Some((kept, _))) => Some(dense.view(&|name| kept.rename(name))?),
+        _ => None,
+    };
+    let mut inspection = eval::inspect(&model, &config, part.as_ref().or(dense.as_ref()), events)?;
+    if let Some((comparison, dense)) = inspection.against.as_mut().zip(dense.as_ref()) {
+        comparison.dense_parameters = parameters(dense);
+        comparison.dense_bytes = dense.total_bytes();
+        comparison.layers_dropped = kept.map_or_else(Vec::new, |(_, dropped)| dropped);
         comparison.changed_by = method_that_changes_weights(folder);
         comparison.merged_by = merge(folder, events);
     }
     inspection.pruning = pruning_record(folder, &inspection, events);
     Ok(inspection)
+}
+
+/// The layers of the dense model that this one was made of, and the dropped ones, if the record beside the weights names layers that
+/// fit both models.
+fn kept_layers(
+    folder: &Path,
+    config: &ModelConfig,
+    dense: &Path,
+) -> Option<(KeptLayers, Vec<usize>)> {
+    let record = published::read_record(folder)?.ok()?;
+    let dropped = record.layer_drop?.dropped;
+    let layers = ModelConfig::load(dense).ok()?.num_hidden_layers;
+    let kept = KeptLayers::without(layers, &dropped);
+    let fits = kept.layers().len() == config.num_hidden_layers && !dropped.is_empty();
+    fits.then_some((kept, dropped))
 }
 
 /// The record beside the weights, if it is one and counts the zeros that are there.

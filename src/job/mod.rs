@@ -25,6 +25,7 @@ pub mod generate;
 pub mod grid;
 pub mod inspect;
 mod interruption;
+mod layer_drop;
 mod located;
 pub mod machine;
 mod merge;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
+use super::layer_drop::ScoringPass;
 use super::located::{self, HubModel};
 use super::machine;
 use crate::bytes::ByteSize;
@@ -14,7 +15,7 @@ use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig};
 use crate::pipeline::{Flow, RunShape};
-use crate::run::{Events, Moment, Phase};
+use crate::run::{Events, LayerDropReport, Moment, Phase};
 use crate::runtime::Clock;
 use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check_device};
 
@@ -26,6 +27,8 @@ pub(super) struct OpenedModel {
     pub(super) source: Arc<dyn WeightSource>,
     /// The shape.
     pub(super) config: Arc<ModelConfig>,
+    /// The model that this one is a part of; `None` for a checkpoint as it is.
+    pub(super) part_of: Option<WholeModel>,
     /// The folder as given, or a model's snapshot in the hub's cache.
     pub(super) folder: PathBuf,
     /// Origin of the snapshot.
@@ -44,6 +47,18 @@ pub(super) struct OpenedModel {
     pub(super) clock: Clock,
     /// Start of the run, in seconds since 1970 (UTC).
     pub(super) started_unix_seconds: u64,
+}
+
+/// A checkpoint of which a smaller model is a part.
+pub(super) struct WholeModel {
+    pub(super) checkpoint: Arc<Checkpoint>,
+    pub(super) config: Arc<ModelConfig>,
+    /// The layers that are left out.
+    pub(super) layer_drop: LayerDropReport,
+    /// `config.json` of the smaller model.
+    pub(super) config_json: Vec<u8>,
+    /// The pass that scored the layers; `None` where an earlier process did so.
+    pub(super) scoring: Option<ScoringPass>,
 }
 
 impl OpenedModel {
@@ -76,6 +91,7 @@ impl OpenedModel {
             source: checkpoint.clone(),
             checkpoint,
             config,
+            part_of: None,
             folder,
             hub_model,
             seqlen,

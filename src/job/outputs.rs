@@ -118,6 +118,7 @@ fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
         arguments: job.settings.arguments.clone(),
         started_unix_seconds: model.started_unix_seconds,
         settings: job.deciding.clone(),
+        layer_drop: model.part_of.as_ref().map(|whole| whole.layer_drop.clone()),
         ..RunState::default()
     };
     if let Some(folder) = job.folder.state() {

@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::record::{self, RunResults};
 use super::settle::Job;
 use crate::bytes::{LARGEST_RECORD, read_whole};
-use crate::checkpoint::{CARD_FILE, OwnFiles, card_of_source, cards_in};
+use crate::checkpoint::{CARD_FILE, CONFIG_FILE, OwnFiles, card_of_source, cards_in};
 use crate::hub::HubRepo;
 use crate::pruning::Pattern;
 use crate::report::card::{self, CardSource};
@@ -22,7 +22,10 @@ use crate::run::PruningRecord;
 use crate::run::pruning_record::{ForwardArithmetic, PRUNING_FILE, PrunedSource, SCHEMA};
 
 /// Settings that decide the result and hold no path, in the order of the command that repeats a run.
-const REPEATED: [&str; 11] = [
+const REPEATED: [&str; 14] = [
+    "drop_layers",
+    "drop_rule",
+    "layers_dropped",
     "prune_method",
     "sparsity_ratio",
     "sparsity_type",
@@ -49,6 +52,9 @@ impl Job {
         let mut json = serde_json::to_vec_pretty(&record).context("writing pruning.json")?;
         json.push(b'\n');
         let mut written = vec![(PRUNING_FILE, json)];
+        if let Some(whole) = &self.model.part_of {
+            written.push((CONFIG_FILE, whole.config_json.clone()));
+        }
         let declined = self.settings.output.no_model_card;
         // A card that this program wrote for the source would be wrong about this model.
         let keeps_names = declined && !card::is_written_by_us(&card);
@@ -121,6 +127,7 @@ impl Job {
                 dtype: arithmetic.dtype,
                 kernel: arithmetic.kernel,
             },
+            layer_drop: model.part_of.as_ref().map(|whole| whole.layer_drop.clone()),
             pruning,
             calibration: calibration.map(|protocol| protocol.published()),
             sparsity: record::sparsity(layers),
@@ -161,8 +168,11 @@ impl Job {
             flag("layer_ratios", "layer_ratios.json".to_string());
         }
         let by_name = settings.by_name()?;
+        let drop = settings.layer_drop.as_ref();
+        let names_layers = drop.is_some_and(|drop| !drop.layers_dropped.is_empty());
         for name in REPEATED {
             let is_implied = match name {
+                "drop_layers" | "drop_rule" => names_layers,
                 "sparsity_ratio" => !has_ratio,
                 "sparsity_type" => has_ratio,
                 "dtype" => by_name.get(name).is_some_and(|value| value == "auto"),

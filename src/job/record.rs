@@ -2,11 +2,13 @@
 
 use anyhow::Result;
 
+use super::merge::{DeviceRecords, joined};
 use super::opened::OpenedModel;
 use super::outputs::Outputs;
 use super::profile;
 use super::recorder::Recorder;
 use super::settle::Job;
+use crate::checkpoint::Checkpoint;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, kernel};
 use crate::run::manifest::{
@@ -63,6 +65,20 @@ impl Job {
             ..
         } = self;
         let phases = model.clock.report();
+        let whole = model.part_of.as_ref();
+        let scoring = whole.and_then(|whole| whole.scoring.as_ref());
+        let mut devices = DeviceRecords::default();
+        if let Some(scoring) = scoring {
+            devices.add(
+                scoring.swept.fallbacks.clone(),
+                scoring.swept.devices.clone(),
+            );
+        }
+        devices.add(results.swept.fallbacks, results.swept.devices);
+        let plan = match scoring {
+            Some(scoring) => joined(scoring.plan.clone(), plan.clone()),
+            None => plan.clone(),
+        };
         let watch = results.swept.watch.clone();
         let measured = results.perplexity.pruned.or(results.perplexity.dense);
         let evaluation = texts.windows.as_ref().map(|windows| &windows.protocol);
@@ -78,7 +94,8 @@ impl Job {
             seconds: model.clock.seconds(),
             sessions: Vec::new(),
             model: model.report()?,
-            arithmetic: arithmetic(model, &settings.device, plan),
+            arithmetic: arithmetic(model, &settings.device, &plan),
+            layer_drop: whole.map(|whole| whole.layer_drop.clone()),
             pruning: self.pruning_report(),
             merge: None,
             calibration: texts
@@ -95,9 +112,9 @@ impl Job {
                 .zip(measured)
                 .map(|(limit, measured)| GateReport::new(limit, measured.perplexity)),
             hidden_states: plan.hidden_states.storage,
-            plan: Some(plan.clone()),
-            fallbacks: results.swept.fallbacks,
-            devices: results.swept.devices,
+            plan: Some(plan),
+            fallbacks: devices.fallbacks,
+            devices: devices.devices,
             peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
             phases,
             memory: model.clock.samples(),
@@ -138,22 +155,27 @@ impl OpenedModel {
     /// The checkpoint, as the record names it.
     pub(super) fn report(&self) -> Result<ModelReport> {
         let hub = self.hub_model.as_ref();
-        let elements = |shape: &[usize]| shape.iter().map(|&size| size as u64).product::<u64>();
+        let (checkpoint, config) = match &self.part_of {
+            Some(whole) => (&whole.checkpoint, &whole.config),
+            None => (&self.checkpoint, &self.config),
+        };
         Ok(ModelReport {
             path: self.folder.display().to_string(),
             id: hub.map(|model| model.id.clone()),
             revision: hub.map(|model| model.revision.clone()),
             commit: hub.map(|model| model.commit.clone()),
-            identity: self.checkpoint.identity(),
-            config: serde_json::to_value(&*self.config)?,
-            parameters: self
-                .checkpoint
-                .tensors()
-                .map(|tensor| elements(&tensor.shape))
-                .sum(),
-            bytes: self.checkpoint.total_bytes(),
+            identity: checkpoint.identity(),
+            config: serde_json::to_value(&**config)?,
+            parameters: parameters(checkpoint),
+            bytes: checkpoint.total_bytes(),
         })
     }
+}
+
+/// Weights in all tensors.
+pub(super) fn parameters(checkpoint: &Checkpoint) -> u64 {
+    let tensors = checkpoint.tensors();
+    tensors.map(|tensor| tensor.elements() as u64).sum()
 }
 
 /// Returns the arithmetic of the devices that compute layers.

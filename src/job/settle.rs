@@ -6,15 +6,18 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 use super::folder::RunFolder;
+use super::layer_drop;
 use super::opened::OpenedModel;
 use super::planned::Planning;
 use super::same_run;
 use super::texts::{TextSources, Texts};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{check_sidecars, output_bytes};
+use crate::data::Calibration;
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::disk::{self, Room};
 use crate::failure::Failure;
+use crate::model::ModelConfig;
 use crate::pipeline::{
     Flow, LayerRatios, Observed, RunShape, SaveMasks, TargetPlan, check_verification,
 };
@@ -34,6 +37,8 @@ pub(super) struct Job {
     /// `None` for `prune eval`.
     pub(super) pruning: Option<Pruning>,
     pub(super) texts: Texts,
+    /// The measurements of a run that prunes nothing.
+    observes: Option<Observed>,
     pub(super) plan: Plan,
     /// The folder of the spill file; `None` where hidden states stay in RAM.
     pub(super) spill_folder: Option<PathBuf>,
@@ -59,6 +64,8 @@ pub(super) struct Pruning {
     pub(super) technique: Technique,
     pub(super) flow: Flow,
     pub(super) targets: TargetPlan,
+    /// Matrices are scored with statistics.
+    calibrates: bool,
     /// The file of `--save-masks`.
     pub(super) masks: Option<PathBuf>,
 }
@@ -92,7 +99,7 @@ impl Job {
     /// Fails as [`Job::settle`].
     pub(super) fn settle_opened(
         mut settings: Settings,
-        model: OpenedModel,
+        mut model: OpenedModel,
         given: Given<'_>,
         events: &dyn Events,
     ) -> Result<Settled> {
@@ -102,7 +109,8 @@ impl Job {
         if folder.model.is_some() {
             check_sidecars(&model.folder)?;
         }
-        let pruning = Pruning::resolve(&mut settings, &model, &folder)?;
+        let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
+        let mut pruning = Pruning::resolve(&mut settings, &fewest_layers, &folder)?;
         folder.lock(events)?;
         let mut unfinished = folder.look()?;
         if unfinished.is_none() && settings.output.resume {
@@ -122,34 +130,37 @@ impl Job {
         }
 
         let planning = Planning::new(&settings.device, model.threads)?;
-        let sides = without_dense(settings.evaluation.eval, given.dense.is_some()).sides();
-        let calibration = settings.calibration.as_ref();
-        // The number of windows is unknown before the texts are tokenized. A run that does not fit with one window fails now.
-        let mut shape = RunShape {
-            samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
-            windows: sides.len().min(1),
-            sides,
-            technique: pruning.as_ref().map(|pruning| pruning.technique.clone()),
-            flow: pruning
-                .as_ref()
-                .map_or_else(Flow::default, |pruning| pruning.flow),
-            observes: given.observes,
-            saves: folder.model.is_some(),
-            ..model.run_shape(&settings.device)
-        };
+        if settings.layer_drop.is_some() {
+            let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
+            let mut shape = RunShape {
+                config: &fewest_layers,
+                ..shape
+            };
+            plan_early(&planning, &mut shape, &model)?;
+            let known = unfinished.as_ref().filter(|_| !settings.output.force);
+            let known = known.and_then(|state| state.layer_drop.clone());
+            model = layer_drop::smaller(&settings, model, known, &folder, events)?;
+            // The settings are resolved already.
+            pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
+        }
+        let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
         plan_early(&planning, &mut shape, &model)?;
         let texts = tokenize(&settings, &model, &planning, &mut shape, events)?;
         memory::release_freed();
         model.clock.mark(Moment::ModelLoaded, events);
-        shape.samples = texts.samples();
-        shape.windows = texts.windows();
+        if shape.samples > 0 {
+            shape.samples = texts.samples();
+        }
+        if shape.windows > 0 {
+            shape.windows = texts.windows();
+        }
         let mut plan = planning.plan(&shape)?;
         let dense = given.dense.and_then(|dense| {
             let device = &settings.device;
             same_run::dense_of(dense, &texts, &model, device, &plan)
         });
         if given.dense.is_some() && dense.is_none() {
-            shape.sides = settings.evaluation.eval.sides();
+            shape.sides = sides_left(settings.evaluation.eval, &model, false);
             plan = planning.plan(&shape)?;
         }
         let save = settings.output.save.as_deref();
@@ -166,6 +177,7 @@ impl Job {
             folder,
             pruning,
             texts,
+            observes: given.observes,
             plan,
             spill_folder,
             deciding,
@@ -178,12 +190,36 @@ impl Job {
 
     /// The models that perplexity is measured of.
     pub(super) fn sides(&self) -> &'static [Side] {
-        self.settings.evaluation.eval.sides()
+        sides_left(self.settings.evaluation.eval, &self.model, false)
+    }
+
+    /// The calibration samples; `None` where no statistics are made of them.
+    pub(super) fn samples(&self) -> Option<&Calibration> {
+        let is_used = self.pruning.as_ref().is_none_or(|of| of.calibrates);
+        self.texts.calibration.as_ref().filter(|_| is_used)
+    }
+
+    /// Passes of a calibration sample through layers, of which an earlier process finished some.
+    pub(super) fn passes_of_a_sample(&self, finished: usize) -> usize {
+        let layers = self.model.config.num_hidden_layers;
+        let only_passes = self
+            .observes
+            .is_some_and(|observes| observes.kind.is_none());
+        match layers - finished.min(layers) {
+            0 => 0,
+            left if only_passes => finished + left,
+            // Each layer twice, once dense and once pruned, but the last one only once.
+            left => finished + 2 * left - 1,
+        }
     }
 
     /// The models whose perplexity this run measures itself.
     pub(super) fn measured_sides(&self) -> &'static [Side] {
-        without_dense(self.settings.evaluation.eval, self.dense.is_some()).sides()
+        sides_left(
+            self.settings.evaluation.eval,
+            &self.model,
+            self.dense.is_some(),
+        )
     }
 
     /// The file of `--save-masks`.
@@ -197,7 +233,7 @@ impl Job {
         // The files of a run that is continued already have their sizes.
         if self.unfinished.is_none() {
             if let Some(model) = &self.folder.model {
-                let bytes = output_bytes(&self.model.checkpoint);
+                let bytes = output_bytes(&self.model.checkpoint)?;
                 let replaced = self.folder.replaced_bytes();
                 let more = ByteSize(bytes.0.saturating_sub(replaced.0));
                 needs.push((model, more, "the model"));
@@ -256,9 +292,11 @@ impl Job {
             model.dtype().name(),
             model.checkpoint.total_bytes()
         ));
+        let drops_only =
+            |pruning: &&Pruning| self.model.part_of.is_some() && prunes_nothing(&pruning.targets);
         if let Some(Pruning {
             technique, targets, ..
-        }) = &self.pruning
+        }) = self.pruning.as_ref().filter(|of| !drops_only(of))
         {
             events.note(format!(
                 "pruning      {} {:.4} {}",
@@ -328,7 +366,7 @@ impl Pruning {
     /// Resolves method, matrices and ratios, and writes what they come to into the settings. `None` where the run does not prune.
     fn resolve(
         settings: &mut Settings,
-        model: &OpenedModel,
+        config: &ModelConfig,
         folder: &RunFolder,
     ) -> Result<Option<Self>> {
         let Some(sparsity) = &mut settings.sparsity else {
@@ -340,26 +378,56 @@ impl Pruning {
         let masks = settings.output.save_masks.then(|| folder.masks());
         let masks = masks.transpose()?;
         let selection = &mut sparsity.selection;
-        let targets = TargetPlan::resolve(selection, technique.method, &model.config)?;
+        let targets = TargetPlan::resolve(selection, technique.method, config)?;
         selection.sparsity_ratio = Some(targets.sparsity_ratio);
         selection.layer_ratios = targets.uneven_ratios().map(LayerRatios::All);
-        if !calibrates(&technique, &targets) {
+        let calibrates = calibrates(&technique, &targets);
+        // Layers are scored with the samples, too.
+        if !calibrates && settings.layer_drop.is_none() {
             settings.calibration = None;
         }
         Ok(Some(Self {
             flow: sparsity.flow(),
             technique,
             targets,
+            calibrates,
             masks,
         }))
     }
 }
 
-/// The models that are left to measure where the dense perplexity may be known.
-fn without_dense(eval: EvalSides, is_dense_known: bool) -> EvalSides {
-    match eval {
-        EvalSides::Both if is_dense_known => EvalSides::Pruned,
-        other => other,
+/// The models that a run has yet to measure. A dense model whose layers were scored was measured then; that of a sweep of runs may
+/// have been measured by an earlier one.
+fn sides_left(eval: EvalSides, model: &OpenedModel, is_dense_known: bool) -> &'static [Side] {
+    let is_known = is_dense_known || model.part_of.is_some();
+    match (eval, &model.part_of) {
+        (EvalSides::Both, _) if is_known => EvalSides::Pruned.sides(),
+        (EvalSides::Dense, Some(_)) => &[],
+        _ => eval.sides(),
+    }
+}
+
+/// A run in numbers before its texts are tokenized. The number of windows is unknown, and one stands for all: a run that does not fit
+/// with one window fails early.
+fn early_shape<'m>(
+    settings: &Settings,
+    model: &'m OpenedModel,
+    pruning: Option<&Pruning>,
+    given: &Given<'_>,
+    folder: &RunFolder,
+) -> RunShape<'m> {
+    let sides = sides_left(settings.evaluation.eval, model, given.dense.is_some());
+    let is_used = pruning.is_none_or(|pruning| pruning.calibrates);
+    let calibration = settings.calibration.as_ref().filter(|_| is_used);
+    RunShape {
+        samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
+        windows: sides.len().min(1),
+        sides,
+        technique: pruning.map(|pruning| pruning.technique.clone()),
+        flow: pruning.map_or_else(Flow::default, |pruning| pruning.flow),
+        observes: given.observes,
+        saves: folder.model.is_some(),
+        ..model.run_shape(&settings.device)
     }
 }
 
@@ -390,10 +458,13 @@ pub(super) fn nothing_to_resume(folder: &RunFolder) -> Failure {
 
 /// Returns true if any matrix is scored with statistics.
 fn calibrates(technique: &Technique, targets: &TargetPlan) -> bool {
-    let prunes_nothing = targets.pattern == Pattern::Unstructured
+    technique.statistics().is_some() && !prunes_nothing(targets)
+}
+
+fn prunes_nothing(targets: &TargetPlan) -> bool {
+    targets.pattern == Pattern::Unstructured
         && targets.sparsity_ratio == 0.0
-        && targets.uneven_ratios().is_none();
-    technique.statistics().is_some() && !prunes_nothing
+        && targets.uneven_ratios().is_none()
 }
 
 /// Plans a run before its texts are found, so that a run that cannot fit fails early. A refused run is planned again with the memory

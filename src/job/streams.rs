@@ -43,7 +43,7 @@ impl<'a> Streams<'a> {
             model.clock.read_devices(gauge);
         }
         let needs_samples = outputs.finished_layers() < model.config.num_hidden_layers;
-        let samples = job.texts.calibration.as_ref().filter(|_| needs_samples);
+        let samples = job.samples().filter(|_| needs_samples);
         let calibration = samples
             .map(|samples| job.embedded(&devices, "calibration", &samples.tokens, events))
             .transpose()?;
@@ -114,19 +114,17 @@ impl<'a> Streams<'a> {
     /// The passes of the sweep: one sample through one layer, or through the head. Each sample passes the `finished` layers once.
     fn passes(&self, job: &Job, finished: usize) -> u64 {
         let layers = job.model.config.num_hidden_layers;
-        // Calibration samples pass each layer twice, once dense and once pruned, but the last one only once.
-        let calibration = match layers - finished.min(layers) {
-            0 => 0,
-            left => job.texts.samples() * (finished + 2 * left - 1),
-        };
+        let samples = job.samples().map_or(0, |samples| samples.nsamples);
+        let calibration = samples * job.passes_of_a_sample(finished);
         let windows = job.texts.windows() * self.perplexities.len();
         (calibration + windows * (layers + 1)) as u64
     }
 
     /// The perplexities, after the sweep.
     pub(super) fn perplexities(&self, job: &Job) -> Perplexities {
+        let whole = job.model.part_of.as_ref();
         let mut measured = Perplexities {
-            dense: job.dense,
+            dense: whole.and_then(|whole| whole.layer_drop.dense).or(job.dense),
             pruned: None,
         };
         for (side, passenger) in job.measured_sides().iter().zip(&self.perplexities) {

@@ -1,4 +1,5 @@
-//! `config.json` of a model: read and checked, never written. An output has a byte-for-byte copy of the file.
+//! `config.json` of a model: read and checked, never written. An output has a byte-for-byte copy of the file, unless it is a smaller
+//! model (`smaller`).
 //!
 //! Key names are those of Hugging Face transformers, in both spellings: 4.x (`rope_theta`, `rope_scaling`) and 5.x
 //! (`rope_parameters`). A key that the family's record decides (`family`) is read as the record says.

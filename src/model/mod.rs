@@ -18,6 +18,7 @@ pub mod on_device;
 pub mod projection;
 pub mod rotary;
 pub mod shapes;
+pub mod smaller;
 mod tensors;
 
 pub use config::{ModelConfig, RopeScaling};
@@ -30,6 +31,7 @@ pub use layer::DecoderLayer;
 pub use observe::{Observation, Observer};
 pub use projection::Projection;
 pub use rotary::Rotary;
+pub use smaller::KeptLayers;
 pub use tensors::{ModelTensor, TensorRole};
 
 use std::sync::Arc;

@@ -18,7 +18,9 @@ pub mod activations;
 pub mod calibrate;
 pub mod expected;
 pub mod flow;
+pub mod layer_drop;
 pub mod layer_ratios;
+pub mod layer_scores;
 pub mod output;
 mod output_error;
 #[cfg(test)]

@@ -50,7 +50,7 @@ pub struct RunShape<'a> {
     pub technique: Option<Technique>,
     /// The way of the calibration samples.
     pub flow: Flow,
-    /// Statistics of a run that measures activations and prunes nothing.
+    /// Measurements of a run that prunes nothing.
     pub observes: Option<Observed>,
     /// The model is written.
     pub saves: bool,
@@ -66,12 +66,12 @@ pub struct RunShape<'a> {
     pub settings: Option<MemorySettings>,
 }
 
-/// Statistics that are measured for a later use.
+/// Measurements for a later use.
 #[derive(Debug, Clone, Copy)]
 pub struct Observed {
-    /// Their kind.
-    pub kind: &'static dyn StatisticsKind,
-    /// Bytes of the statistics of all layers, and of their file while it is written.
+    /// The kind of statistics; `None` where samples pass through the layers only.
+    pub kind: Option<&'static dyn StatisticsKind>,
+    /// Bytes that are kept of all layers, and of their file while it is written.
     pub kept: ByteSize,
 }
 
@@ -246,7 +246,7 @@ impl RunShape<'_> {
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
         let of_method = self.technique.as_ref().and_then(Technique::statistics);
-        let kind = of_method.or(self.observes.map(|observed| observed.kind));
+        let kind = of_method.or(self.observes.and_then(|observed| observed.kind));
         kind.filter(|_| self.samples > 0)
     }
 

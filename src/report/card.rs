@@ -6,7 +6,7 @@ use super::front_matter::{FrontMatter, code, quoted};
 use crate::failure::printable;
 use crate::run::command_line;
 use crate::run::manifest::{PerplexityReport, PruningReport};
-use crate::run::{PruningRecord, TextProtocol};
+use crate::run::{LayerDropReport, PruningRecord, TextProtocol};
 
 /// The beginning of the line by which a card of this program is known.
 const MARK: &str = "<!-- This card was written by prune";
@@ -33,14 +33,24 @@ pub fn is_written_by_us(card: &[u8]) -> bool {
 }
 
 /// A name for a pruned model, of the characters that names on the hub have.
-pub fn model_name(source: &str, pruning: &PruningReport) -> String {
+pub fn model_name(
+    source: &str,
+    pruning: &PruningReport,
+    layer_drop: Option<&LayerDropReport>,
+) -> String {
     let amount = match pruning.sparsity_type.split_once(':') {
         Some((n, m)) => format!("{n}of{m}"),
         None => pruning.sparsity_ratio.to_string(),
     };
-    let source: String = source.chars().take(50).collect();
+    let mut full: String = source.chars().take(50).collect();
+    if let Some(drop) = layer_drop {
+        full += &format!("-{}-layers", drop.kept.len());
+    }
+    if layer_drop.is_none() || !pruning.prunes_nothing() {
+        full += &format!("-{}-{amount}", pruning.method);
+    }
     let mut name = String::new();
-    for c in format!("{source}-{}-{amount}", pruning.method).chars() {
+    for c in full.chars() {
         let c = if c.is_ascii_alphanumeric() || "._".contains(c) {
             c
         } else {
@@ -58,23 +68,24 @@ pub fn model_name(source: &str, pruning: &PruningReport) -> String {
 /// The card as Markdown.
 pub fn text(record: &PruningRecord, source: &CardSource) -> String {
     let mut card = front_matter(record, source);
-    let name = model_name(&record.source.name, &record.pruning);
-    let (method, sparsity) = (&record.pruning.method, &record.sparsity);
+    let drop = record.layer_drop.as_ref();
+    let name = model_name(&record.source.name, &record.pruning, drop);
     // Writing to a String cannot fail.
     let _ = write!(
         card,
-        "\n{MARK} {}. -->\n\n# {name}\n\n{}, pruned with the method {}: {} of the weights of its decoder linears are zero.\n\n",
+        "\n{MARK} {}. -->\n\n# {name}\n\n{}, {}.\n\n",
         record.prune_version,
         source_link(record),
-        code(method),
-        percent(sparsity.ratio)
+        changes(record)
     );
     card += "| | |\n| --- | --- |\n";
     for (name, value) in rows(record, source) {
         let _ = writeln!(card, "| {name} | {value} |");
     }
     card += "\n`pruning.json` has these facts for programs, and the zeros and the hash of the mask of every matrix.\n";
-    card += "\nZeros do not make the files smaller: the weights are stored as in the source, zeros included.\n";
+    if drop.is_none() || !record.pruning.prunes_nothing() {
+        card += "\nZeros do not make the files smaller: the weights are stored as in the source, zeros included.\n";
+    }
     let _ = write!(
         card,
         "\n## Reproduce\n\n```sh\n{}\n```\n\nPaths are reduced to their last component.",
@@ -105,6 +116,28 @@ pub fn text(record: &PruningRecord, source: &CardSource) -> String {
     card
 }
 
+/// The changes of the source in words.
+fn changes(record: &PruningRecord) -> String {
+    let (pruning, sparsity) = (&record.pruning, &record.sparsity);
+    let zeros = format!(
+        "pruned with the method {}: {} of the weights of its decoder linears are zero",
+        code(&pruning.method),
+        percent(sparsity.ratio)
+    );
+    let Some(drop) = &record.layer_drop else {
+        return zeros;
+    };
+    let layers = format!(
+        "with {} of its {} layers",
+        drop.kept.len(),
+        drop.kept.len() + drop.dropped.len()
+    );
+    match pruning.prunes_nothing() {
+        true => format!("{layers}; no other weight was changed"),
+        false => format!("{layers}, {zeros}"),
+    }
+}
+
 fn front_matter(record: &PruningRecord, source: &CardSource) -> String {
     let pruning = &record.pruning;
     let mut text = "---\n".to_string();
@@ -131,14 +164,14 @@ fn front_matter(record: &PruningRecord, source: &CardSource) -> String {
     );
     entry("library_name", &["transformers".to_string()]);
     entry("pipeline_tag", &["text-generation".to_string()]);
-    let tags = [
-        "prune",
-        "pruned",
-        "sparse",
-        &pruning.method,
-        &pruning.sparsity_type,
-    ];
-    entry("tags", &tags.map(String::from));
+    let mut tags = vec!["prune", "pruned"];
+    let drop = record.layer_drop.as_ref();
+    tags.extend(drop.map(|_| "layer-drop"));
+    if drop.is_none() || !pruning.prunes_nothing() {
+        tags.extend(["sparse", &pruning.method, &pruning.sparsity_type]);
+    }
+    let tags: Vec<String> = tags.into_iter().map(String::from).collect();
+    entry("tags", &tags);
     if let Some(dataset) = &source.dataset {
         text += &format!("datasets:\n- {}\n", quoted(dataset));
     }
@@ -151,6 +184,14 @@ fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, Strin
     let mut rows = vec![("Source", source_row(record))];
     if let Some(before) = &source.pruned_before {
         rows.push(("Pruned before", asked_for(before)));
+    }
+    if let Some(drop) = &record.layer_drop {
+        rows.push((
+            "Layers dropped",
+            format!("{}; counted from 0 in the source", drop.in_words()),
+        ));
+        let [before, after] = drop.parameters;
+        rows.push(("Parameters", format!("{after}, {before} in the source")));
     }
     let globs = |globs: &[String]| {
         globs
@@ -168,8 +209,10 @@ fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, Strin
             matrices += &format!("; {word}: {}", globs(texts));
         }
     }
-    rows.push(("Method", asked_for(pruning)));
-    rows.push(("Matrices pruned", matrices));
+    if record.layer_drop.is_none() || !pruning.prunes_nothing() {
+        rows.push(("Method", asked_for(pruning)));
+        rows.push(("Matrices pruned", matrices));
+    }
     rows.push((
         "Zeros",
         format!(
@@ -289,12 +332,12 @@ mod tests {
 
     #[test]
     fn names_are_those_that_the_hub_takes() {
-        let name = |source: &str| model_name(source, &pruning("unstructured"));
+        let name = |source: &str| model_name(source, &pruning("unstructured"), None);
         assert_eq!(name("Llama-2-7b-hf"), "Llama-2-7b-hf-wanda-0.5");
         assert_eq!(name("..my model--é|`"), "my-model-wanda-0.5");
         assert_eq!(name("\u{1b}"), "wanda-0.5");
         assert!(name(&"x".repeat(300)).len() <= 96);
-        assert_eq!(model_name("m", &pruning("2:4")), "m-wanda-2of4");
+        assert_eq!(model_name("m", &pruning("2:4"), None), "m-wanda-2of4");
     }
 
     #[test]

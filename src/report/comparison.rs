@@ -182,7 +182,13 @@ pub(super) fn method_label(manifest: &Manifest) -> String {
     let Some(pruning) = &manifest.pruning else {
         return "none".into();
     };
-    let mut label = pruning.method.clone();
+    let mut label = match &manifest.layer_drop {
+        Some(drop) if pruning.prunes_nothing() => {
+            return format!("{} layers dropped", drop.dropped.len());
+        }
+        Some(drop) => format!("{} layers dropped, {}", drop.dropped.len(), pruning.method),
+        None => pruning.method.clone(),
+    };
     if pruning.sparsity_type != "unstructured" {
         label += &format!(" {}", pruning.sparsity_type);
     }

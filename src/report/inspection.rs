@@ -12,6 +12,9 @@ use crate::run::{PruningRecord, TextProtocol};
 /// Names in a list before it is cut short.
 const NAMES_SHOWN: usize = 3;
 
+/// Numbers of layers in a list before it is cut short.
+const LAYERS_SHOWN: usize = 16;
+
 /// The whole report, ending in a newline.
 pub fn text(inspection: &Inspection) -> String {
     let mut text = summary(inspection);
@@ -306,6 +309,28 @@ fn pattern_of(layer: &InspectedLayer) -> String {
     }
 }
 
+/// Sizes before and after, where they differ, and the dropped layers.
+fn sizes(inspection: &Inspection, comparison: &DenseComparison) -> Vec<String> {
+    let mut lines = Vec::new();
+    let (before, after) = (comparison.dense_parameters, inspection.parameters);
+    if before != after && before > 0 {
+        lines.push(format!(
+            "{:.1} M parameters in {} there, {:.1} M in {} here",
+            before as f64 / 1e6,
+            comparison.dense_bytes,
+            after as f64 / 1e6,
+            inspection.bytes
+        ));
+    }
+    let dropped = comparison.layers_dropped.iter();
+    let dropped: Vec<String> = dropped.map(ToString::to_string).collect();
+    if !dropped.is_empty() {
+        let shown = shortened(dropped, LAYERS_SHOWN);
+        lines.push(format!("layers dropped: {}", shown.join(", ")));
+    }
+    lines
+}
+
 fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Vec<String> {
     let dense = &comparison.dense;
     let every = if comparison.unlike.is_empty() && comparison.missing.is_empty() {
@@ -313,7 +338,7 @@ fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Ve
     } else {
         "where compared, every"
     };
-    let mut lines = Vec::new();
+    let mut lines = sizes(inspection, comparison);
     if comparison.kept_identical && comparison.kept > 0 {
         lines.push(format!(
             "{every} kept weight equals {dense}, bit for bit ({} weights)",
@@ -343,6 +368,11 @@ fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Ve
                 format!("verdict: {dense} pruned by {method}, which changes the weights it keeps")
             }
         },
+        (true, has_zeros) if !comparison.layers_dropped.is_empty() => {
+            let pruned = if has_zeros { ", pruned" } else { "" };
+            let layers = inspection.num_hidden_layers;
+            format!("verdict: {layers} layers of {dense}{pruned}")
+        }
         (true, true) => format!("verdict: a pruned copy of {dense}"),
         (true, false) => format!("verdict: the weights of {dense}; nothing was pruned"),
         (false, _) => format!("verdict: not a pruned copy of {dense}"),

@@ -32,6 +32,17 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
     if let Some(merge) = &manifest.merge {
         merges::settings(merge, &mut row);
     }
+    if let Some(drop) = &manifest.layer_drop {
+        let [before, after] = drop.parameters.map(|weights| weights as f64 / 1e6);
+        row("layers dropped", drop.in_words());
+        row(
+            "parameters",
+            format!("{before:.1} M before, {after:.1} M after"),
+        );
+        let scores = drop.deciding_scores().iter();
+        let scores: Vec<String> = scores.map(|score| format!("{score:.4}")).collect();
+        row("scores of layers", scores.join(", "));
+    }
     if let Some(pruning) = &manifest.pruning {
         let (ratio, pattern) = (pruning.sparsity_ratio, &pruning.sparsity_type);
         row("method", method_label(manifest));

@@ -7,7 +7,10 @@ use super::merges;
 use crate::bytes::ByteSize;
 use crate::run::fallback::{FallbackOutcome, FallbackReport};
 use crate::run::manifest::PerplexityReport;
-use crate::run::{Manifest, TextProtocol};
+use crate::run::{LayerDropReport, Manifest, TextProtocol};
+
+/// Scores of layers that are shown, the lowest first.
+const SCORES_SHOWN: usize = 6;
 
 /// Rows of the table: names and values.
 #[derive(Default)]
@@ -66,7 +69,12 @@ impl TableRows {
                 self.add(&name, value);
             }
         }
-        if let Some(pruning) = &manifest.pruning {
+        if let Some(drop) = &manifest.layer_drop {
+            self.layer_drop(drop);
+        }
+        let is_dropped = manifest.layer_drop.is_some();
+        let pruning = manifest.pruning.as_ref();
+        if let Some(pruning) = pruning.filter(|of| !(is_dropped && of.prunes_nothing())) {
             self.add(
                 "pruning",
                 format!(
@@ -95,6 +103,32 @@ impl TableRows {
                 format!("{} weights were zero already", sparsity.zeros_before),
             );
         }
+    }
+
+    /// Dropped layers, their scores, and the sizes before and after.
+    fn layer_drop(&mut self, drop: &LayerDropReport) {
+        self.add("layers dropped", drop.in_words());
+        let mut scores: Vec<(usize, f64)> =
+            drop.deciding_scores().iter().copied().enumerate().collect();
+        scores.sort_by(|(_, a), (_, b)| a.total_cmp(b));
+        let shown = scores.iter().take(SCORES_SHOWN);
+        let shown: Vec<String> = shown
+            .map(|(layer, score)| format!("{layer}: {score:.4}"))
+            .collect();
+        let rest = if scores.len() > SCORES_SHOWN {
+            ", ..."
+        } else {
+            ""
+        };
+        self.add("  lowest scores", format!("{}{rest}", shown.join(", ")));
+        let [before, after] = drop.parameters.map(|weights| weights as f64 / 1e6);
+        self.add(
+            "  size",
+            format!(
+                "{before:.1} M parameters, {} before; {after:.1} M, {} after",
+                drop.bytes[0], drop.bytes[1]
+            ),
+        );
     }
 
     /// Perplexities, and the texts behind them.

@@ -158,6 +158,15 @@ pub struct Problem {
 pub struct DenseComparison {
     /// The dense folder, as given.
     pub dense: String,
+    /// Weights in all tensors of the dense model.
+    #[serde(default)]
+    pub dense_parameters: u64,
+    /// Bytes in all tensors of the dense model.
+    #[serde(default)]
+    pub dense_bytes: ByteSize,
+    /// Layers of the dense model that were dropped, from the record beside the weights. The others were compared.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers_dropped: Vec<usize>,
     /// Both have the same tensors. Every kept weight equals the dense model's bit for bit, every other tensor byte for byte.
     pub is_pruned_copy: bool,
     /// The method that changed the kept weights, from the record of the run; absent where the record names none.

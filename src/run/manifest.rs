@@ -6,6 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use super::fallback::{DeviceMemoryReport, FallbackReport};
+use super::layer_drop::LayerDropReport;
 use super::merging::MergeReport;
 use super::phase::Phase;
 use super::plan::{DevicePlan, HiddenStatesStorage, Plan};
@@ -42,6 +43,9 @@ pub struct Manifest {
     pub model: ModelReport,
     /// The arithmetic of the forward pass.
     pub arithmetic: Arithmetic,
+    /// The layers that were dropped, with their scores; absent without `--drop-layers`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layer_drop: Option<LayerDropReport>,
     /// The pruning settings, as resolved; absent for `eval`.
     pub pruning: Option<PruningReport>,
     /// The merge; absent for other commands.
@@ -203,6 +207,13 @@ pub struct PruningReport {
     pub matrices_in_model: usize,
     /// Per layer where `--layer-ratios` was given.
     pub layer_ratios: Option<Vec<f64>>,
+}
+
+impl PruningReport {
+    /// Returns whether no weight was to be removed.
+    pub fn prunes_nothing(&self) -> bool {
+        self.sparsity_ratio == 0.0 && self.layer_ratios.is_none()
+    }
 }
 
 /// The record of a text and of the ids used from it. Two runs with equal records computed with equal ids.

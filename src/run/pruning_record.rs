@@ -4,6 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::layer_drop::LayerDropReport;
 use super::manifest::{
     MatrixReport, Perplexities, PruningReport, SparsityReport, TextProtocol, name_of,
 };
@@ -30,6 +31,9 @@ pub struct PruningRecord {
     pub dtype: String,
     /// The arithmetic of the forward pass. Mask hashes are comparable only between equal arithmetic.
     pub arithmetic: ForwardArithmetic,
+    /// The layers that were dropped, with their scores; absent without `--drop-layers`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layer_drop: Option<LayerDropReport>,
     /// The pruning settings, as resolved.
     pub pruning: PruningReport,
     /// The calibration text and samples; absent for a method without calibration.

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::layer_drop::LayerDropReport;
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
 use super::merging::{MergedTensor, ModelPerplexity};
 
@@ -27,6 +28,9 @@ pub struct RunState {
     pub started_unix_seconds: u64,
     /// All settings that decide the outcome, by name. Two processes can work on one run only with equal settings.
     pub settings: BTreeMap<String, String>,
+    /// The layers that are dropped, with their scores.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layer_drop: Option<LayerDropReport>,
     /// The finished layers, in order.
     pub layers: Vec<LayerReport>,
     /// Written tensors → SHA-256 of their bytes, in hex.

@@ -21,7 +21,10 @@ use crate::model::on_device::LogSumExpPart;
 use crate::model::{DecoderLayer, LayerContext, Observer};
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 use crate::run::{Events, MemorySettings, Phase};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+
+/// A function that gets a sample, its hidden state, and the output of a layer for it.
+pub type CompareStates<'c> = dyn FnMut(usize, &Tensor, &Tensor) -> Result<()> + Send + 'c;
 
 /// The devices of a sweep.
 pub struct Compute<'a> {
@@ -89,6 +92,31 @@ impl<'a> Compute<'a> {
         hidden: &mut HiddenStates,
         done: &(dyn Fn(usize) + Sync),
     ) -> Result<()> {
+        self.replace(phase, layer, hidden, None, done)
+    }
+
+    /// Does the same in the phase "propagate". Before an output replaces a hidden state, `compare` gets the sample and both, in f32.
+    ///
+    /// # Errors
+    /// Fails as [`Compute::forward`], and with the first error of `compare`.
+    pub fn forward_and_compare(
+        &mut self,
+        layer: &DecoderLayer,
+        hidden: &mut HiddenStates,
+        compare: &mut CompareStates<'_>,
+        done: &(dyn Fn(usize) + Sync),
+    ) -> Result<()> {
+        self.replace(Phase::Propagate, layer, hidden, Some(compare), done)
+    }
+
+    fn replace(
+        &mut self,
+        phase: Phase,
+        layer: &DecoderLayer,
+        hidden: &mut HiddenStates,
+        mut compare: Option<&mut CompareStates<'_>>,
+        done: &(dyn Fn(usize) + Sync),
+    ) -> Result<()> {
         let workers = ready(&mut self.workers, &self.devices, layer)?;
         let (samples, context) = (hidden.samples(), &mut self.context);
         let mut finished = 0;
@@ -103,6 +131,10 @@ impl<'a> Compute<'a> {
                 layer.forward(&state, context)
             },
             done: &mut |sample, next: Tensor| {
+                if let Some(compare) = &mut compare {
+                    let before = lock(&hidden).get(sample)?;
+                    compare(sample, &before, &next.to_dtype(DType::F32)?)?;
+                }
                 lock(&hidden).put(sample, next)?;
                 done(finished);
                 finished += 1;

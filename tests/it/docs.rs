@@ -182,6 +182,13 @@ fn staged() -> (Place, Server) {
             },
         );
     }
+    place.checkpoint(
+        "models/llama-3-8b",
+        &RandomCheckpoint {
+            num_hidden_layers: 12,
+            ..shape.clone()
+        },
+    );
     let lora = json!({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]});
     let factors = adapters::pair("model.layers.0.self_attn.q_proj", 2, 32, 32);
     adapters::write_adapter(&place, "models/my-lora", &lora, &factors);

@@ -23,7 +23,8 @@ use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
 
 use crate::support::{self, sparsity};
 use compare::{Comparison, DENSE_PERPLEXITY, Rule, differences, relative, within};
-use reference::{Golden, dataset, goldens};
+pub(crate) use reference::dataset;
+use reference::{Golden, goldens};
 
 /// The folders there are tests for, and how many f32 runs each held when they were written.
 const FOLDERS: [(&str, usize); 3] = [

@@ -21,6 +21,7 @@ mod golden;
 mod hostile;
 mod hub;
 mod inspect;
+mod layer_drop;
 mod layering;
 mod licences;
 mod memory;

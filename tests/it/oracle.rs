@@ -137,6 +137,14 @@ fn compare(folder: &Path, lengths: &[usize]) -> Result<()> {
     Ok(())
 }
 
+/// Checks that candle reads a folder, and has our logits after a prompt.
+pub(crate) fn loads_in_candle(folder: &Path) -> Result<()> {
+    let tokens = prompt(100, ModelConfig::load(folder)?.vocab_size);
+    let apart = distance(&ours(folder, &tokens)?, &candles(folder, &tokens)?);
+    ensure!(apart <= LOGITS, "{apart:e} apart");
+    Ok(())
+}
+
 /// A random checkpoint whose every part matters; see [`SHARPER`].
 pub(crate) fn sharp(shape: &RandomCheckpoint) -> Result<TempDir> {
     let folder = tempfile::tempdir()?;

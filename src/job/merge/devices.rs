@@ -71,11 +71,11 @@ pub(super) fn name(plan: &Plan) -> String {
     }
 }
 
-/// What GPUs had no memory for, and the memory that they had in use, over all parts of a merge.
+/// What GPUs had no memory for, and the memory that they had in use, over all parts of a run.
 #[derive(Debug, Default)]
-pub(super) struct DeviceRecords {
-    pub(super) fallbacks: Vec<FallbackReport>,
-    pub(super) devices: Vec<DeviceMemoryReport>,
+pub(in crate::job) struct DeviceRecords {
+    pub(in crate::job) fallbacks: Vec<FallbackReport>,
+    pub(in crate::job) devices: Vec<DeviceMemoryReport>,
 }
 
 impl DeviceRecords {
@@ -88,7 +88,11 @@ impl DeviceRecords {
     }
 
     /// Adds the records of one part. Units of a device add up, and peaks are the larger ones.
-    pub(super) fn add(&mut self, fallbacks: Vec<FallbackReport>, devices: Vec<DeviceMemoryReport>) {
+    pub(in crate::job) fn add(
+        &mut self,
+        fallbacks: Vec<FallbackReport>,
+        devices: Vec<DeviceMemoryReport>,
+    ) {
         self.fallbacks.extend(fallbacks);
         for report in devices {
             let mut devices = self.devices.iter_mut();

@@ -101,6 +101,7 @@ impl MergeJob {
             arguments: Vec::new(),
             model: ModelSettings::of(folder),
             sparsity: None,
+            layer_drop: None,
             calibration: None,
             seqlen: self.settings.seqlen,
             evaluation: EvaluationSettings {

@@ -109,7 +109,7 @@ impl ActivationJournal for FileJournal<'_> {
 }
 
 /// The plan of the whole run: that of a measurement, then that of the merge. Peaks are the larger ones, times add up.
-pub(super) fn joined(measuring: Plan, merging: Plan) -> Plan {
+pub(in crate::job) fn joined(measuring: Plan, merging: Plan) -> Plan {
     let mut devices = measuring.devices;
     for device in merging.devices {
         match devices

@@ -42,6 +42,8 @@ use crate::run::command_line::quoted;
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
 pub use combined::peft_methods;
+pub(super) use devices::DeviceRecords;
+pub(super) use measuring::joined;
 use outputs::MergeOutputs;
 use settle::{MergeJob, SettledMerge};
 

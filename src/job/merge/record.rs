@@ -164,6 +164,7 @@ impl MergeJob {
                     .collect(),
                 threads: self.threads,
             },
+            layer_drop: None,
             pruning: None,
             merge: Some(report),
             calibration: None,

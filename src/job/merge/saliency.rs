@@ -424,6 +424,7 @@ fn measuring_job(
             dtype: ComputeDtype::Auto,
         },
         sparsity: None,
+        layer_drop: None,
         calibration: Some(CalibrationSettings {
             dataset: wish.dataset.clone(),
             ..settings.calibration.clone()
@@ -444,7 +445,7 @@ fn measuring_job(
         model.source = Arc::new(AdaptedSource::new(model.source, (**adapter).clone())?);
     }
     let observes = Observed {
-        kind: kind(wish.has_magnitudes),
+        kind: Some(kind(wish.has_magnitudes)),
         kept,
     };
     let given = Given {

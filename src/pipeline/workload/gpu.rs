@@ -36,7 +36,10 @@ pub(super) fn layers(run: &RunShape<'_>, settings: &MemorySettings) -> Vec<Phase
         ),
     ];
     let calibration = [Phase::Calibrate, Phase::Propagate];
-    let calibration = calibration.into_iter().filter(|_| run.samples > 0);
+    let has_statistics = run.statistics().is_some();
+    let calibration = calibration
+        .into_iter()
+        .filter(|phase| run.samples > 0 && (has_statistics || *phase == Phase::Propagate));
     calibration
         .chain(evaluation_phases(run))
         .map(|phase| with_context(run, phase, parts.clone()))

@@ -61,8 +61,14 @@ impl<'r> Host<'r> {
         if run.samples > 0 {
             let mut statistics = self.statistics();
             statistics.extend(self.waiting_rows());
-            phases.push(self.passing(Phase::Calibrate, capture(sample), statistics));
-            phases.push(self.passing(Phase::Propagate, forward(sample), Vec::new()));
+            let mut kept = Vec::new();
+            match run.statistics() {
+                Some(_) => {
+                    phases.push(self.passing(Phase::Calibrate, capture(sample), statistics));
+                }
+                None => kept = statistics,
+            }
+            phases.push(self.passing(Phase::Propagate, forward(sample), kept));
         }
         if let Some(technique) = &run.technique {
             let mut parts = vec![part(PartKind::Scores, self.score(technique))];
@@ -201,8 +207,10 @@ impl<'r> Host<'r> {
     /// Statistics of the four inputs while samples pass, and the calibration rows for output errors.
     fn statistics(&self) -> Vec<MemoryPart> {
         let run = self.run;
+        let kept = run.observes.map(|observed| observed.kept);
         let Some(kind) = run.statistics() else {
-            return Vec::new();
+            let kept = kept.map(|kept| part(PartKind::Statistics, kept));
+            return kept.into_iter().collect();
         };
         let widths = output_error::widths(run.config);
         let each = widths.map(|width| kind.bytes(width));
@@ -214,13 +222,9 @@ impl<'r> Host<'r> {
             .map(|width| kind.adding_bytes(width))
             .into_iter()
             .max();
-        let kept = run
-            .observes
-            .map(|observed| observed.kept)
-            .unwrap_or_default();
         let mut parts = vec![part(
             PartKind::Statistics,
-            held + adding.unwrap_or_default() + kept,
+            held + adding.unwrap_or_default() + kept.unwrap_or_default(),
         )];
         parts.extend(self.calibration_rows());
         parts

@@ -19,9 +19,15 @@ const SPLIT_TIMES_F32: f64 = 2.0;
 pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     let settings = &option.settings;
     let layers = run.config.num_hidden_layers.max(1) as f64;
-    let (samples, windows) = (run.samples as f64, run.evaluated_windows() as f64);
-    // Calibration samples end at the last layer's dense pass.
-    let propagated = samples * (layers - 1.0) / layers;
+    let windows = run.evaluated_windows() as f64;
+    let (samples, propagated) = match run.statistics() {
+        // Calibration samples end at the last layer's dense pass.
+        Some(_) => (
+            run.samples as f64,
+            run.samples as f64 * (layers - 1.0) / layers,
+        ),
+        None => (0.0, run.samples as f64),
+    };
     let seqlen = run.seqlen as f64;
     let per_token = Operations::per_token(run, settings);
     let passes = match run.passes_inputs_apart(settings.statistics) {
@@ -37,7 +43,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     if option.storage == HiddenStatesStorage::Disk {
         moved += states * (samples + 2.0 * propagated + 2.0 * windows);
         // The embedded samples.
-        once_moved += states * (samples + windows);
+        once_moved += states * (run.samples as f64 + windows);
     }
     if settings.weights == WeightsHeld::Matrix {
         moved += weights * (samples + propagated + windows);

@@ -27,13 +27,20 @@ fn methods_of_the_field_that_do_not_exist_here_are_named_so() {
         "alps",
         "admm",
         "flap",
-        "shortgpt",
     ] {
         let line = format!("--model m --prune-method {method}");
         let first = format!("error: invalid value '{method}' for '--prune-method <METHOD>'");
         let tip = "tip: this method does not exist in this version; the possible values are all there are";
         assert_eq!(told(&line, &first), [METHODS, tip]);
     }
+}
+
+#[test]
+fn a_method_that_is_a_flag_is_answered_with_the_flag() {
+    let first = "error: invalid value 'ShortGPT' for '--prune-method <METHOD>'";
+    let tip = "tip: --drop-layers N drops layers by their block influence";
+    let line = "--model m --prune-method ShortGPT";
+    assert_eq!(told(line, first), [METHODS, tip]);
 }
 
 #[test]

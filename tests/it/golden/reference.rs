@@ -130,7 +130,7 @@ pub(super) fn goldens(folder: &Path) -> Result<Vec<Golden>> {
 }
 
 /// The text a golden names, as the flag wants it.
-pub(super) fn dataset(shared: &Path, file_name: &str) -> Result<String> {
+pub(crate) fn dataset(shared: &Path, file_name: &str) -> Result<String> {
     let places =
         ["wikitext2", "stories"].map(|folder| shared.join("data").join(folder).join(file_name));
     let path: Option<&PathBuf> = places.iter().find(|path| path.is_file());

@@ -1,0 +1,126 @@
+//! A smaller model made of parts of another: its configuration, and the place of each of its tensors in the other.
+//!
+//! An edit of the structure (layers that are dropped) changes the shape of a model, and leaves every tensor that stays as it is. So the
+//! smaller model is a [`ModelConfig`], the matching `config.json`, and a view of the checkpoint
+//! ([`Checkpoint::view`](crate::checkpoint::Checkpoint::view)). Everything that reads or writes models works on these three alone.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value};
+
+use super::config::ModelConfig;
+
+/// The beginning of the names of a layer's tensors.
+const LAYERS: &str = "model.layers.";
+
+/// A model with some layers of another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeptLayers {
+    /// The layers of the other model that stay, in ascending order.
+    kept: Vec<usize>,
+    /// Layers of the other model.
+    before: usize,
+}
+
+impl KeptLayers {
+    /// The layers of a model of `layers` without the `dropped` ones.
+    pub fn without(layers: usize, dropped: &[usize]) -> Self {
+        // A record may name any number of layers.
+        let dropped: BTreeSet<usize> = dropped.iter().copied().collect();
+        Self {
+            kept: (0..layers)
+                .filter(|layer| !dropped.contains(layer))
+                .collect(),
+            before: layers,
+        }
+    }
+
+    /// The layers of the other model, by their new numbers.
+    pub fn layers(&self) -> &[usize] {
+        &self.kept
+    }
+
+    /// The name of a tensor in the smaller model; `None` if it belongs to a layer that is not there.
+    pub fn rename(&self, name: &str) -> Option<String> {
+        let Some((layer, rest)) = name
+            .strip_prefix(LAYERS)
+            .and_then(|rest| rest.split_once('.'))
+        else {
+            return Some(name.to_owned());
+        };
+        let layer: usize = layer.parse().ok()?;
+        let number = self.kept.binary_search(&layer).ok()?;
+        Some(format!("{LAYERS}{number}.{rest}"))
+    }
+
+    /// The configuration of the smaller model.
+    pub fn config(&self, of: &ModelConfig) -> ModelConfig {
+        ModelConfig {
+            num_hidden_layers: self.kept.len(),
+            ..of.clone()
+        }
+    }
+
+    /// Changes a `config.json`: the number of layers, lists with an entry per layer (`layer_types`), and the number of first layers with
+    /// full attention (`max_window_layers`).
+    pub fn edit_json(&self, config: &mut Map<String, Value>) {
+        for (key, value) in config.iter_mut() {
+            match value {
+                Value::Array(entries) if key.contains("layer") && entries.len() == self.before => {
+                    let kept = self.kept.iter().map(|&layer| entries[layer].take());
+                    *value = kept.collect();
+                }
+                Value::Number(number) if key == "max_window_layers" => {
+                    let first = number.as_u64().unwrap_or_default();
+                    let is_first = |layer: &&usize| (**layer as u64) < first;
+                    let kept = self.kept.iter().filter(is_first).count();
+                    *value = kept.into();
+                }
+                _ => {}
+            }
+        }
+        config.insert("num_hidden_layers".to_owned(), self.kept.len().into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn tensors_of_kept_layers_get_the_next_numbers() {
+        let kept = KeptLayers::without(12, &[0, 3]);
+        let renamed = |name: &str| kept.rename(name);
+        assert_eq!(kept.layers().len(), 10);
+        assert_eq!(renamed("model.layers.0.mlp.up_proj.weight"), None);
+        assert_eq!(
+            renamed("model.layers.2.input_layernorm.weight").as_deref(),
+            Some("model.layers.1.input_layernorm.weight")
+        );
+        assert_eq!(
+            renamed("model.layers.11.mlp.up_proj.weight").as_deref(),
+            Some("model.layers.9.mlp.up_proj.weight")
+        );
+        // Beyond the layers of the configuration.
+        assert_eq!(renamed("model.layers.12.mlp.up_proj.weight"), None);
+        for other in ["model.embed_tokens.weight", "lm_head.weight"] {
+            assert_eq!(renamed(other).as_deref(), Some(other));
+        }
+    }
+
+    #[test]
+    fn lists_of_layers_lose_the_same_entries() {
+        let mut config = json!({
+            "num_hidden_layers": 4, "layer_types": ["a", "b", "c", "d"], "max_window_layers": 3,
+            "eos_token_id": [1, 2, 3, 4], "other_layers": [1, 2],
+        });
+        KeptLayers::without(4, &[1]).edit_json(config.as_object_mut().unwrap());
+        let expected = json!({
+            "num_hidden_layers": 3, "layer_types": ["a", "c", "d"], "max_window_layers": 2,
+            "eos_token_id": [1, 2, 3, 4], "other_layers": [1, 2],
+        });
+        assert_eq!(config, expected);
+    }
+}
