@@ -18,6 +18,7 @@ use serde_json::Value;
 
 use crate::data::DatasetSpec;
 use crate::generation::Sampling;
+use crate::pipeline::allocate::Allocation;
 use crate::pipeline::{Flow, Propagation, Selection, Sequence};
 use crate::pruning::{self, MethodOptions, Technique};
 use crate::run::verification::VerifyLevel;
@@ -192,6 +193,14 @@ pub struct SparsitySettings {
     pub propagate: Propagation,
     /// `--true-sequential`.
     pub true_sequential: bool,
+    /// `--allocate`.
+    pub allocate: Allocation,
+    /// `--ratio-band`; `None` for the allocation's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ratio_band: Option<f64>,
+    /// `--owl-outliers`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub owl_outliers: Option<f64>,
     /// Ratio, pattern and matrices.
     #[serde(flatten)]
     pub selection: Selection,
@@ -248,6 +257,9 @@ impl Default for SparsitySettings {
             refine: None,
             propagate: Propagation::default(),
             true_sequential: false,
+            allocate: Allocation::default(),
+            ratio_band: None,
+            owl_outliers: None,
             selection: Selection::default(),
         }
     }

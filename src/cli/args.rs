@@ -4,21 +4,18 @@ use std::fmt::Display;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use serde::de::DeserializeOwned;
 
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
-use crate::pipeline::{LayerRatios, Propagation, Selection};
 use crate::placement::Budget;
-use crate::pruning::{METHODS, MethodOptions, Pattern, REFINEMENTS};
 use crate::run::verification::VerifyLevel;
 use crate::run::{HiddenStatesStorage, MemorySettings};
 use crate::runtime::Simulation;
 use crate::settings::{
     CalibrationSettings, DATASET, DeviceChoice, DeviceMapChoice, DeviceSettings, EvalSides,
-    EvaluationSettings, NSAMPLES, OutputSettings, PRUNE_METHOD, SparsitySettings,
+    EvaluationSettings, NSAMPLES, OutputSettings,
 };
 
 /// Device and memory flags.
@@ -250,133 +247,6 @@ fn perplexity_limit(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-/// Sparsity flags.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Sparsity")]
-pub(super) struct SparsityArgs {
-    #[arg(
-        long,
-        value_name = "METHOD",
-        default_value = PRUNE_METHOD,
-        value_parser = PossibleValuesParser::new(METHODS.iter().map(|method| method.name())),
-        help = methods_help()
-    )]
-    pub(super) prune_method: String,
-
-    /// Damping of sparsegpt, as a fraction of the mean square of the inputs [default: 0.01]
-    #[arg(long, value_name = "FRACTION", allow_negative_numbers = true)]
-    percdamp: Option<f64>,
-
-    /// Columns that sparsegpt prunes together [default: 128]
-    #[arg(long, value_name = "COLUMNS")]
-    blocksize: Option<usize>,
-
-    #[arg(
-        long,
-        value_name = "STEP",
-        value_parser = PossibleValuesParser::new(REFINEMENTS.iter().map(|step| step.name())),
-        help = refinements_help()
-    )]
-    refine: Option<String>,
-
-    /// Swaps per row of `--refine dsnot` at most [default: 50]
-    #[arg(long, value_name = "N")]
-    dsnot_cycles: Option<usize>,
-
-    /// `--refine dsnot` refines the matrices of the MLP, too
-    #[arg(long)]
-    dsnot_mlp: bool,
-
-    /// Layers that the samples have passed before they reach the next one
-    #[arg(long, value_name = "LAYERS", value_enum, default_value_t)]
-    propagate: PropagateArg,
-
-    /// Observe the input of every matrix behind the pruned matrices before it: four passes of the samples per layer
-    #[arg(long)]
-    true_sequential: bool,
-
-    /// Fraction removed, from 0 up to but not including 1
-    ///
-    /// May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
-    #[arg(long, value_name = "RATIO", allow_negative_numbers = true)]
-    pub(super) sparsity_ratio: Option<f64>,
-
-    /// `unstructured`, or N:M with N pruned of each M neighbours
-    #[arg(long, value_name = "TYPE", default_value = "unstructured")]
-    pub(super) sparsity_type: Pattern,
-
-    /// `--prune-method wanda` means `wanda-variant`
-    #[arg(long, hide = true)]
-    pub(super) use_variant: bool,
-
-    /// Prune only matrices that match a glob; may be repeated
-    ///
-    /// Matched against model.layers.0.self_attn.q_proj, self_attn.q_proj and q_proj. What is chosen is printed.
-    #[arg(long, value_name = "GLOB")]
-    include: Vec<String>,
-
-    /// Leave matrices alone that match a glob; may be repeated
-    #[arg(long, value_name = "GLOB")]
-    exclude: Vec<String>,
-
-    /// JSON file with a ratio per layer: [0.5, 0.6, ...], or {"0": 0.3} for some
-    #[arg(long, value_name = "FILE")]
-    layer_ratios: Option<PathBuf>,
-}
-
-/// The choices of `--propagate`.
-#[derive(Debug, Clone, Copy, Default, clap::ValueEnum)]
-enum PropagateArg {
-    /// Pruned layers
-    #[default]
-    Pruned,
-    /// Dense layers
-    Dense,
-}
-
-impl SparsityArgs {
-    /// # Errors
-    /// Fails when the file of `--layer-ratios` cannot be read, and for `--use-variant` with another method than Wanda.
-    pub(super) fn settings(&self) -> Result<SparsitySettings> {
-        let layer_ratios = self.layer_ratios.as_deref().map(LayerRatios::load);
-        Ok(SparsitySettings {
-            prune_method: self.method()?,
-            options: MethodOptions {
-                percdamp: self.percdamp,
-                blocksize: self.blocksize,
-                dsnot_cycles: self.dsnot_cycles,
-                dsnot_mlp: self.dsnot_mlp,
-            },
-            refine: self.refine.clone(),
-            propagate: match self.propagate {
-                PropagateArg::Pruned => Propagation::Pruned,
-                PropagateArg::Dense => Propagation::Dense,
-            },
-            true_sequential: self.true_sequential,
-            selection: Selection {
-                sparsity_ratio: self.sparsity_ratio,
-                sparsity_type: self.sparsity_type,
-                include: self.include.clone(),
-                exclude: self.exclude.clone(),
-                layer_ratios: layer_ratios.transpose()?,
-            },
-        })
-    }
-
-    /// The name of the method; `--use-variant` makes `wanda` `wanda-variant`.
-    fn method(&self) -> Result<String> {
-        match (self.prune_method.as_str(), self.use_variant) {
-            ("wanda" | "wanda-variant", true) => Ok("wanda-variant".to_string()),
-            (name, true) => Err(Failure::usage(format!(
-                "--use-variant belongs to --prune-method wanda, and {name} was given"
-            ))
-            .hint("leave --use-variant out")
-            .into()),
-            (name, false) => Ok(name.to_string()),
-        }
-    }
-}
-
 /// Calibration flags.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Calibration")]
@@ -490,21 +360,4 @@ impl OutputArgs {
             verify: self.verify,
         }
     }
-}
-
-/// The table of methods, for the help text.
-fn refinements_help() -> String {
-    let steps = REFINEMENTS.iter();
-    let steps: Vec<String> = steps
-        .map(|step| format!("{} ({})", step.name(), step.summary()))
-        .collect();
-    format!("A step behind the method: {}", steps.join(" or "))
-}
-
-fn methods_help() -> String {
-    let methods: Vec<String> = METHODS
-        .iter()
-        .map(|method| format!("{} ({})", method.name(), method.summary()))
-        .collect();
-    format!("How weights are chosen: {}", methods.join(" or "))
 }

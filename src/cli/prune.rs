@@ -5,13 +5,12 @@ use std::path::Path;
 use anyhow::Result;
 use clap::Args;
 
-use super::args::{
-    CalibrationArgs, DeviceArgs, EvaluationArgs, MessageArgs, OutputArgs, SparsityArgs,
-};
+use super::args::{CalibrationArgs, DeviceArgs, EvaluationArgs, MessageArgs, OutputArgs};
 use super::console::Console;
 use super::layer_drop::LayerDropArgs;
 use super::model::ModelArgs;
 use super::outcome::Outcome;
+use super::sparsity::SparsityArgs;
 use crate::job;
 use crate::report;
 use crate::run::command_line::quoted;

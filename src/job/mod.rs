@@ -18,6 +18,7 @@
 //! | `record`, `profile`, `recorder` | `run.json`, the profile in it, the warnings of a run |
 //! | `interruption` | messages for a run that ends early |
 
+mod allocate;
 pub mod demo;
 pub mod eval;
 pub mod folder;
@@ -38,6 +39,7 @@ pub mod prune;
 mod published;
 mod record;
 mod recorder;
+mod resolved;
 mod same_run;
 mod settle;
 mod streams;

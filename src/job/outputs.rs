@@ -118,6 +118,10 @@ fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
         arguments: job.settings.arguments.clone(),
         started_unix_seconds: model.started_unix_seconds,
         settings: job.deciding.clone(),
+        allocation: job
+            .pruning
+            .as_ref()
+            .and_then(|pruning| pruning.allocation.clone()),
         layer_drop: model.part_of.as_ref().map(|whole| whole.layer_drop.clone()),
         ..RunState::default()
     };

@@ -6,22 +6,19 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 use super::folder::RunFolder;
-use super::layer_drop;
 use super::opened::OpenedModel;
 use super::planned::Planning;
+use super::resolved::{Pruning, allocates, prunes_nothing};
 use super::same_run;
 use super::texts::{TextSources, Texts};
+use super::{allocate, layer_drop};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::data::Calibration;
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::disk::{self, Room};
 use crate::failure::Failure;
-use crate::model::ModelConfig;
-use crate::pipeline::{
-    Flow, LayerRatios, Observed, RunShape, SaveMasks, TargetPlan, check_verification,
-};
-use crate::pruning::{Pattern, Technique};
+use crate::pipeline::{Flow, Observed, RunShape, SaveMasks};
 use crate::report;
 use crate::run::manifest::PerplexityReport;
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
@@ -57,17 +54,6 @@ pub(super) struct Given<'a> {
     pub(super) observes: Option<Observed>,
     /// The record of a run that has measured the dense perplexity. It is used where this run would measure the same.
     pub(super) dense: Option<&'a Manifest>,
-}
-
-/// The pruning part of a run.
-pub(super) struct Pruning {
-    pub(super) technique: Technique,
-    pub(super) flow: Flow,
-    pub(super) targets: TargetPlan,
-    /// Matrices are scored with statistics.
-    calibrates: bool,
-    /// The file of `--save-masks`.
-    pub(super) masks: Option<PathBuf>,
 }
 
 /// The outcome of settling.
@@ -142,6 +128,23 @@ impl Job {
             model = layer_drop::smaller(&settings, model, known, &folder, events)?;
             // The settings are resolved already.
             pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
+        }
+        if let Some(of) = pruning.as_ref().filter(|of| allocates(&settings, of)) {
+            let known = unfinished.as_ref().filter(|_| !settings.output.force);
+            let known = known.and_then(|state| state.allocation.clone());
+            let report = match known {
+                Some(report) => report,
+                None => {
+                    let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
+                    plan_early(&planning, &mut RunShape { ..shape }, &model)?;
+                    let ratio = of.targets.sparsity_ratio;
+                    let measured = allocate::ratios(&settings, model, ratio, events)?;
+                    model = measured.0;
+                    measured.1
+                }
+            };
+            allocate::announce(&report, events);
+            pruning = Some(of.with_ratios(report, &settings, &model.config)?);
         }
         let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
         plan_early(&planning, &mut shape, &model)?;
@@ -362,40 +365,6 @@ impl Job {
     }
 }
 
-impl Pruning {
-    /// Resolves method, matrices and ratios, and writes what they come to into the settings. `None` where the run does not prune.
-    fn resolve(
-        settings: &mut Settings,
-        config: &ModelConfig,
-        folder: &RunFolder,
-    ) -> Result<Option<Self>> {
-        let Some(sparsity) = &mut settings.sparsity else {
-            return Ok(None);
-        };
-        let technique = sparsity.technique()?;
-        sparsity.flow().check(&technique)?;
-        check_verification(&technique, settings.output.verify)?;
-        let masks = settings.output.save_masks.then(|| folder.masks());
-        let masks = masks.transpose()?;
-        let selection = &mut sparsity.selection;
-        let targets = TargetPlan::resolve(selection, technique.method, config)?;
-        selection.sparsity_ratio = Some(targets.sparsity_ratio);
-        selection.layer_ratios = targets.uneven_ratios().map(LayerRatios::All);
-        let calibrates = calibrates(&technique, &targets);
-        // Layers are scored with the samples, too.
-        if !calibrates && settings.layer_drop.is_none() {
-            settings.calibration = None;
-        }
-        Ok(Some(Self {
-            flow: sparsity.flow(),
-            technique,
-            targets,
-            calibrates,
-            masks,
-        }))
-    }
-}
-
 /// The models that a run has yet to measure. A dense model whose layers were scored was measured then; that of a sweep of runs may
 /// have been measured by an earlier one.
 fn sides_left(eval: EvalSides, model: &OpenedModel, is_dense_known: bool) -> &'static [Side] {
@@ -454,17 +423,6 @@ pub(super) fn nothing_to_resume(folder: &RunFolder) -> Failure {
         None => Failure::usage("--resume needs the folder of the model that is unfinished")
             .hint("add --save DIR, and leave --no-save-model out"),
     }
-}
-
-/// Returns true if any matrix is scored with statistics.
-fn calibrates(technique: &Technique, targets: &TargetPlan) -> bool {
-    technique.statistics().is_some() && !prunes_nothing(targets)
-}
-
-fn prunes_nothing(targets: &TargetPlan) -> bool {
-    targets.pattern == Pattern::Unstructured
-        && targets.sparsity_ratio == 0.0
-        && targets.uneven_ratios().is_none()
 }
 
 /// Plans a run before its texts are found, so that a run that cannot fit fails early. A refused run is planned again with the memory

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `activations` | an editor that changes nothing: it measures the inputs of linears |
+//! | `allocate` | an editor that measures layers, and the ratios that follow |
 //! | `calibrate` | the calibration samples and their statistics |
 //! | `flow` | the way of the samples through a layer |
 //! | `output` | the receivers of a pruned layer: files, masks, the journal of finished layers |
@@ -15,6 +16,7 @@
 //! | `workload` | a run in numbers, for the planner |
 
 pub mod activations;
+pub mod allocate;
 pub mod calibrate;
 pub mod expected;
 pub mod flow;

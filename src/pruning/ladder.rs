@@ -59,29 +59,15 @@ impl PruningMethod for Ladder {
         let (rows, columns) = (weight.rows(), weight.columns());
         let keeps = keeps(request.target, rows, columns);
         let gamma = exp("GAMMA", 1.0);
-        let mut out = vec![0.0; scaled.len()];
-        gram.product(
-            &scaled,
-            &mut out,
-            &mut crate::linalg::product::Packed::default(),
-        );
-        let norms: Vec<f32> = out
+        let norms: Vec<f32> = scaled
             .chunks(columns)
-            .zip(scaled.chunks(columns))
-            .map(|(a, b)| {
-                let e: f64 = a
-                    .iter()
-                    .zip(b)
-                    .map(|(a, b)| f64::from(*a) * f64::from(*b))
-                    .sum();
-                if e > 0.0 {
-                    e.powf(-gamma / 2.0) as f32
-                } else {
-                    1.0
-                }
+            .map(|row| {
+                let mut sorted: Vec<f32> = row.iter().map(|v| v.abs()).collect();
+                sorted.sort_by(f32::total_cmp);
+                let t = sorted[request.target.count_of(columns).min(columns - 1)];
+                if t > 0.0 { t.powf(-gamma as f32) } else { 1.0 }
             })
             .collect();
-        drop(out);
         for (row, norm) in scaled.chunks_mut(columns).zip(&norms) {
             row.iter_mut().for_each(|v| *v *= norm);
         }

@@ -46,13 +46,16 @@ impl PruningMethod for Wanda {
 }
 
 /// √s_j `[in_features]`.
-pub(super) fn input_norms(request: &Request<'_>) -> Result<Vec<f32>> {
+///
+/// # Errors
+/// Fails on a value that is not finite, and without statistics.
+pub fn input_norms(request: &Request<'_>) -> Result<Vec<f32>> {
     let squares = request.mean_squares()?;
     Ok(squares.iter().map(|square| square.sqrt()).collect())
 }
 
 /// |W_ij| · √s_j, in place of |W_ij|.
-pub(super) fn score(magnitudes: &mut [f32], norms: &[f32]) {
+pub fn score(magnitudes: &mut [f32], norms: &[f32]) {
     for (weight, norm) in magnitudes.iter_mut().zip(norms) {
         *weight *= norm;
     }

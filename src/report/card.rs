@@ -318,6 +318,7 @@ mod tests {
 
     fn pruning(sparsity_type: &str) -> PruningReport {
         PruningReport {
+            allocation: None,
             method: "wanda".to_string(),
             sparsity_ratio: 0.5,
             sparsity_type: sparsity_type.to_string(),

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
+use super::allocation::AllocationReport;
 use super::fallback::{DeviceMemoryReport, FallbackReport};
 use super::layer_drop::LayerDropReport;
 use super::merging::MergeReport;
@@ -197,6 +198,9 @@ pub struct PruningReport {
     /// True if the method changes the weights it keeps.
     #[serde(default)]
     pub changes_weights: bool,
+    /// The allocation of the ratios, where they were measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocation: Option<AllocationReport>,
     /// `--include`, as given.
     pub include: Vec<String>,
     /// `--exclude`, as given.

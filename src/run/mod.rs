@@ -2,6 +2,7 @@
 //!
 //! Nothing here computes or prints. Every other room may use these records.
 
+pub mod allocation;
 pub mod command_line;
 pub mod events;
 pub mod fallback;
@@ -20,6 +21,7 @@ pub mod pruning_record;
 pub mod state;
 pub mod verification;
 
+pub use allocation::AllocationReport;
 pub use events::{Event, Events, Silent, Stopped, Unfinished};
 pub use fallback::FallbackReport;
 pub use generation::GenerationReport;

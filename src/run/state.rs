@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::allocation::AllocationReport;
 use super::layer_drop::LayerDropReport;
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
 use super::merging::{MergedTensor, ModelPerplexity};
@@ -31,6 +32,9 @@ pub struct RunState {
     /// The layers that are dropped, with their scores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layer_drop: Option<LayerDropReport>,
+    /// The ratios of the layers, where they were measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocation: Option<AllocationReport>,
     /// The finished layers, in order.
     pub layers: Vec<LayerReport>,
     /// Written tensors → SHA-256 of their bytes, in hex.

@@ -1,0 +1,160 @@
+//! The pass that decides the ratios of layers: samples through the dense model, before anything is pruned.
+
+use anyhow::{Context, Result};
+
+use super::opened::OpenedModel;
+use super::outputs::Outputs;
+use super::settle::{Given, Job, Settled};
+use super::streams::Streams;
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+use crate::pipeline::Observed;
+use crate::pipeline::allocate::{
+    Allocation, AllocationMeter, OUTLIERS, error_ratios, grid, owl_ratios,
+};
+use crate::pruning::Pattern;
+use crate::pruning::column_squares::ColumnSquaresKind;
+use crate::run::{AllocationReport, Events};
+use crate::settings::{EvalSides, OutputSettings, Settings, SparsitySettings};
+
+/// Ratios per line of a message.
+const RATIOS_PER_LINE: usize = 8;
+
+/// Checks the flags of the allocation.
+///
+/// # Errors
+/// Fails with exit code 2 for flags that contradict the allocation or that it does not read.
+pub(super) fn check(sparsity: &SparsitySettings) -> Result<(), Failure> {
+    let (allocate, selection) = (sparsity.allocate, &sparsity.selection);
+    let name = allocate.name();
+    if sparsity.owl_outliers.is_some() && allocate != Allocation::Owl {
+        return Err(Failure::usage("--owl-outliers belongs to --allocate owl")
+            .hint("add --allocate owl, or leave --owl-outliers out"));
+    }
+    if allocate == Allocation::Uniform {
+        return match sparsity.ratio_band {
+            None => Ok(()),
+            Some(_) => Err(
+                Failure::usage("--ratio-band belongs to --allocate owl or error")
+                    .hint("add --allocate error, or leave --ratio-band out"),
+            ),
+        };
+    }
+    if selection.layer_ratios.is_some() {
+        return Err(
+            Failure::usage(format!("--allocate {name} contradicts --layer-ratios"))
+                .detail("both say the ratio of every layer")
+                .hint("leave one of them out"),
+        );
+    }
+    if selection.sparsity_type != Pattern::Unstructured {
+        let pattern = selection.sparsity_type;
+        return Err(Failure::usage(format!(
+            "--allocate {name} cannot be combined with the {pattern} pattern"
+        ))
+        .detail("an N:M pattern fixes the ratio of every layer")
+        .hint("leave --allocate out"));
+    }
+    let band = allocate.band(sparsity.ratio_band);
+    if !(band > 0.0 && band < 0.5) {
+        return Err(Failure::usage(format!("--ratio-band is {band}"))
+            .hint("use a number between 0 and 0.5, like 0.08"));
+    }
+    match sparsity.owl_outliers {
+        Some(outliers) if !(outliers > 1.0 && outliers.is_finite()) => {
+            Err(Failure::usage(format!("--owl-outliers is {outliers}"))
+                .hint("use a multiple of the mean score above 1, like 5"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Measures the dense model, and returns it with the ratio of every layer.
+///
+/// # Errors
+/// Fails where the pass does not fit, for layers that cannot be read, and for activations that are not finite.
+pub(super) fn ratios(
+    settings: &Settings,
+    model: OpenedModel,
+    ratio: f64,
+    events: &dyn Events,
+) -> Result<(OpenedModel, AllocationReport)> {
+    let sparsity = settings.sparsity.as_ref().context("this run prunes")?;
+    let mut measuring = Settings {
+        sparsity: None,
+        layer_drop: None,
+        output: OutputSettings::default(),
+        ..settings.clone()
+    };
+    measuring.evaluation.max_perplexity = None;
+    measuring.evaluation.eval = EvalSides::None;
+    let save = settings.output.save.clone();
+    measuring.device.offload_folder = measuring.device.offload_folder.or(save);
+    // A matrix, and its pruned copy.
+    let matrices = model.config.projections().map(|projection| {
+        let (rows, columns) = projection.shape(&model.config);
+        rows * columns
+    });
+    let largest = matrices.max().unwrap_or_default();
+    let given = Given {
+        observes: Some(Observed {
+            kind: Some(&ColumnSquaresKind),
+            kept: ByteSize::of(2 * largest, model.dtype().bytes()),
+        }),
+        dense: None,
+    };
+    let settled = Job::settle_opened(measuring, model, given, events)?;
+    let Settled::Job(job) = settled else {
+        return Err(anyhow::anyhow!("a measuring pass has no record"));
+    };
+    let allocation = sparsity.allocate;
+    events.note(format!(
+        "measuring the dense layers for --allocate {}",
+        allocation.name()
+    ));
+    let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
+    let samples = streams.calibration.take();
+    let samples = samples.context("layers are measured with samples")?;
+    let band = allocation.band(sparsity.ratio_band);
+    let outliers = sparsity.owl_outliers.unwrap_or(OUTLIERS);
+    let points = grid(ratio, band);
+    let model = &job.model;
+    let mut meter = AllocationMeter::new(
+        allocation,
+        (outliers, points.clone()),
+        samples,
+        &model.config,
+        &model.clock,
+        events,
+    );
+    streams.sweep(&job, None, Some(&mut meter), events)?;
+    let measured = meter.into_measured();
+    drop(streams);
+    let ratios = match allocation {
+        Allocation::Uniform => vec![ratio; measured.len()],
+        Allocation::Owl => owl_ratios(&measured.concat(), ratio, band),
+        Allocation::Error => error_ratios(&measured, ratio, band),
+    };
+    let report = AllocationReport {
+        rule: allocation.name().to_string(),
+        points: match allocation {
+            Allocation::Error => points,
+            _ => Vec::new(),
+        },
+        measured,
+        ratios,
+    };
+    let Job { model, .. } = *job;
+    Ok((model, report))
+}
+
+/// Tells the ratios.
+pub(super) fn announce(report: &AllocationReport, events: &dyn Events) {
+    for (line, ratios) in report.ratios.chunks(RATIOS_PER_LINE).enumerate() {
+        let first = line * RATIOS_PER_LINE;
+        let last = first + ratios.len() - 1;
+        let shown: Vec<String> = ratios.iter().map(|ratio| format!("{ratio:.4}")).collect();
+        let place = format!("layers {first}-{last}");
+        events.note(format!("ratios       {place:<13}{}", shown.join(" ")));
+    }
+}

@@ -1,0 +1,106 @@
+//! The pruning part of a run: method, way of the samples and targets, resolved against the model.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use super::allocate;
+use super::folder::RunFolder;
+use crate::model::ModelConfig;
+use crate::pipeline::allocate::Allocation;
+use crate::pipeline::{Flow, LayerRatios, Selection, TargetPlan, check_verification};
+use crate::pruning::{Pattern, Technique};
+use crate::run::AllocationReport;
+use crate::settings::Settings;
+
+/// The pruning part of a run.
+pub(super) struct Pruning {
+    pub(super) technique: Technique,
+    pub(super) flow: Flow,
+    pub(super) targets: TargetPlan,
+    /// Matrices are scored with statistics.
+    pub(super) calibrates: bool,
+    /// The allocation of the ratios, where they were measured.
+    pub(super) allocation: Option<AllocationReport>,
+    /// The file of `--save-masks`.
+    pub(super) masks: Option<PathBuf>,
+}
+
+impl Pruning {
+    /// Resolves method, matrices and ratios, and writes what they come to into the settings. `None` where the run does not prune.
+    pub(super) fn resolve(
+        settings: &mut Settings,
+        config: &ModelConfig,
+        folder: &RunFolder,
+    ) -> Result<Option<Self>> {
+        let Some(sparsity) = &mut settings.sparsity else {
+            return Ok(None);
+        };
+        let technique = sparsity.technique()?;
+        sparsity.flow().check(&technique)?;
+        allocate::check(sparsity)?;
+        check_verification(&technique, settings.output.verify)?;
+        let masks = settings.output.save_masks.then(|| folder.masks());
+        let masks = masks.transpose()?;
+        let selection = &mut sparsity.selection;
+        let targets = TargetPlan::resolve(selection, technique.method, config)?;
+        selection.sparsity_ratio = Some(targets.sparsity_ratio);
+        selection.layer_ratios = targets.uneven_ratios().map(LayerRatios::All);
+        let calibrates = calibrates(&technique, &targets);
+        // Layers are scored with the samples, too.
+        let is_measured = sparsity.allocate != Allocation::Uniform;
+        if !calibrates && settings.layer_drop.is_none() && !is_measured {
+            settings.calibration = None;
+        }
+        Ok(Some(Self {
+            flow: sparsity.flow(),
+            technique,
+            targets,
+            calibrates,
+            allocation: None,
+            masks,
+        }))
+    }
+}
+
+impl Pruning {
+    /// The same with measured ratios of the layers.
+    pub(super) fn with_ratios(
+        &self,
+        report: AllocationReport,
+        settings: &Settings,
+        config: &ModelConfig,
+    ) -> Result<Self> {
+        let sparsity = settings.sparsity.as_ref().context("this run prunes")?;
+        let selection = Selection {
+            layer_ratios: Some(LayerRatios::All(report.ratios.clone())),
+            ..sparsity.selection.clone()
+        };
+        Ok(Self {
+            technique: self.technique.clone(),
+            flow: self.flow,
+            targets: TargetPlan::resolve(&selection, self.technique.method, config)?,
+            calibrates: self.calibrates,
+            allocation: Some(report),
+            masks: self.masks.clone(),
+        })
+    }
+}
+
+/// Returns whether the ratios of layers are measured.
+pub(super) fn allocates(settings: &Settings, pruning: &Pruning) -> bool {
+    let sparsity = settings.sparsity.as_ref();
+    let is_uniform = sparsity.is_none_or(|sparsity| sparsity.allocate == Allocation::Uniform);
+    !is_uniform && !prunes_nothing(&pruning.targets)
+}
+
+/// Returns true if any matrix is scored with statistics.
+fn calibrates(technique: &Technique, targets: &TargetPlan) -> bool {
+    technique.statistics().is_some() && !prunes_nothing(targets)
+}
+
+pub(super) fn prunes_nothing(targets: &TargetPlan) -> bool {
+    targets.pattern == Pattern::Unstructured
+        && targets.sparsity_ratio == 0.0
+        && targets.uneven_ratios().is_none()
+}
