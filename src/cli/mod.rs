@@ -24,6 +24,7 @@ pub mod report;
 #[cfg(feature = "selftest")]
 pub mod selftest;
 pub mod shell;
+mod sparsity;
 pub mod sweep;
 mod terminal;
 mod values;
