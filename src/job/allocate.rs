@@ -8,9 +8,10 @@ use super::settle::{Given, Job, Settled};
 use super::streams::Streams;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::model::Projection;
 use crate::pipeline::Observed;
 use crate::pipeline::allocate::{
-    Allocation, AllocationMeter, OUTLIERS, error_ratios, grid, owl_ratios,
+    Allocation, AllocationMeter, OUTLIERS, error_ratios, followed_bytes, grid, owl_ratios,
 };
 use crate::pruning::Pattern;
 use crate::pruning::column_squares::ColumnSquaresKind;
@@ -91,15 +92,27 @@ pub(super) fn ratios(
     let save = settings.output.save.clone();
     measuring.device.offload_folder = measuring.device.offload_folder.or(save);
     // A matrix, and its pruned copy.
-    let matrices = model.config.projections().map(|projection| {
+    let size = |projection: Projection| {
         let (rows, columns) = projection.shape(&model.config);
         rows * columns
-    });
-    let largest = matrices.max().unwrap_or_default();
+    };
+    let largest = model.config.projections().map(size).max();
+    let largest = largest.unwrap_or_default();
+    let calibration = measuring.calibration.as_ref();
+    let calibration = calibration.context("layers are measured with samples")?;
+    let followed = match sparsity.allocate {
+        // A pruned copy of the layer is in memory, too.
+        Allocation::Error => {
+            let weights: usize = model.config.projections().map(size).sum();
+            followed_bytes(&model.config, calibration.nsamples as usize, model.seqlen)
+                + ByteSize::of(weights, model.dtype().bytes())
+        }
+        _ => ByteSize::ZERO,
+    };
     let given = Given {
         observes: Some(Observed {
             kind: Some(&ColumnSquaresKind),
-            kept: ByteSize::of(2 * largest, model.dtype().bytes()),
+            kept: ByteSize::of(2 * largest, model.dtype().bytes()) + followed,
         }),
         dense: None,
     };
@@ -120,7 +133,7 @@ pub(super) fn ratios(
     let points = grid(ratio, band);
     let model = &job.model;
     let mut meter = AllocationMeter::new(
-        allocation,
+        (allocation, ratio),
         (outliers, points.clone()),
         samples,
         &model.config,
@@ -128,7 +141,7 @@ pub(super) fn ratios(
         events,
     );
     streams.sweep(&job, None, Some(&mut meter), events)?;
-    let measured = meter.into_measured();
+    let measured = meter.into_measured()?;
     drop(streams);
     let ratios = match allocation {
         Allocation::Uniform => vec![ratio; measured.len()],

@@ -17,6 +17,7 @@ use faer::linalg::matmul::matmul;
 use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::linalg::triangular_inverse;
 use faer::prelude::{Reborrow, ReborrowMut};
+use faer::traits::RealField;
 use faer::{Accum, Mat, MatMut, Par};
 use rayon::prelude::*;
 
@@ -25,6 +26,24 @@ const PARTS: usize = 8;
 
 /// Columns of a block of the loops over blocks.
 const BLOCK: usize = 192;
+
+/// A precision of these functions: f32 or f64.
+pub trait Real: RealField + Copy + std::ops::Neg<Output = Self> + Send + Sync {
+    /// 0.
+    const ZERO: Self;
+    /// 1.
+    const ONE: Self;
+}
+
+impl Real for f32 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+}
+
+impl Real for f64 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+}
 
 /// A pivot that is not positive: H is not positive definite in this precision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +71,7 @@ pub fn inverse_factor(h: &mut [f32], n: usize) -> Result<(), NotPositive> {
 ///
 /// # Errors
 /// Fails where H is not positive definite. The content of `h` is lost then.
-pub fn inverse(h: &mut [f32], n: usize) -> Result<(), NotPositive> {
+pub fn inverse<T: Real>(h: &mut [T], n: usize) -> Result<(), NotPositive> {
     let mut matrix = MatMut::from_column_major_slice_mut(h, n, n);
     cholesky(matrix.rb_mut())?;
     invert_lower(matrix.rb_mut());
@@ -62,9 +81,9 @@ pub fn inverse(h: &mut [f32], n: usize) -> Result<(), NotPositive> {
 }
 
 /// Replaces the lower triangle of H by L with H = L·Lᵀ.
-fn cholesky(h: MatMut<'_, f32>) -> Result<(), NotPositive> {
+fn cholesky<T: Real>(h: MatMut<'_, T>) -> Result<(), NotPositive> {
     let par = Par::rayon(PARTS);
-    let scratch = llt::cholesky_in_place_scratch::<f32>(h.nrows(), par, Default::default());
+    let scratch = llt::cholesky_in_place_scratch::<T>(h.nrows(), par, Default::default());
     let mut buffer = MemBuffer::new(scratch);
     let stack = MemStack::new(&mut buffer);
     match llt::cholesky_in_place(h, Default::default(), par, stack, Default::default()) {
@@ -74,23 +93,23 @@ fn cholesky(h: MatMut<'_, f32>) -> Result<(), NotPositive> {
 }
 
 /// Replaces L by its inverse. Blocks go from the last to the first: with L = [A 0; B C] and C⁻¹ known, the block below A⁻¹ is −C⁻¹·B·A⁻¹.
-fn invert_lower(mut l: MatMut<'_, f32>) {
+fn invert_lower<T: Real>(mut l: MatMut<'_, T>) {
     let (n, par) = (l.nrows(), Par::rayon(PARTS));
     for first in (0..n).step_by(BLOCK).rev() {
         let last = n.min(first + BLOCK);
         let (above, _, below, done) = l.rb_mut().split_at_mut(last, last);
         let mut diagonal = above.submatrix_mut(first, first, last - first, last - first);
-        let mut inverse = Mat::zeros(last - first, last - first);
+        let mut inverse = Mat::<T>::zeros(last - first, last - first);
         triangular_inverse::invert_lower_triangular(inverse.as_mut(), diagonal.rb(), par);
         let mut below = below.subcols_mut(first, last - first);
-        let mut product = Mat::<f32>::zeros(n - last, last - first);
+        let mut product = Mat::<T>::zeros(n - last, last - first);
         let replace = Accum::Replace;
         matmul(
             product.as_mut(),
             replace,
             below.rb(),
             inverse.as_ref(),
-            1.0,
+            T::ONE,
             par,
         );
         triangular::matmul(
@@ -101,7 +120,7 @@ fn invert_lower(mut l: MatMut<'_, f32>) {
             BlockStructure::TriangularLower,
             product.as_ref(),
             BlockStructure::Rectangular,
-            -1.0,
+            -T::ONE,
             par,
         );
         diagonal.copy_from_triangular_lower(inverse.as_ref());
@@ -109,7 +128,7 @@ fn invert_lower(mut l: MatMut<'_, f32>) {
 }
 
 /// Replaces the lower triangle M by that of Mᵀ·M. A block of rows reads only rows from its own on, so blocks go from the first to the last.
-fn square_lower(mut m: MatMut<'_, f32>) {
+fn square_lower<T: Real>(mut m: MatMut<'_, T>) {
     let (n, par) = (m.nrows(), Par::rayon(PARTS));
     for first in (0..n).step_by(BLOCK) {
         let last = n.min(first + BLOCK);
@@ -119,7 +138,7 @@ fn square_lower(mut m: MatMut<'_, f32>) {
         // What lies above the diagonal belongs to no result.
         for row in first..last {
             for column in row + 1..last {
-                old[(row - first, column)] = 0.0;
+                old[(row - first, column)] = T::ZERO;
             }
         }
         let diagonal = old.subcols(first, last - first);
@@ -128,11 +147,11 @@ fn square_lower(mut m: MatMut<'_, f32>) {
             Accum::Replace,
             diagonal.transpose(),
             old.as_ref(),
-            1.0,
+            T::ONE,
             par,
         );
         let left = below.rb().subcols(first, last - first);
-        matmul(own, Accum::Add, left.transpose(), below.rb(), 1.0, par);
+        matmul(own, Accum::Add, left.transpose(), below.rb(), T::ONE, par);
     }
 }
 
@@ -166,7 +185,7 @@ fn raise_lower(h: &mut [f32], n: usize) {
 }
 
 /// Copies the triangle above the diagonal to below it, row by row.
-fn lower_upper(h: &mut [f32], n: usize) {
+fn lower_upper<T: Real>(h: &mut [T], n: usize) {
     for first in (0..n).step_by(BLOCK) {
         let last = n.min(first + BLOCK);
         let (head, own) = h[..last * n].split_at_mut(first * n);

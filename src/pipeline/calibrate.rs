@@ -2,9 +2,11 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use candle_core::DType;
 
 use super::output_error::{self, InputRows, SampleRows};
+use crate::linalg::tensor;
 use crate::model::observe::{FromDevice, Observation, Observer};
 use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection};
 use crate::pruning::{SamplePart, Statistics, StatisticsKind, Technique};
@@ -228,6 +230,50 @@ impl<'a> Calibrator<'a> {
         self.clock.measure(Phase::Calibrate, || {
             collect((hidden, *kind), points, layer, compute, config, events).map(Some)
         })
+    }
+
+    /// The median over all tokens of the squared length of the hidden state that enters the next pass.
+    ///
+    /// # Errors
+    /// Fails without samples, and when a hidden state cannot be read.
+    pub(super) fn median_square(&mut self) -> Result<f64> {
+        let (hidden, _) = self.stream.as_mut().context("there are samples")?;
+        let mut squares = Vec::with_capacity(hidden.samples() * hidden.seqlen());
+        let width = self.config.hidden_size;
+        for sample in 0..hidden.samples() {
+            let state = hidden.get(sample)?;
+            tensor::with_slice(&state, |values| {
+                let tokens = values.chunks_exact(width.max(1));
+                squares.extend(tokens.map(|token| {
+                    let squares = token.iter().map(|&value| f64::from(value).powi(2));
+                    squares.sum::<f64>()
+                }));
+            })?;
+        }
+        let middle = squares.len() / 2;
+        let (_, median, _) = squares.select_nth_unstable_by(middle, f64::total_cmp);
+        Ok(*median)
+    }
+
+    /// The first tokens of the first samples, at most as many as given, in f32: a stream of its own.
+    ///
+    /// # Errors
+    /// Fails without samples, and when a hidden state cannot be read.
+    pub(super) fn first_tokens(
+        &mut self,
+        (samples, tokens): (usize, usize),
+    ) -> Result<HiddenStates> {
+        let (hidden, _) = self.stream.as_mut().context("there are samples")?;
+        let (samples, tokens) = (samples.min(hidden.samples()), tokens.min(hidden.seqlen()));
+        let width = self.config.hidden_size;
+        let mut first = HiddenStates::new(None, "followed", samples, tokens, width, DType::F32)?;
+        for sample in 0..samples {
+            first.put(
+                sample,
+                hidden.get(sample)?.narrow(0, 0, tokens)?.contiguous()?,
+            )?;
+        }
+        Ok(first)
     }
 
     /// Moves every sample through the pruned layer. The samples end with the last layer.

@@ -161,6 +161,12 @@ impl<'a> DenseOutput<'a> {
         Ok(Self { rows, output })
     }
 
+    /// The mean over the rows of the squared length of the output `[tokens, out_features]`.
+    pub(super) fn mean_square(&self, out_features: usize) -> f64 {
+        let sum: f64 = self.output.iter().map(|&y| f64::from(y).powi(2)).sum();
+        sum / (self.output.len() / out_features.max(1)).max(1) as f64
+    }
+
     /// The relative error of the same matrix, pruned now. `None` where it is not finite: an output overflows, or it was zero and is not any
     /// more. Fails when a weight at rest cannot be read.
     pub(super) fn error_of(

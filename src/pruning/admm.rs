@@ -33,10 +33,12 @@ pub(super) struct Admm<'a> {
     pub(super) b: Vec<f32>,
     s: Vec<f32>,
     /// The support of D.
-    is_kept: Vec<bool>,
+    pub(super) is_kept: Vec<bool>,
     /// ρ of the multipliers in `s`.
     rho_of_s: f32,
     rho: f32,
+    /// Inverts in f64.
+    is_precise: bool,
     inverse: Vec<f32>,
     right: Vec<f32>,
     packed: Packed,
@@ -56,6 +58,7 @@ impl<'a> Admm<'a> {
             is_kept: vec![false; scaled.len()],
             rho_of_s: 0.0,
             rho: 0.0,
+            is_precise: false,
             inverse: Vec::new(),
             right: vec![0.0; scaled.len()],
             b: scaled,
@@ -70,6 +73,15 @@ impl<'a> Admm<'a> {
         let weights = out_features.saturating_mul(in_features);
         // target, b, s, right, the support and the old one.
         ByteSize::of(weights, 4 * size_of::<f32>() + 2) + GramMatrix::square_bytes(in_features)
+    }
+
+    /// Inverts in f64, and rounds the result.
+    #[must_use]
+    pub(super) fn precise(self) -> Self {
+        Self {
+            is_precise: true,
+            ..self
+        }
     }
 
     /// D: the largest weights of B. V: 0.
@@ -95,14 +107,28 @@ impl<'a> Admm<'a> {
             return Ok(());
         }
         let n = self.gram.width();
-        self.inverse.resize(n * n, 0.0);
-        self.inverse.copy_from_slice(&self.gram.gram);
-        self.inverse
-            .iter_mut()
-            .step_by(n + 1)
-            .for_each(|value| *value += rho);
-        inverse(&mut self.inverse, n)
-            .map_err(|_| anyhow!("the Gram matrix of the inputs is not positive definite"))?;
+        let shifted = self.gram.gram.par_iter().enumerate().map(|(at, &value)| {
+            // The diagonal.
+            let shift = if at.is_multiple_of(n + 1) { rho } else { 0.0 };
+            f64::from(value) + f64::from(shift)
+        });
+        let inverted = match self.is_precise {
+            true => {
+                let mut wide: Vec<f64> = shifted.collect();
+                let inverted = inverse(&mut wide, n);
+                wide.par_iter()
+                    .map(|&value| value as f32)
+                    .collect_into_vec(&mut self.inverse);
+                inverted
+            }
+            false => {
+                shifted
+                    .map(|value| value as f32)
+                    .collect_into_vec(&mut self.inverse);
+                inverse(&mut self.inverse, n)
+            }
+        };
+        inverted.map_err(|_| anyhow!("the Gram matrix of the inputs is not positive definite"))?;
         self.rho = rho;
         Ok(())
     }

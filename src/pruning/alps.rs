@@ -16,8 +16,8 @@
 //! It also ends when Δ < 0.0003·k after more than 30 iterations, and after 300. Then the k largest weights of B stay, and ten steps of
 //! conjugate gradients fit them.
 //!
-//! Differences: (Gs + ρI)⁻¹ is a Cholesky inverse in f32 for each ρ, where the reference forms it from eigenvectors in f64. The output
-//! of `cg_batch` is reached with one product per step, where the reference makes three.
+//! Differences: (Gs + ρI)⁻¹ is a Cholesky inverse for each ρ, in f64 and rounded to f32, where the reference forms it from eigenvectors in
+//! f64. A step of `cg_batch` makes one product, where the reference makes three of the same result.
 
 use anyhow::Result;
 
@@ -66,7 +66,10 @@ impl PruningMethod for Alps {
     }
 
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
+        // The inverse is made in f64.
+        let square = in_features.saturating_mul(in_features);
         ScaledGram::bytes(in_features)
+            + ByteSize::of(square, size_of::<f64>())
             + Admm::bytes(out_features, in_features)
             + refit_bytes(out_features, in_features)
             + ByteSize::of(out_features.saturating_mul(in_features), size_of::<f32>())
@@ -79,7 +82,7 @@ impl PruningMethod for Alps {
         let scaled = gram.scaled(widened(weight, request)?);
         let (rows, columns) = (weight.rows(), weight.columns());
         let keeps = keeps(request.target, rows, columns);
-        let mut admm = Admm::begin(&gram, scaled.clone(), keeps);
+        let mut admm = Admm::begin(&gram, scaled.clone(), keeps).precise();
         schedule(&mut admm, &scaled, kept(request.target, rows * columns))?;
         let Admm { target, mut b, .. } = admm;
         let mut is_kept = vec![false; b.len()];

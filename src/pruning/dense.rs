@@ -52,8 +52,6 @@ pub(super) fn mask_of(is_kept: &[bool], rows: usize, columns: usize) -> Result<M
 pub(super) enum Keeps {
     /// This many of the whole matrix.
     OfMatrix(usize),
-    /// This many of every row.
-    OfRows(usize),
     /// All but `n` of each aligned group of `m`.
     OfGroups {
         /// Weights removed per group.
@@ -72,18 +70,6 @@ impl Keeps {
     pub(super) fn largest(self, values: &[f32], columns: usize, is_kept: &mut [bool]) {
         match self {
             Self::OfMatrix(count) => largest_of_all(values, columns, count, is_kept),
-            Self::OfRows(count) => {
-                let rows = values
-                    .par_chunks(columns)
-                    .zip(is_kept.par_chunks_mut(columns));
-                rows.for_each_init(Default::default, |(scores, keys), (values, is_kept)| {
-                    magnitudes(values, scores);
-                    is_kept.fill(true);
-                    lowest::lowest(scores, columns - count, keys, |column| {
-                        is_kept[column] = false;
-                    });
-                });
-            }
             Self::OfGroups { n, m } => {
                 let rows = values
                     .par_chunks(columns)
@@ -191,12 +177,6 @@ mod tests {
             let least = least.fold(f32::INFINITY, f32::min);
             assert!(lost.fold(0.0, f32::max) <= least, "{count}");
         }
-        Keeps::OfRows(5).largest(&values, 12, &mut is_kept);
-        assert!(
-            is_kept
-                .chunks(12)
-                .all(|row| row.iter().filter(|kept| **kept).count() == 5)
-        );
         Keeps::OfGroups { n: 1, m: 4 }.largest(&values, 12, &mut is_kept);
         assert!(
             is_kept

@@ -2,6 +2,7 @@
 //!
 //! `cargo test --test it golden -- --nocapture` prints the tables of docs/parity.md. `support::shared` finds the files.
 
+mod allocation;
 mod compare;
 mod families;
 mod reference;

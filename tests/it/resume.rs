@@ -4,6 +4,7 @@
 //! `PRUNE_FAULT` ends the program at its n-th file operation; see `src/disk/faults.rs`.
 
 mod faults;
+mod repairs;
 mod settings;
 mod signals;
 

@@ -94,7 +94,7 @@ impl Golden {
                 ("bfloat16" | "float16", _) => {
                     Some("its forward pass was in half precision, ours is in f32")
                 }
-                ("float32", "sparsegpt") => Some("sparsegpt is not built"),
+                ("float32", "sparsegpt") => Some("`repairs` repeats it"),
                 ("float32", _) if self.name == "stories260k-float32-wanda-0.5-4of8" => Some(
                     "8 does not divide 172 columns: the original zeroes the whole last group, we refuse",
                 ),
