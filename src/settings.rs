@@ -18,8 +18,8 @@ use serde_json::Value;
 
 use crate::data::DatasetSpec;
 use crate::generation::Sampling;
-use crate::pipeline::allocate::Allocation;
-use crate::pipeline::{Flow, Propagation, Selection, Sequence};
+use crate::pipeline::allocation::Allocation;
+use crate::pipeline::{Flow, ObservationOrder, Propagation, Selection};
 use crate::pruning::{self, MethodOptions, Technique};
 use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
@@ -233,8 +233,8 @@ impl SparsitySettings {
         Flow {
             propagation: self.propagate,
             sequence: match self.true_sequential {
-                true => Sequence::Inputs,
-                false => Sequence::Layer,
+                true => ObservationOrder::Inputs,
+                false => ObservationOrder::Layer,
             },
         }
     }
@@ -434,6 +434,7 @@ mod tests {
         let deciding: Vec<String> = settings.deciding().unwrap().into_keys().collect();
         assert_eq!(deciding.len() + NOT_DECIDING.len(), all.len());
         let expected = [
+            "allocate",
             "eval",
             "exclude",
             "include",
@@ -441,6 +442,6 @@ mod tests {
             "no_save_model",
             "nsamples",
         ];
-        assert_eq!(deciding[..6], expected);
+        assert_eq!(deciding[..7], expected);
     }
 }

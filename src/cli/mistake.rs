@@ -27,27 +27,35 @@ const RATIO_OR_PATTERN: &str =
 const GPU: &str = "a build with CUDA uses all GPUs; --device cuda:0 chooses one";
 
 /// Methods of the field that this version does not have.
-const OTHER_METHODS: [&str; 13] = [
+const OTHER_METHODS: [&str; 9] = [
     "admm",
-    "alps",
     "besa",
-    "dsnot",
     "flap",
     "gblm",
     "llm-pruner",
     "obc",
     "obs",
-    "owl",
     "pruner-zero",
     "slicegpt",
-    "sparsegpt",
 ];
 const OTHER_METHOD: &str =
     "this method does not exist in this version; the possible values are all there are";
 
-/// A method that is a flag of its own.
-const LAYER_DROP: &str = "shortgpt";
-const LAYER_DROP_FLAG: &str = "--drop-layers N drops layers by their block influence";
+/// Methods that are flags of their own.
+const FLAGS_FOR_METHODS: [(&str, &str); 3] = [
+    (
+        "shortgpt",
+        "--drop-layers N drops layers by their block influence",
+    ),
+    (
+        "dsnot",
+        "--refine dsnot swaps weights behind a method, like --prune-method wanda",
+    ),
+    (
+        "owl",
+        "--allocate owl gives each layer its ratio, for any method",
+    ),
+];
 
 /// The error with its advice checked and completed.
 pub(super) fn explain(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
@@ -74,13 +82,14 @@ fn explain_value(error: &mut clap::Error) {
         return;
     };
     let flag = flag.split(' ').next().unwrap_or_default();
-    if flag == "--prune-method" && value.to_lowercase() == LAYER_DROP {
-        advise(error, LAYER_DROP_FLAG.to_string());
+    let is_method = ["--prune-method", "--methods"].contains(&flag);
+    let lower = value.to_lowercase();
+    let as_flag = FLAGS_FOR_METHODS.iter().find(|(name, _)| *name == lower);
+    if let Some((_, advice)) = as_flag.filter(|_| is_method) {
+        advise(error, (*advice).to_string());
         return;
     }
-    if ["--prune-method", "--methods"].contains(&flag)
-        && OTHER_METHODS.contains(&value.to_lowercase().as_str())
-    {
+    if is_method && OTHER_METHODS.contains(&lower.as_str()) {
         advise(error, OTHER_METHOD.to_string());
         return;
     }

@@ -7,7 +7,7 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 
 use crate::failure::Failure;
-use crate::pipeline::allocate::Allocation;
+use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{LayerRatios, Propagation, Selection};
 use crate::pruning::{METHODS, MethodOptions, Pattern, REFINEMENTS};
 use crate::settings::{PRUNE_METHOD, SparsitySettings};

@@ -4,15 +4,15 @@ use anyhow::{Context, Result};
 
 use super::opened::OpenedModel;
 use super::outputs::Outputs;
+use super::resolved::Pruning;
 use super::settle::{Given, Job, Settled};
 use super::streams::Streams;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::model::Projection;
 use crate::pipeline::Observed;
-use crate::pipeline::allocate::{
-    Allocation, AllocationMeter, OUTLIERS, error_ratios, followed_bytes, grid, owl_ratios,
-};
+use crate::pipeline::allocate::{AllocationMeter, followed_bytes};
+use crate::pipeline::allocation::{Allocation, OUTLIERS, error_ratios, grid, owl_ratios};
 use crate::pruning::Pattern;
 use crate::pruning::column_squares::ColumnSquaresKind;
 use crate::run::{AllocationReport, Events};
@@ -70,11 +70,32 @@ pub(super) fn check(sparsity: &SparsitySettings) -> Result<(), Failure> {
     }
 }
 
+/// Gives the pruning part of a run its ratios: those that an earlier process measured, or new ones.
+///
+/// # Errors
+/// Fails as [`ratios`].
+pub(super) fn resolved(
+    settings: &Settings,
+    model: OpenedModel,
+    pruning: Option<Pruning>,
+    known: Option<AllocationReport>,
+    events: &dyn Events,
+) -> Result<(OpenedModel, Option<Pruning>)> {
+    let pruning = pruning.context("this run prunes")?;
+    let (model, report) = match known {
+        Some(report) => (model, report),
+        None => ratios(settings, model, pruning.targets.sparsity_ratio, events)?,
+    };
+    announce(&report, events);
+    let pruning = pruning.with_ratios(report, settings, &model.config)?;
+    Ok((model, Some(pruning)))
+}
+
 /// Measures the dense model, and returns it with the ratio of every layer.
 ///
 /// # Errors
 /// Fails where the pass does not fit, for layers that cannot be read, and for activations that are not finite.
-pub(super) fn ratios(
+fn ratios(
     settings: &Settings,
     model: OpenedModel,
     ratio: f64,
@@ -162,7 +183,7 @@ pub(super) fn ratios(
 }
 
 /// Tells the ratios.
-pub(super) fn announce(report: &AllocationReport, events: &dyn Events) {
+fn announce(report: &AllocationReport, events: &dyn Events) {
     for (line, ratios) in report.ratios.chunks(RATIOS_PER_LINE).enumerate() {
         let first = line * RATIOS_PER_LINE;
         let last = first + ratios.len() - 1;

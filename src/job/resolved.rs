@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use super::allocate;
 use super::folder::RunFolder;
 use crate::model::ModelConfig;
-use crate::pipeline::allocate::Allocation;
+use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Flow, LayerRatios, Selection, TargetPlan, check_verification};
 use crate::pruning::{Pattern, Technique};
 use crate::run::AllocationReport;

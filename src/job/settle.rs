@@ -129,22 +129,12 @@ impl Job {
             // The settings are resolved already.
             pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
         }
-        if let Some(of) = pruning.as_ref().filter(|of| allocates(&settings, of)) {
+        if pruning.as_ref().is_some_and(|of| allocates(&settings, of)) {
+            let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
+            plan_early(&planning, &mut RunShape { ..shape }, &model)?;
             let known = unfinished.as_ref().filter(|_| !settings.output.force);
             let known = known.and_then(|state| state.allocation.clone());
-            let report = match known {
-                Some(report) => report,
-                None => {
-                    let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
-                    plan_early(&planning, &mut RunShape { ..shape }, &model)?;
-                    let ratio = of.targets.sparsity_ratio;
-                    let measured = allocate::ratios(&settings, model, ratio, events)?;
-                    model = measured.0;
-                    measured.1
-                }
-            };
-            allocate::announce(&report, events);
-            pruning = Some(of.with_ratios(report, &settings, &model.config)?);
+            (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
         }
         let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
         plan_early(&planning, &mut shape, &model)?;

@@ -18,7 +18,7 @@ pub enum Propagation {
 
 /// The matrices whose inputs are observed before any of them is pruned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Sequence {
+pub enum ObservationOrder {
     /// All of a layer.
     #[default]
     Layer,
@@ -32,7 +32,7 @@ pub struct Flow {
     /// `--propagate`.
     pub propagation: Propagation,
     /// `--true-sequential`.
-    pub sequence: Sequence,
+    pub sequence: ObservationOrder,
 }
 
 impl Flow {
@@ -41,7 +41,7 @@ impl Flow {
     /// # Errors
     /// Fails for two flags that contradict each other, and where a technique has no samples.
     pub fn check(self, technique: &Technique) -> Result<(), Failure> {
-        let is_sequential = self.sequence == Sequence::Inputs;
+        let is_sequential = self.sequence == ObservationOrder::Inputs;
         if is_sequential && self.propagation == Propagation::Dense {
             return Err(Failure::usage(
                 "--true-sequential contradicts --propagate dense",

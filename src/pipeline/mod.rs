@@ -4,7 +4,8 @@
 //! | --- | --- |
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `activations` | an editor that changes nothing: it measures the inputs of linears |
-//! | `allocate` | an editor that measures layers, and the ratios that follow |
+//! | `allocation` | ratios of layers from what was measured of them |
+//! | `allocate` | the editor that measures it, and changes nothing |
 //! | `calibrate` | the calibration samples and their statistics |
 //! | `flow` | the way of the samples through a layer |
 //! | `output` | the receivers of a pruned layer: files, masks, the journal of finished layers |
@@ -17,6 +18,7 @@
 
 pub mod activations;
 pub mod allocate;
+pub mod allocation;
 pub mod calibrate;
 pub mod expected;
 pub mod flow;
@@ -34,7 +36,7 @@ pub mod workload;
 
 pub use calibrate::{Calibrator, LayerStatistics, embed};
 pub use expected::check_verification;
-pub use flow::{Flow, Propagation, Sequence};
+pub use flow::{Flow, ObservationOrder, Propagation};
 pub use layer_ratios::LayerRatios;
 pub use output::{LayerJournal, MaskObserver, Output};
 pub use prune::{PrunedMatrix, Pruner};

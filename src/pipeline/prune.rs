@@ -12,7 +12,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use super::calibrate::{Calibrator, LayerStatistics};
-use super::flow::{Flow, Propagation, Sequence};
+use super::flow::{Flow, ObservationOrder, Propagation};
 use super::output::Output;
 use super::output_error::DenseOutput;
 use super::targets::TargetPlan;
@@ -91,8 +91,8 @@ impl<'a> Pruner<'a> {
         let is_in_place = |kind: &'static dyn StatisticsKind| kind.is_in_place();
         let is_large = self.technique.statistics().is_some_and(is_in_place);
         match self.flow.sequence {
-            Sequence::Inputs => each.into(),
-            Sequence::Layer
+            ObservationOrder::Inputs => each.into(),
+            ObservationOrder::Layer
                 if is_large
                     && self.flow.propagation == Propagation::Pruned
                     && compute.settings().statistics == StatisticsHeld::Input =>
@@ -100,7 +100,7 @@ impl<'a> Pruner<'a> {
                 // From the last input to the first: what is pruned then does not change the inputs that are still to be observed.
                 each.into_iter().rev().collect()
             }
-            Sequence::Layer => vec![Observation::ALL.into()],
+            ObservationOrder::Layer => vec![Observation::ALL.into()],
         }
     }
 

@@ -12,7 +12,7 @@ mod gpu;
 mod host;
 mod work;
 
-use super::flow::{Flow, Propagation, Sequence};
+use super::flow::{Flow, ObservationOrder, Propagation};
 use crate::bytes::ByteSize;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
@@ -204,7 +204,7 @@ impl RunShape<'_> {
     }
 
     fn is_sequential(&self) -> bool {
-        self.flow.sequence == Sequence::Inputs
+        self.flow.sequence == ObservationOrder::Inputs
     }
 
     /// Returns whether the samples pass a layer once for each of its inputs.

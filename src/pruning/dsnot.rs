@@ -24,7 +24,7 @@ use super::input_gram::InputGram;
 use super::mask::Mask;
 use super::method::Request;
 use super::options::MethodOption;
-use super::refinement::{Pruned, Refinement};
+use super::refinement::{AsPruned, Refinement};
 use super::statistics::{Statistics, StatisticsKind};
 use super::target::Pattern;
 use super::wanda;
@@ -68,7 +68,7 @@ impl Refinement for Dsnot {
         ByteSize::of(out_features.saturating_mul(in_features), size_of::<bool>())
     }
 
-    fn refine(&self, pruned: Pruned<'_>, request: &Request<'_>) -> Result<Mask> {
+    fn refine(&self, pruned: AsPruned<'_>, request: &Request<'_>) -> Result<Mask> {
         if request.name.contains(".mlp.") && !request.options.dsnot_mlp {
             return Ok(pruned.mask);
         }
@@ -79,7 +79,7 @@ impl Refinement for Dsnot {
             Some(moments) => moments,
             None => request.statistics_as::<InputGram>()?.columns(),
         };
-        let columns = Columns {
+        let columns = SwapRule {
             norms: squares,
             means: moments.mean(),
             variances: moments.variance(),
@@ -106,7 +106,7 @@ impl Refinement for Dsnot {
 }
 
 /// What all rows share.
-struct Columns {
+struct SwapRule {
     norms: Vec<f32>,
     means: Vec<f32>,
     variances: Vec<f32>,
@@ -114,7 +114,7 @@ struct Columns {
     cycles: usize,
 }
 
-impl Columns {
+impl SwapRule {
     /// Refines one row.
     fn refine(&self, weights: &[f32], is_kept: &mut [bool]) {
         let share: Vec<f32> = weights
@@ -140,6 +140,15 @@ impl Columns {
         };
         let (mut negative, mut positive) = (of_sign(-1.0).into_iter(), of_sign(1.0).into_iter());
         let first_sign = error.signum();
+        if std::env::var("DBG").is_ok() {
+            println!(
+                "e {error} removed {} kept {} neg {} pos {}",
+                removed.len(),
+                kept.len(),
+                negative.len(),
+                positive.len()
+            );
+        }
         let mut is_used = vec![false; weights.len()];
         let mut removed = removed.into_iter();
         for _ in 0..self.cycles {
@@ -183,8 +192,8 @@ impl Columns {
 mod tests {
     use super::*;
 
-    fn columns(pattern: Pattern) -> Columns {
-        Columns {
+    fn columns(pattern: Pattern) -> SwapRule {
+        SwapRule {
             norms: vec![1.0; 6],
             means: vec![1.0; 6],
             variances: vec![1.0; 6],

@@ -12,7 +12,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
 
 /// The matrix as a method left it.
-pub struct Pruned<'a> {
+pub struct AsPruned<'a> {
     /// The weights before pruning.
     pub dense: &'a StoredMatrix,
     /// The weights after it; the caller writes the zeros.
@@ -50,5 +50,5 @@ pub trait Refinement: Debug + Sync {
     ///
     /// # Errors
     /// Fails on weights that are not finite, and without the statistics.
-    fn refine(&self, pruned: Pruned<'_>, request: &Request<'_>) -> Result<Mask>;
+    fn refine(&self, pruned: AsPruned<'_>, request: &Request<'_>) -> Result<Mask>;
 }

@@ -10,7 +10,7 @@ use super::input_gram::{InputGram, InputGramKind};
 use super::least_squares::{STEPS, ScaledGram, refit, refit_bytes};
 use super::mask::Mask;
 use super::method::Request;
-use super::refinement::{Pruned, Refinement};
+use super::refinement::{AsPruned, Refinement};
 use super::statistics::StatisticsKind;
 use crate::bytes::ByteSize;
 use crate::linalg::product::Packed;
@@ -46,8 +46,8 @@ impl Refinement for RefitWeights {
             + ByteSize::of(weights, 3 * size_of::<f32>() + 1)
     }
 
-    fn refine(&self, pruned: Pruned<'_>, request: &Request<'_>) -> Result<Mask> {
-        let Pruned {
+    fn refine(&self, pruned: AsPruned<'_>, request: &Request<'_>) -> Result<Mask> {
+        let AsPruned {
             dense,
             weight,
             mask,

@@ -113,7 +113,7 @@ impl PruningMethod for SparseGpt {
         let mut update = Update::default();
         for first in (0..columns).step_by(block) {
             let last = columns.min(first + block);
-            let block = Block::new(&factor.u, columns, first, last);
+            let block = ColumnBlock::new(&factor.u, columns, first, last);
             let errors = block.prune(
                 &mut values,
                 &mut is_kept,
@@ -179,7 +179,7 @@ impl InverseFactor {
 }
 
 /// A block of columns.
-struct Block {
+struct ColumnBlock {
     first: usize,
     last: usize,
     /// All columns of the matrix.
@@ -190,7 +190,7 @@ struct Block {
     squares: Vec<f32>,
 }
 
-impl Block {
+impl ColumnBlock {
     fn new(u: &[f32], columns: usize, first: usize, last: usize) -> Self {
         let width = last - first;
         let mut own = Vec::with_capacity(width * width);
@@ -234,7 +234,7 @@ impl Block {
             .zip(is_kept.par_chunks_mut(columns))
             .zip(errors.par_chunks_mut(width))
             .for_each(|((values, is_kept), errors)| {
-                let row = BlockRow {
+                let row = RowOfBlock {
                     block: self,
                     values: &mut values[self.first..self.last],
                     is_kept: &mut is_kept[self.first..self.last],
@@ -275,8 +275,8 @@ impl Block {
 }
 
 /// The weights of one row in a block.
-struct BlockRow<'a> {
-    block: &'a Block,
+struct RowOfBlock<'a> {
+    block: &'a ColumnBlock,
     values: &'a mut [f32],
     is_kept: &'a mut [bool],
     errors: &'a mut [f32],
@@ -284,12 +284,12 @@ struct BlockRow<'a> {
     pattern: Pattern,
 }
 
-impl WithSimd for BlockRow<'_> {
+impl WithSimd for RowOfBlock<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Block { u, squares, .. } = self.block;
+        let ColumnBlock { u, squares, .. } = self.block;
         let (values, is_kept) = (self.values, self.is_kept);
         let width = values.len();
         if let Some(threshold) = self.threshold {

@@ -5,7 +5,7 @@ use anyhow::Result;
 use super::mask::Mask;
 use super::method::{self, PruningMethod, Removes, Request};
 use super::options::{MethodOption, MethodOptions};
-use super::refinement::{Pruned, Refinement};
+use super::refinement::{AsPruned, Refinement};
 use super::statistics::StatisticsKind;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
@@ -101,7 +101,7 @@ impl Technique {
         };
         let dense = weight.clone();
         let mask = method::prune(self.method, weight, &request)?;
-        let pruned = Pruned {
+        let pruned = AsPruned {
             dense: &dense,
             weight,
             mask,

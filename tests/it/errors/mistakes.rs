@@ -15,19 +15,12 @@ fn told(line: &str, first: &str) -> Vec<String> {
         .collect()
 }
 
-const METHODS: &str = "[possible values: wanda, wanda-variant, magnitude, ria, ria-per-row]";
+const METHODS: &str =
+    "[possible values: wanda, wanda-variant, magnitude, ria, ria-per-row, sparsegpt, alps, ladder]";
 
 #[test]
 fn methods_of_the_field_that_do_not_exist_here_are_named_so() {
-    for method in [
-        "sparsegpt",
-        "SparseGPT",
-        "owl",
-        "dsnot",
-        "alps",
-        "admm",
-        "flap",
-    ] {
+    for method in ["admm", "ADMM", "flap", "besa"] {
         let line = format!("--model m --prune-method {method}");
         let first = format!("error: invalid value '{method}' for '--prune-method <METHOD>'");
         let tip = "tip: this method does not exist in this version; the possible values are all there are";
@@ -37,10 +30,24 @@ fn methods_of_the_field_that_do_not_exist_here_are_named_so() {
 
 #[test]
 fn a_method_that_is_a_flag_is_answered_with_the_flag() {
-    let first = "error: invalid value 'ShortGPT' for '--prune-method <METHOD>'";
-    let tip = "tip: --drop-layers N drops layers by their block influence";
-    let line = "--model m --prune-method ShortGPT";
-    assert_eq!(told(line, first), [METHODS, tip]);
+    for (method, tip) in [
+        (
+            "ShortGPT",
+            "tip: --drop-layers N drops layers by their block influence",
+        ),
+        (
+            "dsnot",
+            "tip: --refine dsnot swaps weights behind a method, like --prune-method wanda",
+        ),
+        (
+            "owl",
+            "tip: --allocate owl gives each layer its ratio, for any method",
+        ),
+    ] {
+        let first = format!("error: invalid value '{method}' for '--prune-method <METHOD>'");
+        let line = format!("--model m --prune-method {method}");
+        assert_eq!(told(&line, &first), [METHODS, tip]);
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use prune::job;
-use prune::pipeline::allocate::Allocation;
+use prune::pipeline::allocation::Allocation;
 use prune::pruning::Pattern;
 use prune::run::Silent;
 use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
