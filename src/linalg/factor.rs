@@ -21,8 +21,19 @@ use faer::traits::RealField;
 use faer::{Accum, Mat, MatMut, Par};
 use rayon::prelude::*;
 
-/// Parts of the work that may run at the same time. The number is fixed, so that threads change no bit.
+/// Parts of the work that may run at the same time. The number depends on the size alone, so that threads change no bit.
 const PARTS: usize = 8;
+
+/// Rows below which one thread computes alone: others would wait longer than they work.
+const ALONE: usize = 768;
+
+/// The parallelism for a matrix.
+fn parallelism(n: usize) -> Par {
+    match n < ALONE {
+        true => Par::Seq,
+        false => Par::rayon(PARTS),
+    }
+}
 
 /// Columns of a block of the loops over blocks.
 const BLOCK: usize = 192;
@@ -82,7 +93,7 @@ pub fn inverse<T: Real>(h: &mut [T], n: usize) -> Result<(), NotPositive> {
 
 /// Replaces the lower triangle of H by L with H = L·Lᵀ.
 fn cholesky<T: Real>(h: MatMut<'_, T>) -> Result<(), NotPositive> {
-    let par = Par::rayon(PARTS);
+    let par = parallelism(h.nrows());
     let scratch = llt::cholesky_in_place_scratch::<T>(h.nrows(), par, Default::default());
     let mut buffer = MemBuffer::new(scratch);
     let stack = MemStack::new(&mut buffer);
@@ -94,7 +105,8 @@ fn cholesky<T: Real>(h: MatMut<'_, T>) -> Result<(), NotPositive> {
 
 /// Replaces L by its inverse. Blocks go from the last to the first: with L = [A 0; B C] and C⁻¹ known, the block below A⁻¹ is −C⁻¹·B·A⁻¹.
 fn invert_lower<T: Real>(mut l: MatMut<'_, T>) {
-    let (n, par) = (l.nrows(), Par::rayon(PARTS));
+    let n = l.nrows();
+    let par = parallelism(n);
     for first in (0..n).step_by(BLOCK).rev() {
         let last = n.min(first + BLOCK);
         let (above, _, below, done) = l.rb_mut().split_at_mut(last, last);
@@ -129,7 +141,8 @@ fn invert_lower<T: Real>(mut l: MatMut<'_, T>) {
 
 /// Replaces the lower triangle M by that of Mᵀ·M. A block of rows reads only rows from its own on, so blocks go from the first to the last.
 fn square_lower<T: Real>(mut m: MatMut<'_, T>) {
-    let (n, par) = (m.nrows(), Par::rayon(PARTS));
+    let n = m.nrows();
+    let par = parallelism(n);
     for first in (0..n).step_by(BLOCK) {
         let last = n.min(first + BLOCK);
         let (above, _, below, _) = m.rb_mut().split_at_mut(last, last);
@@ -261,7 +274,7 @@ mod tests {
 
     #[test]
     fn threads_change_no_bit() {
-        let n = 700;
+        let n = 900;
         let of = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
             pool.unwrap().install(|| {

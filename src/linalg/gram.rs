@@ -13,7 +13,7 @@ use super::stored::StoredDtype;
 use crate::bytes::ByteSize;
 
 /// Rows of X that enter the sums at once: a slab of the kernels.
-const TOKENS: usize = 512;
+pub const TOKENS: usize = 512;
 
 /// Rows of a panel: whole blocks of rows and whole units of columns of every kernel.
 const PANEL: usize = 192;

@@ -406,7 +406,7 @@ fn lists_that_make_no_grid_are_refused_with_a_fix() {
     let misspelt = place.run("sweep --model m --save out --methods wnada --ratios 0.5");
     assert_eq!(misspelt.code, 2);
     assert!(misspelt.stderr.contains("'wanda'"), "{}", misspelt.stderr);
-    let absent = place.run("sweep --model m --save out --methods owl --ratios 0.5");
+    let absent = place.run("sweep --model m --save out --methods admm --ratios 0.5");
     assert!(
         absent.stderr.contains("does not exist in this version"),
         "{}",
