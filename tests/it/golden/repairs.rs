@@ -102,7 +102,6 @@ fn alps() -> Vec<Case> {
         "alps/stories-0.6",
         "alps/stories-0.7",
         "alps/stories-2of4",
-        "alps/wikitext-llama-8m-0.5",
         "alps/wikitext-llama-8m-0.6",
     ];
     let case = |golden| Case {
