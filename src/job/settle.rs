@@ -130,8 +130,8 @@ impl Job {
             pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
         }
         if pruning.as_ref().is_some_and(|of| allocates(&settings, of)) {
-            let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
-            plan_early(&planning, &mut RunShape { ..shape }, &model)?;
+            let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
+            plan_early(&planning, &mut shape, &model)?;
             let known = unfinished.as_ref().filter(|_| !settings.output.force);
             let known = known.and_then(|state| state.allocation.clone());
             (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;

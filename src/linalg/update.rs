@@ -12,6 +12,9 @@ use super::product::{Factors, Line, Strided, Values};
 /// Rows of a task: whole blocks of every kernel.
 const ROWS: usize = 192;
 
+/// Columns that are packed together: whole units of every kernel.
+const UNIT: usize = 192;
+
 /// Packed factors, reused by every call.
 #[derive(Debug, Default)]
 pub struct Update {
@@ -27,7 +30,7 @@ pub struct Update {
 /// * `u`: the first element of U; its rows begin `columns` elements apart
 ///
 /// # Panics
-/// Panics when the slices are smaller than their shapes, or U has more rows than a slab of the kernel.
+/// Panics when the slices are smaller than their shapes.
 pub fn subtract_product(
     c: &mut [f32],
     columns: usize,
@@ -44,9 +47,8 @@ pub fn subtract_product(
     // Longer blocks of columns are multiplied slab by slab.
     for slab in (0..inner).step_by(kernel.slab()) {
         let steps = kernel.slab().min(inner - slab);
-        let unit = ROWS;
-        let unit_lines = kernel.column_lines(unit, steps);
-        let lines = unit_lines * width.div_ceil(unit);
+        let unit_lines = kernel.column_lines(UNIT, steps);
+        let lines = unit_lines * width.div_ceil(UNIT);
         if update.u.len() < lines {
             update.u = bytemuck::allocation::zeroed_vec(lines);
         }
@@ -55,9 +57,9 @@ pub fn subtract_product(
             .par_chunks_mut(unit_lines)
             .enumerate()
             .for_each(|(at, lines)| {
-                let count = unit.min(width - at * unit);
+                let count = UNIT.min(width - at * UNIT);
                 let lines = &mut lines[..kernel.column_lines(count, steps)];
-                kernel.pack_columns(from.at(at * unit, 0), count, steps, lines);
+                kernel.pack_columns(from.at(at * UNIT, 0), count, steps, lines);
             });
         let packed_u = &update.u[..lines];
         c.par_chunks_mut(ROWS * columns)

@@ -13,7 +13,7 @@ use crate::linalg::{StoredMatrix, Weight, tensor};
 use crate::model::{DecoderLayer, ModelConfig, Observation, Projection};
 use crate::pruning::column_squares::ColumnSquaresKind;
 use crate::pruning::wanda::{self, Wanda};
-use crate::pruning::{self, Pattern, Request, Target};
+use crate::pruning::{self, Pattern, Request, Statistics, Target};
 use crate::run::{Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 
@@ -107,13 +107,12 @@ impl<'a> AllocationMeter<'a> {
                 Weight::Held(_) => None,
                 Weight::AtRest(_) => weight.hold()?,
             };
-            let whole = held(layer, projection)?.clone();
-            let pruned = pruned(layer, projection, statistics, self.ratio)?;
-            *layer.linear_mut(projection).weight_mut() = Weight::Held(pruned);
-            dense.push((
-                projection,
-                at_rest.map_or(Weight::Held(whole), Weight::AtRest),
-            ));
+            let name = projection.full_name(layer.index());
+            let of_input = statistics.of(projection);
+            let pruned = pruned(&name, held(layer, projection)?, of_input, self.ratio)?;
+            let weight = layer.linear_mut(projection).weight_mut();
+            let whole = std::mem::replace(weight, Weight::Held(pruned));
+            dense.push((projection, at_rest.map_or(whole, Weight::AtRest)));
         }
         let nothing = |_| ();
         compute.forward(Phase::Propagate, layer, &mut disturbed, &nothing)?;
@@ -207,8 +206,8 @@ impl<'a> AllocationMeter<'a> {
         let dense = DenseOutput::of(layer.linear(projection), rows, products)?;
         let weight = held(layer, projection)?.clone();
         for (error, &ratio) in errors.iter_mut().zip(&self.points) {
-            *layer.linear_mut(projection).weight_mut() = Weight::Held(weight.clone());
-            let pruned = pruned(layer, projection, statistics, ratio)?;
+            let name = projection.full_name(layer.index());
+            let pruned = pruned(&name, &weight, statistics.of(projection), ratio)?;
             *layer.linear_mut(projection).weight_mut() = Weight::Held(pruned);
             let products = compute.workspace().product_context();
             let relative = dense.error_of(layer.linear(projection), products)?;
@@ -220,17 +219,16 @@ impl<'a> AllocationMeter<'a> {
     }
 }
 
-/// A matrix, which is in memory, pruned by Wanda.
+/// A matrix pruned by Wanda.
 fn pruned(
-    layer: &DecoderLayer,
-    projection: Projection,
-    statistics: &LayerStatistics,
+    name: &str,
+    weight: &StoredMatrix,
+    statistics: Option<&Statistics>,
     ratio: f64,
 ) -> Result<StoredMatrix> {
-    let name = projection.full_name(layer.index());
     let pattern = Pattern::Unstructured;
-    let request = Request::new(&name, statistics.of(projection), Target { ratio, pattern });
-    let mut weight = held(layer, projection)?.clone();
+    let request = Request::new(name, statistics, Target { ratio, pattern });
+    let mut weight = weight.clone();
     let mask = pruning::prune(&Wanda, &mut weight, &request)?;
     weight.zero_bits(mask.bits());
     Ok(weight)

@@ -56,7 +56,7 @@ pub struct ColumnMoments {
     sums: Vec<f64>,
     /// Σ over samples of tokens times variance.
     spreads: Vec<f64>,
-    samples: f64,
+    samples: usize,
     tokens: f64,
 }
 
@@ -67,7 +67,7 @@ impl ColumnMoments {
             squares: ColumnSquares::new(in_features),
             sums: vec![0.0; in_features],
             spreads: vec![0.0; in_features],
-            samples: 0.0,
+            samples: 0,
             tokens: 0.0,
         }
     }
@@ -77,6 +77,11 @@ impl ColumnMoments {
         ByteSize::of(in_features, 4 * size_of::<f64>() + size_of::<f32>())
     }
 
+    /// The number of samples.
+    pub fn samples(&self) -> usize {
+        self.samples
+    }
+
     /// s_j.
     pub fn squares(&self) -> &ColumnSquares {
         &self.squares
@@ -84,7 +89,7 @@ impl ColumnMoments {
 
     /// m_j, `[in_features]`.
     pub fn mean(&self) -> Vec<f32> {
-        let of = |sum: &f64| (sum / self.samples) as f32;
+        let of = |sum: &f64| (sum / self.samples as f64) as f32;
         self.sums.iter().map(of).collect()
     }
 
@@ -115,7 +120,7 @@ impl MergedStatistics for ColumnMoments {
             // tokens · (mean of squares − square of mean); rounding must not make it negative.
             self.spreads[at] += (square - sum * sum / tokens).max(0.0);
         }
-        self.samples += 1.0;
+        self.samples += 1;
         self.tokens += tokens;
     }
 }

@@ -33,6 +33,21 @@ pub(super) fn store(weight: &mut StoredMatrix, values: &[f32]) {
     *weight = StoredMatrix::from_f32(weight.dtype(), weight.rows(), weight.columns(), values);
 }
 
+/// The weights that a mask keeps, `[rows, columns]`.
+pub(super) fn kept_of(mask: &Mask) -> Vec<bool> {
+    let (rows, columns) = (mask.rows(), mask.columns());
+    let mut is_kept = vec![true; rows * columns];
+    is_kept
+        .par_chunks_mut(columns.max(1))
+        .enumerate()
+        .for_each(|(row, is_kept)| {
+            for (column, is_kept) in is_kept.iter_mut().enumerate() {
+                *is_kept = !mask.is_pruned(row, column);
+            }
+        });
+    is_kept
+}
+
 /// The mask of the weights that are not kept.
 pub(super) fn mask_of(is_kept: &[bool], rows: usize, columns: usize) -> Result<Mask> {
     Mask::by_rows(
@@ -101,7 +116,7 @@ fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [b
         return;
     }
     let position = values.len() - count; // The magnitude here is the lowest that stays.
-    let Some(limit) = magnitude_at(values, columns, position as u64) else {
+    let Some(limit) = score_at(values, columns, position as u64, magnitudes) else {
         return;
     };
     let rows = values
@@ -134,8 +149,16 @@ fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [b
     }
 }
 
-/// The magnitude at a position of the ascending order of all.
-fn magnitude_at(values: &[f32], columns: usize, position: u64) -> Option<f32> {
+/// The score at a position of the ascending order of all scores of a matrix `[rows, columns]`, exactly, in two passes.
+///
+/// # Arguments
+/// * `score(row, scores)`: fills the scores of a row, finite and ≥ 0
+pub(super) fn score_at(
+    values: &[f32],
+    columns: usize,
+    position: u64,
+    score: impl Fn(&[f32], &mut Vec<f32>) + Sync,
+) -> Option<f32> {
     /// Parts that are counted at the same time.
     const PARTS: usize = 16;
     let rows = values.len() / columns;
@@ -143,8 +166,8 @@ fn magnitude_at(values: &[f32], columns: usize, position: u64) -> Option<f32> {
     let count = |upper: Option<u16>| {
         let parts = values.par_chunks(part).map(|values| {
             let (mut counter, mut scores) = (Radix::new(upper), Vec::new());
-            for row in values.chunks(columns) {
-                magnitudes(row, &mut scores);
+            for row in values.chunks_exact(columns) {
+                score(row, &mut scores);
                 counter.feed(&scores);
             }
             counter

@@ -8,12 +8,14 @@
 //! | comes back: of the removed weights in the order of c_ij / v_j | the largest, if positive | the smallest, if negative |
 //! | goes: of the kept weights in ascending order of Wanda's score | the next with c_ij < 0 | the next with c_ij > 0 |
 //!
-//! Where no weight of that sign is left, those of the other sign go, the strongest first. Then e ← e + c(goes) − c(comes back). A weight moves once at most. In an N:M pattern the weakest kept weight of the group goes, and a
-//! swap that would turn the sign of e is not made. Zhang et al. 2023, "Dynamic Sparse No Training", arXiv:2310.08915; reference:
+//! The strongest kept weights of the other sign go where none of this sign is left. Then e ← e + c(goes) − c(comes back). A weight moves
+//! once at most. In an N:M pattern the weakest kept weight of the group goes, and a swap that would turn the sign of e is not made. Zhang et al. 2023, "Dynamic Sparse No Training", arXiv:2310.08915; reference:
 //! `prune_DSnoT` in zyxxmu/DSnoT.
 //!
-//! Differences: a row stops where no weight of the sign can come back, and stays as it is from then on; the reference reads beyond its
-//! lists there, and goes on writing masks of rows that have stopped. As there, the matrices of the MLP are left alone by default.
+//! Differences: a row is finished where no removed weight of the sign is left. The reference then takes kept weights for removed ones,
+//! reads beyond its lists on narrow matrices, and writes masks of finished rows, so the sparsity drifts. After 20 swaps on 64 columns
+//! 60 of the 45,000 bits of a first layer differ for this reason, and more in later layers. As in the reference, the matrices of the MLP
+//! are left alone by default.
 
 use std::collections::VecDeque;
 
@@ -21,7 +23,7 @@ use anyhow::Result;
 use rayon::prelude::*;
 
 use super::column_moments::{ColumnMoments, ColumnMomentsKind};
-use super::dense::mask_of;
+use super::dense::{kept_of, mask_of};
 use super::input_gram::InputGram;
 use super::mask::Mask;
 use super::method::Request;
@@ -89,7 +91,7 @@ impl Refinement for Dsnot {
             cycles: request.options.dsnot_cycles(),
         };
         let (rows, width) = (pruned.dense.rows(), pruned.dense.columns());
-        let mut is_kept = vec![true; rows * width];
+        let mut is_kept = kept_of(&pruned.mask);
         is_kept
             .par_chunks_mut(width.max(1))
             .enumerate()
@@ -97,9 +99,6 @@ impl Refinement for Dsnot {
                 || vec![0.0f32; width],
                 |weights, (row, is_kept)| {
                     pruned.dense.widen_rows(row, weights);
-                    for (column, is_kept) in is_kept.iter_mut().enumerate() {
-                        *is_kept = !pruned.mask.is_pruned(row, column);
-                    }
                     columns.refine(weights, is_kept);
                 },
             );
@@ -107,7 +106,7 @@ impl Refinement for Dsnot {
     }
 }
 
-/// What all rows share.
+/// The numbers that all rows share.
 struct SwapRule {
     norms: Vec<f32>,
     means: Vec<f32>,

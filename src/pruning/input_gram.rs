@@ -4,7 +4,7 @@
 //! (`linalg/gram.rs`). Beside it are the column statistics of `column_moments.rs`, so that every score can be computed from these
 //! statistics too. The reference implementations divide by the number of samples, which changes no mask and no weight.
 //!
-//! What a method derives from G for an input, such as a factorisation, serves all linears with that input (q, k and v; gate and up):
+//! A factorisation of G, or whatever else a method derives from it for an input, serves all linears with that input (q, k and v; gate and up):
 //! [`InputGram::prepared`] keeps it until the statistics go.
 
 use std::any::Any;
@@ -43,7 +43,6 @@ pub struct InputGram {
     /// The column statistics of the current sample.
     sample: Box<dyn SamplePart>,
     gram: GramMatrix,
-    samples: usize,
     prepared: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
 }
 
@@ -55,7 +54,6 @@ impl InputGram {
             sample: columns.part(),
             columns,
             gram: GramMatrix::new(in_features),
-            samples: 0,
             prepared: Mutex::default(),
         }
     }
@@ -72,10 +70,10 @@ impl InputGram {
 
     /// The number of samples.
     pub fn samples(&self) -> usize {
-        self.samples
+        self.columns.samples()
     }
 
-    /// What a method derives from these statistics: made by the first call, and returned by the following ones. The type says what it is.
+    /// A value that a method derives from these statistics: made by the first call for its type, and returned by the following ones.
     ///
     /// # Errors
     /// Fails with the error of `make`.
@@ -108,7 +106,6 @@ impl InPlaceStatistics for InputGram {
     fn end_sample(&mut self) {
         self.columns.merge(self.sample.numbers());
         self.sample = self.columns.part();
-        self.samples += 1;
     }
 
     fn finish(&mut self) {

@@ -3,9 +3,8 @@
 //! Ten steps of conjugate gradients from the method's own weights towards the smallest error of the linear's output. The mask stays.
 
 use anyhow::Result;
-use rayon::prelude::*;
 
-use super::dense::{store, widened};
+use super::dense::{kept_of, store, widened};
 use super::input_gram::{InputGram, InputGramKind};
 use super::least_squares::{STEPS, ScaledGram, refit, refit_bytes};
 use super::mask::Mask;
@@ -55,16 +54,7 @@ impl Refinement for RefitWeights {
         let gram = request
             .statistics_as::<InputGram>()?
             .prepared(ScaledGram::of)?;
-        let columns = weight.columns();
-        let mut is_kept = vec![true; weight.elements()];
-        is_kept
-            .par_chunks_mut(columns.max(1))
-            .enumerate()
-            .for_each(|(row, is_kept)| {
-                for (column, is_kept) in is_kept.iter_mut().enumerate() {
-                    *is_kept = !mask.is_pruned(row, column);
-                }
-            });
+        let is_kept = kept_of(&mask);
         let scaled = gram.scaled(widened(dense, request)?);
         let mut target = vec![0.0; scaled.len()];
         gram.product(&scaled, &mut target, &mut Packed::default());

@@ -22,7 +22,7 @@ use anyhow::Result;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::dense::{mask_of, store, widened};
+use super::dense::{mask_of, score_at, store, widened};
 use super::input_gram::{InputGram, InputGramKind};
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
@@ -34,7 +34,6 @@ use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
 use crate::linalg::factor::{NotPositive, inverse_factor};
 use crate::linalg::gram::GramMatrix;
-use crate::linalg::select::Radix;
 use crate::linalg::update::{Update, subtract_product};
 
 /// Second-order pruning with updates of the weights that stay.
@@ -249,28 +248,11 @@ impl ColumnBlock {
 
     /// The score at a position of the ascending order of the block's scores.
     fn score_at(&self, values: &[f32], position: u64) -> Option<f32> {
-        /// Parts that are counted at the same time.
-        const PARTS: usize = 16;
-        let rows = values.len() / self.columns;
-        let part = rows.div_ceil(PARTS).max(1) * self.columns;
-        let count = |upper: Option<u16>| {
-            let parts = values.par_chunks(part).map(|values| {
-                let (mut counter, mut scores) = (Radix::new(upper), vec![0.0; self.width()]);
-                for row in values.chunks_exact(self.columns) {
-                    let weights = &row[self.first..self.last];
-                    for ((score, weight), square) in
-                        scores.iter_mut().zip(weights).zip(&self.squares)
-                    {
-                        *score = weight * weight / square;
-                    }
-                    counter.feed(&scores);
-                }
-                counter
-            });
-            parts.reduce(|| Radix::new(upper), |one, other| one.merge(&other))
-        };
-        let (upper, rest) = count(None).narrow(position)?;
-        count(Some(upper)).value(rest)
+        score_at(values, self.columns, position, |row, scores| {
+            let weights = row[self.first..self.last].iter().zip(&self.squares);
+            scores.clear();
+            scores.extend(weights.map(|(weight, square)| weight * weight / square));
+        })
     }
 }
 

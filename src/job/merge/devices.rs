@@ -71,7 +71,7 @@ pub(super) fn name(plan: &Plan) -> String {
     }
 }
 
-/// What GPUs had no memory for, and the memory that they had in use, over all parts of a run.
+/// The work that GPUs had no memory for, and the memory that they had in use, over all parts of a run.
 #[derive(Debug, Default)]
 pub(in crate::job) struct DeviceRecords {
     pub(in crate::job) fallbacks: Vec<FallbackReport>,

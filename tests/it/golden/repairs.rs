@@ -4,6 +4,7 @@
 //! iterations), so their perplexity and the error of their outputs are compared, and the overlap of the masks is shown.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -19,7 +20,7 @@ use super::reference::{Golden, dataset, tensors};
 use super::show;
 use crate::support::{self, sparsity};
 
-/// What is asked of a golden.
+/// A golden, the flags that repeat it, and what may differ.
 struct Case {
     /// Below `goldens/methods`.
     golden: &'static str,
@@ -34,7 +35,8 @@ struct Case {
 struct Limits {
     /// Equal bits of all, and of every matrix.
     masks: Option<(f64, f64)>,
-    perplexity: f64,
+    /// Relative to the reference's, less 1.
+    perplexity: RangeInclusive<f64>,
     /// Of the mean over the linears.
     output_error: Option<f64>,
     /// Of the weights of the first layer, relative, Frobenius.
@@ -44,7 +46,7 @@ struct Limits {
 /// SparseGPT: masks and weights are the reference's, to f32 rounding.
 const EXACT: Limits = Limits {
     masks: Some((0.999, 0.99)),
-    perplexity: 0.01,
+    perplexity: -0.01..=0.01,
     output_error: Some(0.01),
     weights: Some(1e-4),
 };
@@ -109,7 +111,8 @@ fn alps() -> Vec<Case> {
         method: "alps",
         limits: Limits {
             masks: None,
-            perplexity: 0.03,
+            // A method of iterations may end better than the reference: the deviation over seeds is 7 % at 70 % (docs/repairing.md).
+            perplexity: -1.0..=0.03,
             output_error: Some(0.02),
             weights: None,
         },
@@ -124,7 +127,7 @@ fn ladder() -> Vec<Case> {
         method: "ladder",
         limits: Limits {
             masks: None,
-            perplexity: f64::INFINITY,
+            perplexity: -1.0..=0.02,
             output_error: None,
             weights: None,
         },
@@ -146,7 +149,7 @@ fn refitted() -> Vec<Case> {
         refine: Some("weights"),
         limits: Limits {
             masks: None,
-            perplexity: 0.05,
+            perplexity: -0.05..=0.05,
             output_error: None,
             weights: None,
         },
@@ -166,8 +169,8 @@ fn swapped() -> Vec<Case> {
             ..NO_OPTIONS
         },
         limits: Limits {
-            masks: Some((equal, equal - 0.01)),
-            perplexity: 0.1,
+            masks: Some((equal, equal - 0.001)),
+            perplexity: -1e-3..=1e-3,
             output_error: None,
             weights: None,
         },
@@ -360,10 +363,7 @@ fn judge(case: &Case, golden: &Golden, seen: &Seen<'_>, perplexity: f64) -> (Str
     if let Some((all, each)) = limits.masks {
         check(seen.bits > 0 && equal >= all && seen.worst >= each, "masks");
     }
-    // A method of iterations may end better than the reference: at 70 % another rounding of the inverses alone moves ALPS from
-    // 58 to 65 here.
-    let is_near = off <= limits.perplexity && (case.method == "alps" || -off <= limits.perplexity);
-    check(is_near || case.method == "ladder", "perplexity");
+    check(limits.perplexity.contains(&off), "perplexity");
     if let Some(limit) = limits.output_error {
         check(error_off.abs() <= limit, "output error");
     }
@@ -420,7 +420,6 @@ fn dsnot_swaps_as_the_reference() -> Result<()> {
 #[test]
 fn ladder_is_as_good_as_alps() -> Result<()> {
     let ratios = repeat_all(&ladder())?;
-    assert!(ratios.iter().all(|ratio| *ratio <= 1.02), "{ratios:?}");
     let logarithms: f64 = ratios.iter().map(|ratio| ratio.ln()).sum();
     assert!(logarithms <= 0.0, "{ratios:?}");
     Ok(())
