@@ -1,4 +1,4 @@
-//! The hot parts on real layer shapes: products, attention, one decoder layer, scoring and selection, writing.
+//! The hot parts on real layer shapes: products, attention, one decoder layer, scoring and selection, factorisations, writing.
 //!
 //! `cargo bench` runs all; `cargo bench -- products` one group. Where a group multiplies, criterion prints how much of the peak each
 //! product reaches in place of elements per second: the peak is measured before the group, by the same instruction on registers
@@ -11,6 +11,8 @@
     clippy::print_stderr,
     reason = "the peak belongs beside criterion's own lines"
 )]
+
+mod repairs;
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -406,6 +408,6 @@ fn writing(criterion: &mut Criterion<OfPeak>) {
 criterion_group!(
     name = benches;
     config = Criterion::default().with_measurement(OfPeak);
-    targets = products, blocked_attention, decoder_layer, scoring, writing
+    targets = products, blocked_attention, decoder_layer, scoring, repairs::repairs, writing
 );
 criterion_main!(benches);

@@ -2,7 +2,8 @@
 //!
 //! X is `[tokens, width]`, G `[width, width]`. Every [`TOKENS`] rows enter the sums at once, so neither the parts in which rows arrive
 //! nor the threads change a bit. Only the upper triangle is computed and kept, in panels of rows that reach from the diagonal to the
-//! last column. The kernel is that of f32 products: it splits f32 into bf16 where the CPU has tiles, else it multiplies and adds.
+//! last column. The kernel is that of f32 products (it splits f32 into bf16 where the CPU has tiles, else it multiplies and adds), or that
+//! of bf16 products where the layer computes in bf16.
 
 use std::ops::Range;
 
@@ -10,6 +11,7 @@ use rayon::prelude::*;
 
 use super::product::{Factors, Kernel, Line, Strided, Values};
 use super::stored::StoredDtype;
+use super::weight::Products;
 use crate::bytes::ByteSize;
 
 /// Rows of X that enter the sums at once: a slab of the kernels.
@@ -26,6 +28,7 @@ pub struct GramMatrix {
     sums: Vec<f32>,
     /// Rows that have not entered the sums, `[rows, width]`.
     waiting: Vec<f32>,
+    kernel: Kernel,
 }
 
 /// The kernel of f32 products of this CPU.
@@ -33,6 +36,15 @@ pub fn f32_kernel() -> Kernel {
     match Kernel::has_split() {
         true => Kernel::split(StoredDtype::F32),
         false => Kernel::Fused,
+    }
+}
+
+/// The kernel of Gram matrices of activations. bf16 arithmetic rounds activations before it multiplies them, so G is that of the rounded
+/// rows, like the products of the layer.
+pub fn kernel_of(products: Products) -> Kernel {
+    match products {
+        Products::Bf16(kernel) => kernel,
+        Products::F32 | Products::Split => f32_kernel(),
     }
 }
 
@@ -50,12 +62,13 @@ fn panel_elements(width: usize) -> usize {
 }
 
 impl GramMatrix {
-    /// G of no rows.
-    pub fn new(width: usize) -> Self {
+    /// G of no rows, for activations of this arithmetic.
+    pub fn new(width: usize, products: Products) -> Self {
         Self {
             width,
             sums: vec![0.0; panel_elements(width)],
             waiting: Vec::new(),
+            kernel: kernel_of(products),
         }
     }
 
@@ -65,8 +78,8 @@ impl GramMatrix {
     }
 
     /// Bytes beside these while rows enter the sums: they are turned, and packed as both factors.
-    pub fn adding_bytes(width: usize) -> ByteSize {
-        let (blocks, units) = packed_lines(f32_kernel(), width);
+    pub fn adding_bytes(width: usize, products: Products) -> ByteSize {
+        let (blocks, units) = packed_lines(kernel_of(products), width);
         ByteSize::of(TOKENS * width, size_of::<f32>())
             + ByteSize::of(blocks + units, size_of::<Line>())
     }
@@ -156,7 +169,7 @@ impl GramMatrix {
 
     /// Adds the rows that wait to the sums.
     fn fold(&mut self) {
-        let (kernel, width) = (f32_kernel(), self.width);
+        let (kernel, width) = (self.kernel, self.width);
         let tokens = self.waiting.len() / width;
         // X turned, `[width, tokens]`: kernels read the summed dimension along a row.
         let mut turned = vec![0.0f32; width * tokens];
@@ -253,8 +266,8 @@ mod tests {
             .collect()
     }
 
-    fn gram(rows: &[f32], width: usize, part: usize) -> GramMatrix {
-        let mut gram = GramMatrix::new(width);
+    fn gram(rows: &[f32], width: usize, part: usize, products: Products) -> GramMatrix {
+        let mut gram = GramMatrix::new(width, products);
         rows.chunks(part * width)
             .for_each(|part| gram.add_rows(part));
         gram.finish();
@@ -265,7 +278,7 @@ mod tests {
     fn sums_are_those_of_a_plain_loop() {
         for (tokens, width) in [(3, 1), (700, 37), (513, 192), (40, 300), (1100, 450)] {
             let x = rows(tokens, width);
-            let gram = gram(&x, width, 91);
+            let gram = gram(&x, width, 91, Products::F32);
             let square = gram.square();
             for i in 0..width {
                 for j in 0..width {
@@ -286,11 +299,35 @@ mod tests {
     }
 
     #[test]
+    fn bf16_arithmetic_rounds_the_rows() {
+        let Some(kernel) = Kernel::best_bf16() else {
+            return;
+        };
+        let x = rows(700, 250);
+        let rounded: Vec<f32> = x
+            .iter()
+            .map(|&x| half::bf16::from_f32(x).to_f32())
+            .collect();
+        let (own, exact) = (
+            gram(&x, 250, 91, Products::Bf16(kernel)).square(),
+            gram(&rounded, 250, 91, Products::F32).square(),
+        );
+        assert!(
+            own.iter()
+                .zip(&exact)
+                .all(|(own, exact)| { (own - exact).abs() < 1e-4 * (1.0 + exact.abs()) })
+        );
+        assert_ne!(own, gram(&x, 250, 91, Products::F32).square());
+    }
+
+    #[test]
     fn neither_parts_nor_threads_change_a_bit() {
         let x = rows(1300, 250);
-        let one = gram(&x, 250, 1300).square();
+        let one = gram(&x, 250, 1300, Products::F32).square();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build();
-        let parts = pool.unwrap().install(|| gram(&x, 250, 7).square());
+        let parts = pool
+            .unwrap()
+            .install(|| gram(&x, 250, 7, Products::F32).square());
         assert!(one == parts);
     }
 }

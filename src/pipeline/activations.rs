@@ -16,7 +16,7 @@ use super::calibrate::Calibrator;
 use super::output_error;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
-use crate::linalg::columns;
+use crate::linalg::{Products, columns};
 use crate::model::{DecoderLayer, ModelConfig, Observation};
 use crate::pruning::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
 use crate::run::Events;
@@ -50,7 +50,7 @@ impl StatisticsKind for ActivationSumsKind {
         ByteSize::of(in_features * 2 * self.sums(), size_of::<f64>())
     }
 
-    fn begin(&self, in_features: usize) -> Statistics {
+    fn begin(&self, in_features: usize, _products: Products) -> Statistics {
         Statistics::Merged(Box::new(ActivationSums {
             in_features,
             sums: vec![0.0; in_features * self.sums()],
@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     fn merged(kind: &ActivationSumsKind) -> Box<dyn MergedStatistics> {
-        match kind.begin(2) {
+        match kind.begin(2, Products::F32) {
             Statistics::Merged(statistics) => statistics,
             Statistics::InPlace(_) => unreachable!(),
         }

@@ -321,9 +321,10 @@ fn collect(
 ) -> Result<LayerStatistics> {
     let (samples, seqlen) = (hidden.samples(), hidden.seqlen());
     let widths = output_error::widths(config);
+    let products = compute.workspace().product_context().products;
     let points = Observation::ALL.map(|point| {
         let is_observed = observed.contains(&point);
-        is_observed.then(|| Mutex::new(kind.begin(widths[point as usize])))
+        is_observed.then(|| Mutex::new(kind.begin(widths[point as usize], products)))
     });
     let mut rows = InputRows::new(widths, samples, seqlen);
     let order = match kind.is_in_place() {

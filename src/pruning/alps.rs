@@ -24,7 +24,7 @@ use anyhow::Result;
 use super::admm::Admm;
 use super::dense::{Keeps, mask_of, store, widened};
 use super::input_gram::{InputGram, InputGramKind};
-use super::least_squares::{STEPS, ScaledGram, refit, refit_bytes};
+use super::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
 use super::options::MethodOptions;
@@ -73,6 +73,11 @@ impl PruningMethod for Alps {
             + Admm::bytes(out_features, in_features)
             + refit_bytes(out_features, in_features)
             + ByteSize::of(out_features.saturating_mul(in_features), size_of::<f32>())
+    }
+
+    fn operations(&self, out_features: usize, in_features: usize) -> f64 {
+        // It ends when the support rests, mostly behind some 60 iterations; ρ changes every third. Inverses in f64 take twice the time.
+        operations(out_features, in_features, 60 + STEPS + 2, 2 * 60 / 3)
     }
 
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {

@@ -8,7 +8,7 @@
 use super::column_squares::ColumnSquares;
 use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
 use crate::bytes::ByteSize;
-use crate::linalg::columns;
+use crate::linalg::{Products, columns};
 
 /// The kind of statistics that collects [`ColumnMoments`].
 #[derive(Debug, Clone, Copy)]
@@ -19,7 +19,7 @@ impl StatisticsKind for ColumnMomentsKind {
         ColumnMoments::bytes(in_features)
     }
 
-    fn begin(&self, in_features: usize) -> Statistics {
+    fn begin(&self, in_features: usize, _products: Products) -> Statistics {
         Statistics::Merged(Box::new(ColumnMoments::new(in_features)))
     }
 }

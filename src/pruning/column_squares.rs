@@ -7,7 +7,7 @@
 
 use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
 use crate::bytes::ByteSize;
-use crate::linalg::columns;
+use crate::linalg::{Products, columns};
 
 /// The kind of statistics that collects [`ColumnSquares`].
 #[derive(Debug, Clone, Copy)]
@@ -18,7 +18,7 @@ impl StatisticsKind for ColumnSquaresKind {
         ByteSize::of(in_features, size_of::<f64>() + size_of::<f32>())
     }
 
-    fn begin(&self, in_features: usize) -> Statistics {
+    fn begin(&self, in_features: usize, _products: Products) -> Statistics {
         Statistics::Merged(Box::new(ColumnSquares::new(in_features)))
     }
 }

@@ -17,6 +17,7 @@ use super::statistics::{
     InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind,
 };
 use crate::bytes::ByteSize;
+use crate::linalg::Products;
 use crate::linalg::gram::GramMatrix;
 
 /// The kind of statistics that collects an [`InputGram`].
@@ -28,12 +29,17 @@ impl StatisticsKind for InputGramKind {
         GramMatrix::bytes(in_features) + ColumnMoments::bytes(in_features)
     }
 
-    fn adding_bytes(&self, in_features: usize) -> ByteSize {
-        GramMatrix::adding_bytes(in_features)
+    fn adding_bytes(&self, in_features: usize, products: Products) -> ByteSize {
+        GramMatrix::adding_bytes(in_features, products)
     }
 
-    fn begin(&self, in_features: usize) -> Statistics {
-        Statistics::InPlace(Box::new(InputGram::new(in_features)))
+    fn operations(&self, in_features: usize) -> f64 {
+        // One triangle of XᵀX.
+        (in_features as f64).powi(2)
+    }
+
+    fn begin(&self, in_features: usize, products: Products) -> Statistics {
+        Statistics::InPlace(Box::new(InputGram::new(in_features, products)))
     }
 }
 
@@ -47,13 +53,13 @@ pub struct InputGram {
 }
 
 impl InputGram {
-    /// Statistics of an input with this many columns, before any sample.
-    pub fn new(in_features: usize) -> Self {
+    /// Statistics of an input with this many columns, before any sample; `products` is the arithmetic of the layer.
+    pub fn new(in_features: usize, products: Products) -> Self {
         let columns = ColumnMoments::new(in_features);
         Self {
             sample: columns.part(),
             columns,
-            gram: GramMatrix::new(in_features),
+            gram: GramMatrix::new(in_features, products),
             prepared: Mutex::default(),
         }
     }
@@ -120,7 +126,7 @@ mod tests {
     #[test]
     fn column_statistics_are_those_collected_alone() {
         let rows: Vec<f32> = (0..60).map(|at| (at * 37 % 23) as f32 - 11.0).collect();
-        let mut gram = InputGram::new(3);
+        let mut gram = InputGram::new(3, Products::F32);
         let mut alone = ColumnMoments::new(3);
         for sample in rows.chunks(15) {
             let mut part = alone.part();
@@ -139,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_preparation_is_made_once_per_type() {
-        let gram = InputGram::new(2);
+        let gram = InputGram::new(2, Products::F32);
         let mut made = 0;
         for _ in 0..3 {
             let width = gram.prepared(|gram| {

@@ -22,7 +22,7 @@ use rayon::prelude::*;
 use super::admm::Admm;
 use super::dense::{Keeps, mask_of, store, widened};
 use super::input_gram::{InputGram, InputGramKind};
-use super::least_squares::{STEPS, ScaledGram, refit, refit_bytes};
+use super::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
 use super::options::MethodOptions;
@@ -70,6 +70,16 @@ impl PruningMethod for Ladder {
         ScaledGram::bytes(in_features)
             + Admm::bytes(out_features, in_features)
             + refit_bytes(out_features, in_features)
+    }
+
+    fn operations(&self, out_features: usize, in_features: usize) -> f64 {
+        let rungs = UNSTRUCTURED.2;
+        operations(
+            out_features,
+            in_features,
+            rungs * ITERATIONS + STEPS + 2,
+            rungs,
+        )
     }
 
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {

@@ -94,6 +94,12 @@ impl ScaledGram {
     }
 }
 
+/// Floating-point operations of this many products `[rows, n]` with S `[n, n]`, and of this many inverses.
+pub(super) fn operations(rows: usize, n: usize, products: usize, inverses: usize) -> f64 {
+    let (rows, n) = (rows as f64, n as f64);
+    n * n * (2.0 * rows * products as f64 + n * inverses as f64)
+}
+
 /// Writes rows·S to `out`, S symmetric `[n, n]`.
 pub(super) fn multiply(rows: &[f32], s: &[f32], n: usize, out: &mut [f32], packed: &mut Packed) {
     let job = ProductJob {
@@ -230,7 +236,7 @@ mod tests {
 
     /// Statistics of an input with correlated columns.
     pub(crate) fn statistics(n: usize, tokens: usize) -> InputGram {
-        let mut statistics = InputGram::new(n);
+        let mut statistics = InputGram::new(n, crate::linalg::Products::F32);
         let rows: Vec<f32> = (0..tokens * n)
             .map(|at| {
                 let (token, column) = (at / n, at % n);

@@ -69,6 +69,11 @@ pub trait PruningMethod: Debug + Sync {
         ByteSize::ZERO
     }
 
+    /// Floating-point operations of [`PruningMethod::prune`] in products and factorisations, for the estimate of time.
+    fn operations(&self, _out_features: usize, _in_features: usize) -> f64 {
+        0.0
+    }
+
     /// Chooses the weights to remove from `weight` `[out_features, in_features]`, and changes the others where the method does
     /// that. The caller writes the zeros. Call [`prune`], which makes the checks that all methods share.
     ///

@@ -46,6 +46,11 @@ pub trait Refinement: Debug + Sync {
     /// Bytes for one matrix, the copy of the dense weights not included.
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize;
 
+    /// Floating-point operations in products, for the estimate of time.
+    fn operations(&self, _out_features: usize, _in_features: usize) -> f64 {
+        0.0
+    }
+
     /// Refines a matrix, and returns its mask.
     ///
     /// # Errors

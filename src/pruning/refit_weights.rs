@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::dense::{kept_of, store, widened};
 use super::input_gram::{InputGram, InputGramKind};
-use super::least_squares::{STEPS, ScaledGram, refit, refit_bytes};
+use super::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
 use super::mask::Mask;
 use super::method::Request;
 use super::refinement::{AsPruned, Refinement};
@@ -43,6 +43,10 @@ impl Refinement for RefitWeights {
         ScaledGram::bytes(in_features)
             + refit_bytes(out_features, in_features)
             + ByteSize::of(weights, 3 * size_of::<f32>() + 1)
+    }
+
+    fn operations(&self, out_features: usize, in_features: usize) -> f64 {
+        operations(out_features, in_features, STEPS + 2, 0)
     }
 
     fn refine(&self, pruned: AsPruned<'_>, request: &Request<'_>) -> Result<Mask> {

@@ -82,6 +82,12 @@ impl PruningMethod for SparseGpt {
         GramMatrix::square_bytes(in_features) + ByteSize::of(weights, size_of::<f32>() + 1)
     }
 
+    fn operations(&self, out_features: usize, in_features: usize) -> f64 {
+        // The factor of the inverse, which is counted for each of the matrices that share it, and the updates.
+        let (rows, n) = (out_features as f64, in_features as f64);
+        n * n * (n * 2.0 / 3.0 + rows)
+    }
+
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
         request.mean_squares()?;
         let block = request.options.blocksize();

@@ -17,6 +17,7 @@ use std::any::Any;
 use std::fmt::Debug;
 
 use crate::bytes::ByteSize;
+use crate::linalg::Products;
 
 /// A kind of statistics: its cost, and empty accumulators.
 pub trait StatisticsKind: Debug + Sync {
@@ -24,18 +25,23 @@ pub trait StatisticsKind: Debug + Sync {
     fn bytes(&self, in_features: usize) -> ByteSize;
 
     /// Bytes beside these while a sample's rows are added; one input at a time needs them.
-    fn adding_bytes(&self, _in_features: usize) -> ByteSize {
+    fn adding_bytes(&self, _in_features: usize, _products: Products) -> ByteSize {
         ByteSize::ZERO
     }
 
-    /// Statistics of an input with this many columns, before any sample.
-    fn begin(&self, in_features: usize) -> Statistics;
+    /// Floating-point operations of a product kernel per row of an input with this many columns.
+    fn operations(&self, _in_features: usize) -> f64 {
+        0.0
+    }
+
+    /// Statistics of an input with this many columns, before any sample; `products` is the arithmetic of the layer.
+    fn begin(&self, in_features: usize, products: Products) -> Statistics;
 }
 
 impl dyn StatisticsKind {
     /// Returns whether samples enter in place.
     pub fn is_in_place(&self) -> bool {
-        matches!(self.begin(0), Statistics::InPlace(_))
+        matches!(self.begin(0, Products::default()), Statistics::InPlace(_))
     }
 }
 

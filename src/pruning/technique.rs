@@ -84,6 +84,16 @@ impl Technique {
         of_method.max(refinement.working_bytes(out_features, in_features)) + dense
     }
 
+    /// Floating-point operations for one matrix in products and factorisations.
+    pub fn operations(&self, out_features: usize, in_features: usize) -> f64 {
+        let of_method = self.method.operations(out_features, in_features);
+        let refinement = self.refinement;
+        of_method
+            + refinement.map_or(0.0, |refinement| {
+                refinement.operations(out_features, in_features)
+            })
+    }
+
     /// Prunes and refines one matrix. The caller writes the zeros.
     ///
     /// # Errors

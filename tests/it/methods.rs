@@ -4,7 +4,7 @@
 mod in_place;
 
 use prune::failure::Failure;
-use prune::linalg::{StoredDtype, StoredMatrix};
+use prune::linalg::{Products, StoredDtype, StoredMatrix};
 use prune::pruning::{
     self, METHODS, Mask, MethodOptions, Pattern, PruningMethod, Removes, Request, Statistics,
     StatisticsKind, Target,
@@ -46,7 +46,7 @@ fn matrix(dtype: StoredDtype) -> StoredMatrix {
 
 /// Statistics of three samples of 40 tokens; `first` replaces the first number.
 fn collect(kind: &dyn StatisticsKind, first: Option<f32>) -> Statistics {
-    let mut statistics = kind.begin(COLUMNS);
+    let mut statistics = kind.begin(COLUMNS, Products::F32);
     for sample in 0..3 {
         let mut rows = noise(40 * COLUMNS, 100 + sample);
         rows[0] = first.unwrap_or(rows[0]);

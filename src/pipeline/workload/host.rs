@@ -219,7 +219,7 @@ impl<'r> Host<'r> {
             false => each.into_iter().sum(),
         };
         let adding = widths
-            .map(|width| kind.adding_bytes(width))
+            .map(|width| kind.adding_bytes(width, run.products))
             .into_iter()
             .max();
         let mut parts = vec![part(

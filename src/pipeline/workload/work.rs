@@ -1,9 +1,12 @@
 //! Work of a run: floating-point operations of its products, bytes of its files and of its transfers to GPUs.
 
 use super::RunShape;
+use crate::linalg::gram;
 use crate::linalg::product::Kernel;
 use crate::model::{Projection, footprint};
+use crate::pipeline::output_error;
 use crate::placement::{ExecutionOption, Processors, Work};
+use crate::pruning::StatisticsKind;
 use crate::run::HiddenStatesStorage;
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 
@@ -58,7 +61,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
         once_moved += layers * weights + 3.0 * ends;
     }
     Work {
-        layer_flop: flop * seqlen / speed(run, option.processors),
+        layer_flop: flop * seqlen / speed(run, option.processors) + repairs(run),
         layer_read: weights,
         layer_moved: moved,
         // Dense, and again after pruning.
@@ -126,12 +129,40 @@ impl Operations {
     }
 }
 
+/// Operations of statistics and of the method on the host, in f32 operations.
+fn repairs(run: &RunShape<'_>) -> f64 {
+    let Some(technique) = &run.technique else {
+        return 0.0;
+    };
+    let per_row = |kind: &dyn StatisticsKind| -> f64 {
+        let widths = output_error::widths(run.config).into_iter();
+        widths.map(|width| kind.operations(width)).sum()
+    };
+    let rows = run.samples as f64 * run.seqlen as f64;
+    let statistics = run.statistics().map_or(0.0, per_row) * rows;
+    let projections = run.config.projections();
+    let solvers: f64 = projections
+        .map(|projection| {
+            let (rows, columns) = projection.shape(run.config);
+            technique.operations(rows, columns)
+        })
+        .sum();
+    statistics / of_kernel(gram::kernel_of(run.products)) + solvers / of_kernel(gram::f32_kernel())
+}
+
 /// The speed of the CPU's products relative to f32; 1 on GPUs, whose rate is that of their dtype.
 fn speed(run: &RunShape<'_>, processors: Processors) -> f64 {
-    match (processors, run.kernel()) {
-        (Processors::Gpus(_), _) | (Processors::Cpu, Kernel::Fused) => 1.0,
-        (Processors::Cpu, Kernel::Split(_)) => SPLIT_TIMES_F32,
-        (Processors::Cpu, Kernel::Amx | Kernel::Avx512) => BF16_TIMES_F32,
+    match processors {
+        Processors::Gpus(_) => 1.0,
+        Processors::Cpu => of_kernel(run.kernel()),
+    }
+}
+
+fn of_kernel(kernel: Kernel) -> f64 {
+    match kernel {
+        Kernel::Fused => 1.0,
+        Kernel::Split(_) => SPLIT_TIMES_F32,
+        Kernel::Amx | Kernel::Avx512 => BF16_TIMES_F32,
     }
 }
 

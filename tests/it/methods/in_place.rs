@@ -66,7 +66,7 @@ impl StatisticsKind for GramKind {
         ByteSize::of(in_features * in_features, size_of::<f32>())
     }
 
-    fn begin(&self, width: usize) -> Statistics {
+    fn begin(&self, width: usize, _products: Products) -> Statistics {
         BEGUN.fetch_add(usize::from(width == HIDDEN), Ordering::Relaxed);
         Statistics::InPlace(Box::new(Gram {
             width,
