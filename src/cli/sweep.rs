@@ -216,7 +216,7 @@ impl SweepArgs {
                 "name the method: --methods wanda-variant",
             ),
             (
-                self.run.calibration.seed != 0,
+                self.run.calibration.seed.is_some(),
                 "--seed",
                 "use --seeds, like --seeds 0,1,2",
             ),

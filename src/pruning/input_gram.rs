@@ -14,7 +14,7 @@ use anyhow::Result;
 
 use super::column_moments::ColumnMoments;
 use super::statistics::{
-    InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind,
+    InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank,
 };
 use crate::bytes::ByteSize;
 use crate::linalg::gram::GramMatrix;
@@ -30,6 +30,10 @@ impl StatisticsKind for InputGramKind {
 
     fn adding_bytes(&self, in_features: usize) -> ByteSize {
         GramMatrix::adding_bytes(in_features)
+    }
+
+    fn rank(&self) -> Option<StatisticsRank> {
+        Some(StatisticsRank::Gram)
     }
 
     fn begin(&self, in_features: usize) -> Statistics {
@@ -110,6 +114,10 @@ impl InPlaceStatistics for InputGram {
 
     fn finish(&mut self) {
         self.gram.finish();
+    }
+
+    fn forget_derived(&self) {
+        self.all_prepared().clear();
     }
 }
 

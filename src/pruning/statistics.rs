@@ -28,8 +28,25 @@ pub trait StatisticsKind: Debug + Sync {
         ByteSize::ZERO
     }
 
+    /// The rank among the kinds that serve several methods: statistics contain those of all lower ranks, with the same bits. `None`
+    /// for a kind that serves its own method only.
+    fn rank(&self) -> Option<StatisticsRank> {
+        None
+    }
+
     /// Statistics of an input with this many columns, before any sample.
     fn begin(&self, in_features: usize) -> Statistics;
+}
+
+/// The order of the kinds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum StatisticsRank {
+    /// Mean squares of the columns.
+    ColumnSquares,
+    /// These, means and variances of the columns.
+    ColumnMoments,
+    /// These and the Gram matrix.
+    Gram,
 }
 
 impl dyn StatisticsKind {
@@ -55,6 +72,13 @@ impl Statistics {
             Self::InPlace(statistics) => &**statistics,
         };
         any.downcast_ref()
+    }
+
+    /// Frees the values that methods have derived from the statistics.
+    pub fn forget_derived(&self) {
+        if let Self::InPlace(statistics) = self {
+            statistics.forget_derived();
+        }
     }
 }
 
@@ -92,4 +116,7 @@ pub trait InPlaceStatistics: Any + Send + Sync {
 
     /// Ends the collection: all samples were added.
     fn finish(&mut self) {}
+
+    /// Frees the values that methods have derived from the statistics.
+    fn forget_derived(&self) {}
 }
