@@ -1,8 +1,10 @@
 //! `prune sweep --propagate dense`: cells of one seed share the statistics, and each equals the run of its own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
+
+use serde_json::Value;
 
 use super::{masks, table};
 use crate::support::{Place, TEXTS};
@@ -96,38 +98,36 @@ fn cells_that_share_statistics_have_the_bytes_of_single_runs() {
                 (None, expected),
                 "{cell}"
             );
-            assert!(shared.warnings.is_empty(), "{:?}", shared.warnings);
+            assert_eq!(alone.warnings, shared.warnings, "{cell}");
         }
     }
 }
 
-#[test]
-#[cfg(unix)]
-fn killed_at_any_time_cells_that_share_statistics_end_with_the_same_bytes() {
+/// Runs a sweep of two cells with a fault at every `step`-th file operation, each time in a new folder, and then the same command
+/// without the fault. The cells must end with the bytes of a sweep without faults. Calls `faulty` with the outcome of every faulty run.
+fn ends_with_the_same_bytes(fault: &str, step: usize, faulty: &mut dyn FnMut(&Place, Option<i32>)) {
     let place = Place::new();
-    let grid = GRID.replace("ladder,wanda+dsnot,magnitude", "ria");
-    let line = format!("{grid} {TEXTS}");
-    let began = std::time::Instant::now();
+    let grid = GRID.replace(
+        "wanda,sparsegpt,ladder,wanda+dsnot,magnitude",
+        "wanda,sparsegpt",
+    );
+    let line = format!("{} {TEXTS}", grid.replace("0.4,0.6 --seeds 0,1", "0.5"));
     assert_eq!(place.run(&line).code, 0);
-    let whole = began.elapsed();
     let (expected, bytes) = (table(&place), all_weights(&place));
-    let (mut kills, mut continued) = (0, 0);
-    for twelfth in [3, 5, 7, 9, 11] {
+    for at in (7..).step_by(step).take(14) {
         fs::remove_dir_all(place.path("out")).expect("removed");
-        let mut child = place
-            .command(&format!("{line} --quiet"))
-            .stdout(std::process::Stdio::null())
-            .spawn()
-            .expect("the binary");
-        std::thread::sleep(whole * twelfth / 12);
-        // It may have finished already.
-        let _ = child.kill();
-        kills += usize::from(child.wait().expect("a child").code().is_none());
-        let second = place.run(&line);
-        assert_eq!(second.code, 0, "{}", second.stderr);
-        continued += usize::from(second.stderr.contains("continuing an unfinished run"));
-        assert_eq!(table(&place), expected, "after {twelfth} twelfths");
-        assert!(all_weights(&place) == bytes, "after {twelfth} twelfths");
+        let mut command = place.command(&line);
+        let ended = command.env("PRUNE_FAULT", format!("{fault}:{at}")).output();
+        let code = ended.expect("the binary").status.code();
+        // The sweep has fewer operations.
+        if code == Some(0) {
+            continue;
+        }
+        faulty(&place, code);
+        let again = place.run(&line);
+        assert_eq!(again.code, 0, "{fault}:{at}: {}", again.stderr);
+        assert_eq!(table(&place), expected, "{fault}:{at}");
+        assert!(all_weights(&place) == bytes, "{fault}:{at}");
         for cell in bytes.keys() {
             assert!(
                 !place
@@ -138,7 +138,39 @@ fn killed_at_any_time_cells_that_share_statistics_end_with_the_same_bytes() {
             );
         }
     }
-    assert!(kills > 0 && continued > 0, "{kills} {continued}");
+}
+
+#[test]
+#[cfg(unix)]
+fn killed_at_any_operation_cells_that_share_statistics_end_with_the_same_bytes() {
+    let mut layers = BTreeSet::new();
+    ends_with_the_same_bytes("kill", 29, &mut |place, code| {
+        assert_eq!(code, None, "killed");
+        let state = fs::read(place.path("out/wanda-0.5-seed0/unfinished.json"));
+        if let Ok(state) = state {
+            let state: Value = serde_json::from_slice(&state).expect("whole");
+            layers.insert(state["layers"].as_array().map_or(0, Vec::len));
+        }
+    });
+    assert!(layers.len() > 1, "killed in one layer only: {layers:?}");
+}
+
+#[test]
+fn a_cell_that_fails_leaves_the_others_alone() {
+    let mut failed = BTreeSet::new();
+    ends_with_the_same_bytes("fail", 23, &mut |place, code| {
+        assert_eq!(code, Some(1));
+        if place.path("out/sweep.json").exists() {
+            let cells = table(place)["cells"].as_array().expect("a list").clone();
+            failed.insert(
+                cells
+                    .iter()
+                    .filter(|cell| cell["state"] == "failed")
+                    .count(),
+            );
+        }
+    });
+    assert!(failed.contains(&1), "{failed:?}");
 }
 
 #[test]
@@ -176,12 +208,9 @@ fn cells_follow_one_another_where_the_budget_is_too_small_for_all() {
     let refused = place.run(&format!(
         "--model m --sparsity-ratio 0.5 --no-save-model --save single --max-memory cpu=1MiB {flags}"
     ));
-    let hint = refused
-        .stderr
-        .split("--max-memory ")
-        .nth(1)
-        .expect("a budget that fits");
-    let budget = hint.split([',', '\n']).next().expect("a budget").trim();
+    let hint = refused.stderr.rsplit("--max-memory ").next();
+    let budget = hint.and_then(|hint| hint.split([',', '\n']).next());
+    let budget = budget.expect("a budget that fits").trim();
     let line = format!(
         "sweep --model m --methods wanda --ratios {ratios} --save out --max-memory {budget} {flags}"
     );
