@@ -24,7 +24,7 @@ use crate::pruning::{self, MethodOptions, Technique};
 use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
-pub use grid::{GridSettings, GridShard};
+pub use grid::{Deal, GridSettings, GridShard};
 pub use layer_drop::{DropCount, LayerDropSettings};
 pub use merge::{
     MajorityOf, MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings,

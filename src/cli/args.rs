@@ -267,9 +267,9 @@ pub(super) struct CalibrationArgs {
     #[arg(long, value_name = "TOKENS")]
     pub(super) seqlen: Option<usize>,
 
-    /// Seed of the sampling; the same seed picks the reference's samples
-    #[arg(long, value_name = "SEED", default_value_t = 0)]
-    pub(super) seed: u64,
+    /// Seed of the sampling; the same seed picks the reference's samples [default: 0]
+    #[arg(long, value_name = "SEED")]
+    pub(super) seed: Option<u64>,
 }
 
 impl CalibrationArgs {
@@ -277,7 +277,7 @@ impl CalibrationArgs {
         CalibrationSettings {
             dataset: self.dataset.clone(),
             nsamples: self.nsamples,
-            seed: self.seed,
+            seed: self.seed.unwrap_or(0),
         }
     }
 }

@@ -87,7 +87,7 @@ pub struct SweepArgs {
 
     /// Work on the i-th of n parts of the cells, like 2/4; for job arrays
     ///
-    /// Cells are dealt out in turn. Processes with different parts may work in one folder at the same time. The process that ends
+    /// Cells are dealt out in turn; with --propagate dense in a row, ordered by seed, since those of one seed share statistics. Processes with different parts may work in one folder at the same time. The process that ends
     /// last writes the table of all cells.
     #[arg(long, value_name = "I/N", help_heading = "Sweep")]
     shard: Option<String>,
@@ -115,7 +115,7 @@ impl SweepArgs {
         let shard = self.shard.as_deref().map(str::parse).transpose()?;
         let mut run = self.run.settings(arguments)?;
         run.output.no_save_model = !self.keep_models;
-        let selection = run.sparsity.take().unwrap_or_default().selection;
+        let selection = run.sparsity.clone().unwrap_or_default().selection;
         let targets = self.targets(&selection)?;
         let seeds = match &self.seeds {
             None => vec![0],
@@ -216,7 +216,7 @@ impl SweepArgs {
                 "name the method: --methods wanda-variant",
             ),
             (
-                self.run.calibration.seed != 0,
+                self.run.calibration.seed.is_some(),
                 "--seed",
                 "use --seeds, like --seeds 0,1,2",
             ),

@@ -2,10 +2,11 @@
 
 use anyhow::{Context, Result};
 
+use super::given::Given;
 use super::opened::OpenedModel;
 use super::outputs::Outputs;
 use super::resolved::Pruning;
-use super::settle::{Given, Job, Settled};
+use super::settle::{Job, Settled};
 use super::streams::Streams;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
@@ -135,7 +136,7 @@ fn ratios(
             kind: Some(&ColumnSquaresKind),
             kept: ByteSize::of(2 * largest, model.dtype().bytes()) + followed,
         }),
-        dense: None,
+        ..Given::default()
     };
     let settled = Job::settle_opened(measuring, model, given, events)?;
     let Settled::Job(job) = settled else {

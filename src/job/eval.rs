@@ -2,11 +2,12 @@
 
 use anyhow::{Context, Result};
 
+use super::given::Given;
 use super::outputs::Outputs;
 use super::profile;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::settle::{Given, Job, Settled};
+use super::settle::{Job, Settled};
 use super::streams::Streams;
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;

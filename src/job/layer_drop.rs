@@ -9,10 +9,11 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 
 use super::folder::RunFolder;
+use super::given::Given;
 use super::opened::{OpenedModel, WholeModel};
 use super::outputs::Outputs;
 use super::record::parameters;
-use super::settle::{Given, Job, Settled};
+use super::settle::{Job, Settled};
 use super::streams::Streams;
 use crate::bytes::read_settings;
 use crate::checkpoint::CONFIG_FILE;
@@ -215,7 +216,7 @@ fn score(
     };
     let given = Given {
         observes: Some(observes),
-        dense: None,
+        ..Given::default()
     };
     let settled = Job::settle_opened(scoring, model, given, events)?;
     let Settled::Job(job) = settled else {

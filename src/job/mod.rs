@@ -8,6 +8,7 @@
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
 //! | `generate`, `inspect`, `plan`, `demo` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
+//! | `given` | results of other runs, and the sweep that a run shares with them |
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
 //! | `texts` | texts found, then turned into token ids |
 //! | `planned`, `machine` | threads, GPUs and memory; the three stages of planning |
@@ -23,6 +24,7 @@ pub mod demo;
 pub mod eval;
 pub mod folder;
 pub mod generate;
+mod given;
 pub mod grid;
 pub mod inspect;
 mod interruption;

@@ -174,6 +174,7 @@ impl OpenedModel {
             windows: 0,
             sides: &[],
             technique: None,
+            shared_with: Vec::new(),
             flow: Flow::default(),
             observes: None,
             saves: false,

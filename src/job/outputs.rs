@@ -10,7 +10,7 @@ use super::recorder::Recorder;
 use super::settle::Job;
 use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, OwnFiles, Reopened};
 use crate::job::folder::memory_log;
-use crate::pipeline::{SaveMasks, expected};
+use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected};
 use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
 use crate::run::state::SCHEMA;
 use crate::run::{Events, Moment, Phase, RunState};
@@ -75,6 +75,20 @@ impl<'a> Outputs<'a> {
             layers,
             written: Arc::new(writer.written()?),
         }))
+    }
+
+    /// The receivers of pruned layers.
+    pub(super) fn receivers(&mut self) -> Output<'_> {
+        let mut observers: Vec<&mut dyn MaskObserver> = Vec::new();
+        if let Some(masks) = &mut self.masks {
+            observers.push(masks);
+        }
+        let state = self.state.as_mut();
+        Output {
+            sink: self.writer.as_mut(),
+            journal: state.map(|state| state as &mut dyn LayerJournal),
+            observers,
+        }
     }
 
     /// Reads everything back and gives the files their names.

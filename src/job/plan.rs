@@ -114,6 +114,7 @@ fn run_shape<'a>(
         windows: if sides.is_empty() { 0 } else { windows.max(1) },
         sides,
         technique,
+        shared_with: Vec::new(),
         flow: sparsity.map(SparsitySettings::flow).unwrap_or_default(),
         observes: None,
         saves: !run.output.no_save_model,

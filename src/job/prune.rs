@@ -2,15 +2,19 @@
 
 use anyhow::{Context, Result};
 
+use super::given::Given;
 use super::outputs::Outputs;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::settle::{Given, Job, Settled};
+use super::settle::{Job, Settled};
 use super::streams::Streams;
 use super::{interruption, profile};
 use crate::checkpoint::ExpectedMatrix;
-use crate::pipeline::{Calibrator, LayerJournal, MaskObserver, Output, Pruner, expected};
+use crate::pipeline::{Calibrator, MaskObserver, Pruner, expected};
+use crate::run::manifest::{LayerReport, Perplexities};
+use crate::run::profile::PeakReport;
 use crate::run::{Events, Manifest};
+use crate::runtime::SweepReport;
 use crate::settings::Settings;
 
 /// Prunes a checkpoint as the settings say, writes the results, and returns the record. `observer` sees every mask.
@@ -54,20 +58,34 @@ pub(super) fn prune_given(
     let mut outputs = Outputs::open(&job, &recorder)?;
     let mut streams = Streams::embed(&job, &outputs, &recorder)?;
     let pruned = sweep(&job, &mut outputs, &mut streams, observer, &recorder)?;
+    let manifest = finish(&job, &mut outputs, pruned, peak, &recorder)?;
+    interruption::is_over(&recorder);
+    Ok(manifest)
+}
+
+/// Finishes the files of a run whose sweep is over, and writes its record.
+///
+/// # Errors
+/// Fails when a file cannot be written, or is not on the disk as it was written.
+pub(super) fn finish(
+    job: &Job,
+    outputs: &mut Outputs<'_>,
+    pruned: Pruned,
+    peak: Option<PeakReport>,
+    recorder: &Recorder<'_>,
+) -> Result<Manifest> {
     let own = job.published(&pruned.results)?;
-    let output = outputs.finish(&job, own, &pruned.expected, &recorder)?;
+    let output = outputs.finish(job, own, &pruned.expected, recorder)?;
     let results = RunResults {
         output,
         peak,
         ..pruned.results
     };
-    let manifest = job.record(&outputs, results, &recorder)?;
-    interruption::is_over(&recorder);
-    Ok(manifest)
+    job.record(outputs, results, recorder)
 }
 
 /// The outcome of the sweep.
-struct Pruned {
+pub(super) struct Pruned {
     /// Facts that the read-back checks in the file.
     expected: Vec<ExpectedMatrix>,
     results: RunResults,
@@ -85,40 +103,41 @@ fn sweep(
     let finished = outputs.finished()?;
     let measured = outputs.measured().cloned();
     let layers_before = outputs.layers_before.clone();
-    let Outputs {
-        writer,
-        masks,
-        state,
-        ..
-    } = outputs;
     let (technique, targets, model) = (&pruning.technique, &pruning.targets, &job.model);
     let samples = streams.calibration.take();
     let calibrator = Calibrator::new(technique, samples, &model.config, &model.clock, events);
-    let mut observers: Vec<&mut dyn MaskObserver> = Vec::new();
+    let mut output = outputs.receivers();
     if let Some(observer) = observer {
-        observers.push(observer);
+        output.observers.insert(0, observer);
     }
-    if let Some(masks) = masks {
-        observers.push(masks);
-    }
-    let output = Output {
-        sink: writer.as_mut(),
-        journal: state.as_mut().map(|state| state as &mut dyn LayerJournal),
-        observers,
-    };
     let mut pruner =
         Pruner::new(technique, targets, calibrator, output, layers_before).with_flow(pruning.flow);
     let swept = streams.sweep(job, finished, Some(&mut pruner), events)?;
     let layers = pruner.into_layers();
-    if let Some(missed) = targets.missed(technique, &layers) {
+    let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
+    conclude(job, outputs, layers, (perplexity, swept), events)
+}
+
+/// The outcome of a sweep that has pruned these layers. The state of the run records what was measured.
+///
+/// # Errors
+/// Fails when the state cannot be written.
+pub(super) fn conclude(
+    job: &Job,
+    outputs: &mut Outputs<'_>,
+    layers: Vec<LayerReport>,
+    (perplexity, swept): (Perplexities, SweepReport),
+    events: &dyn Events,
+) -> Result<Pruned> {
+    let pruning = job.pruning.as_ref().context("this run prunes")?;
+    if let Some(missed) = pruning.targets.missed(&pruning.technique, &layers) {
         events.warn(missed);
     }
-    let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
-    if let Some(state) = state {
+    if let Some(state) = &mut outputs.state {
         state.measured(perplexity.clone(), &layers)?;
     }
     Ok(Pruned {
-        expected: expected::expected_of(&layers, targets.pattern),
+        expected: expected::expected_of(&layers, pruning.targets.pattern),
         results: RunResults {
             peak: None,
             swept,

@@ -92,6 +92,7 @@ impl Job {
             settings: settings.by_name()?,
             started_unix_seconds: model.started_unix_seconds,
             seconds: model.clock.seconds(),
+            cells_at_once: Some(self.runs_at_once).filter(|&runs| runs > 1),
             sessions: Vec::new(),
             model: model.report()?,
             arithmetic: arithmetic(model, &settings.device, &plan),

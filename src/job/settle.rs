@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Result;
 
 use super::folder::RunFolder;
+use super::given::{Given, Sharing};
 use super::opened::OpenedModel;
 use super::planned::Planning;
 use super::resolved::{Pruning, allocates, prunes_nothing};
@@ -33,7 +35,7 @@ pub(super) struct Job {
     pub(super) folder: RunFolder,
     /// `None` for `prune eval`.
     pub(super) pruning: Option<Pruning>,
-    pub(super) texts: Texts,
+    pub(super) texts: Arc<Texts>,
     /// The measurements of a run that prunes nothing.
     observes: Option<Observed>,
     pub(super) plan: Plan,
@@ -45,15 +47,8 @@ pub(super) struct Job {
     pub(super) unfinished: Option<RunState>,
     /// The dense perplexity, where another run has measured it.
     pub(super) dense: Option<PerplexityReport>,
-}
-
-/// Requests and results of other runs that a run is settled with.
-#[derive(Default)]
-pub(super) struct Given<'a> {
-    /// Statistics that the run measures for a later use.
-    pub(super) observes: Option<Observed>,
-    /// The record of a run that has measured the dense perplexity. It is used where this run would measure the same.
-    pub(super) dense: Option<&'a Manifest>,
+    /// The runs that share its sweep, itself included.
+    pub(super) runs_at_once: usize,
 }
 
 /// The outcome of settling.
@@ -136,26 +131,17 @@ impl Job {
             let known = known.and_then(|state| state.allocation.clone());
             (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
         }
-        let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
-        plan_early(&planning, &mut shape, &model)?;
-        let texts = tokenize(&settings, &model, &planning, &mut shape, events)?;
-        memory::release_freed();
-        model.clock.mark(Moment::ModelLoaded, events);
-        if shape.samples > 0 {
-            shape.samples = texts.samples();
-        }
-        if shape.windows > 0 {
-            shape.windows = texts.windows();
-        }
-        let mut plan = planning.plan(&shape)?;
+        let (texts, plan) = match given.sharing {
+            Sharing::Next(first) => (Arc::clone(&first.texts), first.plan.clone()),
+            Sharing::Alone | Sharing::First(_) => {
+                let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
+                texts_and_plan(&settings, &model, &planning, shape, given.dense, events)?
+            }
+        };
         let dense = given.dense.and_then(|dense| {
             let device = &settings.device;
             same_run::dense_of(dense, &texts, &model, device, &plan)
         });
-        if given.dense.is_some() && dense.is_none() {
-            shape.sides = sides_left(settings.evaluation.eval, &model, false);
-            plan = planning.plan(&shape)?;
-        }
         let save = settings.output.save.as_deref();
         let spill_folder = planning.spill_folder(&plan, save, events)?;
         if folder.state().is_some() {
@@ -176,6 +162,7 @@ impl Job {
             deciding,
             unfinished,
             dense,
+            runs_at_once: given.runs_at_once(),
         };
         job.check_disk()?;
         Ok(Settled::Job(Box::new(job)))
@@ -383,6 +370,7 @@ fn early_shape<'m>(
         windows: sides.len().min(1),
         sides,
         technique: pruning.map(|pruning| pruning.technique.clone()),
+        shared_with: given.shared_with(),
         flow: pruning.map_or_else(Flow::default, |pruning| pruning.flow),
         observes: given.observes,
         saves: folder.model.is_some(),
@@ -433,6 +421,40 @@ fn plan_early(
         planning.plan(shape)?;
     }
     Err(refusal)
+}
+
+/// Tokenizes the texts and plans the run with them. `shape` is the run before its texts are known, `dense` another run's record of the
+/// dense perplexity: where this run would measure another one, the plan has room for that.
+///
+/// # Errors
+/// Fails as [`tokenize`], and where the run does not fit.
+fn texts_and_plan(
+    settings: &Settings,
+    model: &OpenedModel,
+    planning: &Planning<'_>,
+    mut shape: RunShape<'_>,
+    dense: Option<&Manifest>,
+    events: &dyn Events,
+) -> Result<(Arc<Texts>, Plan)> {
+    plan_early(planning, &mut shape, model)?;
+    let texts = tokenize(settings, model, planning, &mut shape, events)?;
+    memory::release_freed();
+    model.clock.mark(Moment::ModelLoaded, events);
+    if shape.samples > 0 {
+        shape.samples = texts.samples();
+    }
+    if shape.windows > 0 {
+        shape.windows = texts.windows();
+    }
+    let mut plan = planning.plan(&shape)?;
+    let is_usable = |dense: &Manifest| {
+        same_run::dense_of(dense, &texts, model, &settings.device, &plan).is_some()
+    };
+    if dense.is_some_and(|dense| !is_usable(dense)) {
+        shape.sides = sides_left(settings.evaluation.eval, model, false);
+        plan = planning.plan(&shape)?;
+    }
+    Ok((Arc::new(texts), plan))
 }
 
 /// Tokenizes the texts. Their memory is planned before the tokenizer is loaded. Only a loaded tokenizer tells whether texts can be

@@ -36,32 +36,13 @@ impl<'a> Streams<'a> {
         outputs: &Outputs<'_>,
         events: &'a dyn Events,
     ) -> Result<Self> {
-        let model = &job.model;
-        let simulation = job.settings.device.simulate.as_ref();
-        let devices = Devices::open(&job.plan, model.gpu_dtype, simulation)?;
-        if let Some(gauge) = devices.gauge() {
-            model.clock.read_devices(gauge);
-        }
-        let needs_samples = outputs.finished_layers() < model.config.num_hidden_layers;
-        let samples = job.samples().filter(|_| needs_samples);
-        let calibration = samples
-            .map(|samples| job.embedded(&devices, "calibration", &samples.tokens, events))
-            .transpose()?;
-        let mut perplexities = Vec::new();
-        let windows = job.texts.windows.as_ref();
-        if let Some(windows) = windows.filter(|_| outputs.measured().is_none()) {
-            for &side in job.measured_sides() {
-                perplexities.push(Perplexity::new(
-                    side,
-                    job.embedded(&devices, side.name(), &windows.tokens, events)?,
-                    &windows.tokens,
-                    model.seqlen,
-                    model.config.num_hidden_layers,
-                    &model.clock,
-                    events,
-                ));
-            }
-        }
+        let devices = job.open_devices()?;
+        let needs_samples = outputs.finished_layers() < job.model.config.num_hidden_layers;
+        let calibration = match needs_samples {
+            true => job.embedded_samples(&devices, events)?,
+            false => None,
+        };
+        let perplexities = job.embedded_windows(&devices, outputs, events)?;
         Ok(Self {
             devices,
             calibration,
@@ -81,53 +62,133 @@ impl<'a> Streams<'a> {
         editor: Option<&mut dyn Editor>,
         events: &dyn Events,
     ) -> Result<SweepReport> {
-        let model = &job.model;
         let layers = finished.as_ref().map_or(0, |finished| finished.layers);
+        let passes = passes(job, layers, self.perplexities.len());
+        let passengers = self.perplexities.iter_mut();
+        let mut passengers: Vec<&mut dyn Passenger> = passengers
+            .map(|passenger| passenger as &mut dyn Passenger)
+            .collect();
+        job.sweep(
+            &self.devices,
+            (finished, editor),
+            &mut passengers,
+            passes,
+            events,
+        )
+    }
+
+    /// The perplexities, after the sweep.
+    pub(super) fn perplexities(&self, job: &Job) -> Perplexities {
+        job.perplexities(&self.perplexities)
+    }
+}
+
+/// The passes of a sweep: one sample through one layer, or through the head. Each sample passes the `finished` layers once.
+pub(super) fn passes(job: &Job, finished: usize, streams_of_windows: usize) -> u64 {
+    let layers = job.model.config.num_hidden_layers;
+    let samples = job.samples().map_or(0, |samples| samples.nsamples);
+    let calibration = samples * job.passes_of_a_sample(finished);
+    let windows = job.texts.windows() * streams_of_windows;
+    (calibration + windows * (layers + 1)) as u64
+}
+
+impl Job {
+    /// Opens the devices of the plan.
+    pub(super) fn open_devices(&self) -> Result<Devices> {
+        let simulation = self.settings.device.simulate.as_ref();
+        let devices = Devices::open(&self.plan, self.model.gpu_dtype, simulation)?;
+        if let Some(gauge) = devices.gauge() {
+            self.model.clock.read_devices(gauge);
+        }
+        Ok(devices)
+    }
+
+    /// The embedded calibration samples; `None` where no statistics are made of them.
+    pub(super) fn embedded_samples(
+        &self,
+        devices: &Devices,
+        events: &dyn Events,
+    ) -> Result<Option<HiddenStates>> {
+        let samples = self.samples();
+        samples
+            .map(|samples| self.embedded(devices, "calibration", &samples.tokens, events))
+            .transpose()
+    }
+
+    /// The embedded windows of every side that the run has yet to measure.
+    pub(super) fn embedded_windows<'a>(
+        &'a self,
+        devices: &Devices,
+        outputs: &Outputs<'_>,
+        events: &'a dyn Events,
+    ) -> Result<Vec<Perplexity<'a>>> {
+        let model = &self.model;
+        let mut perplexities = Vec::new();
+        let windows = self.texts.windows.as_ref();
+        if let Some(windows) = windows.filter(|_| outputs.measured().is_none()) {
+            for &side in self.measured_sides() {
+                perplexities.push(Perplexity::new(
+                    side,
+                    self.embedded(devices, side.name(), &windows.tokens, events)?,
+                    &windows.tokens,
+                    model.seqlen,
+                    model.config.num_hidden_layers,
+                    &model.clock,
+                    events,
+                ));
+            }
+        }
+        Ok(perplexities)
+    }
+
+    /// Sweeps over the layers: `finished` ones come from an earlier process, the editor prunes the others. `passes` are the steps of
+    /// the progress bar.
+    ///
+    /// # Errors
+    /// Fails as [`Sweep::run`].
+    pub(super) fn sweep(
+        &self,
+        devices: &Devices,
+        (finished, editor): (Option<Finished>, Option<&mut dyn Editor>),
+        passengers: &mut [&mut dyn Passenger],
+        passes: u64,
+        events: &dyn Events,
+    ) -> Result<SweepReport> {
+        let model = &self.model;
         if editor.is_some() {
             model.clock.mark(Moment::BeforePruning, events);
         }
         events.emit(Event::SweepStarted {
             layers: model.config.num_hidden_layers,
-            finished: layers,
-            passes: self.passes(job, layers),
+            finished: finished.as_ref().map_or(0, |finished| finished.layers),
+            passes,
         });
         let sweep = Sweep {
             source: Arc::clone(&model.source),
             finished,
             config: Arc::clone(&model.config),
             seqlen: model.seqlen,
-            settings: job.plan.memory_settings.clone(),
+            settings: self.plan.memory_settings.clone(),
             products: model.products,
-            devices: &self.devices,
+            devices,
             clock: &model.clock,
             events,
         };
-        let passengers = self.perplexities.iter_mut();
-        let mut passengers: Vec<&mut dyn Passenger> = passengers
-            .map(|passenger| passenger as &mut dyn Passenger)
-            .collect();
-        let swept = sweep.run(editor, &mut passengers);
+        let swept = sweep.run(editor, passengers);
         events.emit(Event::SweepDone);
         swept
     }
 
-    /// The passes of the sweep: one sample through one layer, or through the head. Each sample passes the `finished` layers once.
-    fn passes(&self, job: &Job, finished: usize) -> u64 {
-        let layers = job.model.config.num_hidden_layers;
-        let samples = job.samples().map_or(0, |samples| samples.nsamples);
-        let calibration = samples * job.passes_of_a_sample(finished);
-        let windows = job.texts.windows() * self.perplexities.len();
-        (calibration + windows * (layers + 1)) as u64
-    }
-
-    /// The perplexities, after the sweep.
-    pub(super) fn perplexities(&self, job: &Job) -> Perplexities {
-        let whole = job.model.part_of.as_ref();
+    /// The perplexities, after the sweep that these streams have passed.
+    pub(super) fn perplexities(&self, streams: &[Perplexity<'_>]) -> Perplexities {
+        let whole = self.model.part_of.as_ref();
         let mut measured = Perplexities {
-            dense: whole.and_then(|whole| whole.layer_drop.dense).or(job.dense),
+            dense: whole
+                .and_then(|whole| whole.layer_drop.dense)
+                .or(self.dense),
             pruned: None,
         };
-        for (side, passenger) in job.measured_sides().iter().zip(&self.perplexities) {
+        for (side, passenger) in self.measured_sides().iter().zip(streams) {
             match side {
                 Side::Dense => measured.dense = passenger.report(),
                 Side::Pruned => measured.pruned = passenger.report(),
@@ -135,9 +196,7 @@ impl<'a> Streams<'a> {
         }
         measured
     }
-}
 
-impl Job {
     /// A stream of embedded samples, `tokens` `[samples, seqlen]`, in the dtype of the devices that compute.
     fn embedded(
         &self,

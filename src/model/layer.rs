@@ -143,6 +143,16 @@ impl DecoderLayer {
         self.revision
     }
 
+    /// The same layer as version `number`, from 1: no revision is that of another version, so a copy on a device is never taken for
+    /// this layer's.
+    #[must_use]
+    pub fn as_version(self, number: u32) -> Self {
+        Self {
+            revision: u64::from(number) << 32,
+            ..self
+        }
+    }
+
     /// Weights of the norms before attention and before the MLP.
     pub(super) fn norms(&self) -> [&[f32]; 2] {
         self.norms.each_ref().map(Vec::as_slice)

@@ -52,6 +52,13 @@ impl LayerStatistics {
         self.points[point as usize] = None;
     }
 
+    /// Frees what methods have derived from the statistics at an observation point.
+    pub(super) fn forget_derived(&self, point: Observation) {
+        if let Some(statistics) = self.at(point) {
+            statistics.forget_derived();
+        }
+    }
+
     /// X `[tokens, in_features]` of a projection: a few of the rows behind [`LayerStatistics::of`].
     pub(super) fn rows(&self, projection: Projection) -> &[f32] {
         self.rows.of(projection)
@@ -190,7 +197,7 @@ impl<'a> Calibrator<'a> {
     }
 
     /// Collects statistics of this kind from these samples.
-    pub(super) fn of(
+    pub fn of(
         stream: Option<(HiddenStates, &'static dyn StatisticsKind)>,
         config: &'a ModelConfig,
         clock: &'a Clock,

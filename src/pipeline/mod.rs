@@ -13,6 +13,7 @@
 //! | `targets` | the ratio of every matrix, resolved before anything runs |
 //! | `layer_ratios` | ratios per layer, from a file |
 //! | `expected` | masks, tensors and zeros of finished layers, for verification |
+//! | `shared` | several editors that share the statistics of a sweep |
 //! | `save_masks` | masks into a file, as they come |
 //! | `workload` | a run in numbers, for the planner |
 
@@ -31,6 +32,7 @@ mod output_error;
 mod plan_tests;
 pub mod prune;
 pub mod save_masks;
+pub mod shared;
 pub mod targets;
 pub mod workload;
 
@@ -41,5 +43,6 @@ pub use layer_ratios::LayerRatios;
 pub use output::{LayerJournal, MaskObserver, Output};
 pub use prune::{PrunedMatrix, Pruner};
 pub use save_masks::SaveMasks;
+pub use shared::{SharedPruning, SharingCell};
 pub use targets::{Selection, TargetPlan};
 pub use workload::{Observed, RunShape};

@@ -1,15 +1,19 @@
 //! Plans of real models on machines people have, pinned: placement, settings, peaks.
 
 use crate::bytes::ByteSize;
+use crate::linalg::gram::GramMatrix;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::shape;
 use crate::model::{Dtypes, ModelConfig};
-use crate::pipeline::RunShape;
+use crate::pipeline::{Flow, Propagation, RunShape};
 use crate::placement::device_map::Prefixes;
 use crate::placement::planner::least_that_works;
-use crate::placement::{Budget, DeviceMap, Inventory, PlanFailure, Policy, plan};
-use crate::run::memory_settings::WeightsHeld;
+use crate::placement::{
+    Budget, DeviceMap, ExecutionOption, Inventory, PlanFailure, Policy, Processors, Workload, plan,
+};
+use crate::pruning::Technique;
+use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 use crate::run::plan::PartKind;
 use crate::run::{HiddenStatesStorage, Phase, Plan};
 use crate::runtime::Side;
@@ -45,6 +49,7 @@ fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_>
         sides: &[Side::Pruned],
         flow: crate::pipeline::Flow::default(),
         technique: crate::pruning::method("wanda").map(crate::pruning::Technique::of),
+        shared_with: Vec::new(),
         observes: None,
         saves: true,
         threads,
@@ -105,6 +110,60 @@ fn peak(plan: &Plan, device: &str) -> ByteSize {
         .find(|plan| plan.device == device)
         .unwrap()
         .peak
+}
+
+#[test]
+fn runs_that_share_statistics_need_a_copy_of_a_layer_and_windows_of_their_own() {
+    let config = shape("llama-2-7b").unwrap().config().unwrap();
+    let technique = |name: &str| Technique::of(crate::pruning::method(name).unwrap());
+    let option = ExecutionOption {
+        settings: MemorySettings::default(),
+        storage: HiddenStatesStorage::Ram,
+        processors: Processors::Cpu,
+    };
+    let flow = Flow {
+        propagation: Propagation::Dense,
+        ..Flow::default()
+    };
+    let memory = |technique: Technique, shared_with: Vec<Technique>, phase, kind| {
+        let run = RunShape {
+            technique: Some(technique),
+            shared_with,
+            flow,
+            ..run(&config, StoredDtype::F16, 8)
+        };
+        let phases = run.layers(&option).host;
+        let phase = phases.iter().find(|memory| memory.phase == phase).unwrap();
+        phase.of(kind)
+    };
+    let alone = |name, phase, kind| memory(technique(name), Vec::new(), phase, kind);
+    let three = |phase, kind| {
+        let others = vec![technique("sparsegpt"), technique("wanda")];
+        memory(technique("wanda"), others, phase, kind)
+    };
+    let state = 2048 * 4096 * 4;
+    for phase in [Phase::Calibrate, Phase::Score, Phase::EvaluatePruned] {
+        assert_eq!(alone("wanda", phase, PartKind::LayerCopy), ByteSize::ZERO);
+        let layer = alone("wanda", phase, PartKind::Layer);
+        assert!(layer.0 >= 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008));
+        assert_eq!(three(phase, PartKind::LayerCopy), layer);
+        assert_eq!(three(phase, PartKind::Layer), layer);
+        let states = three(phase, PartKind::HiddenStates);
+        assert_eq!(states, ByteSize((128 + 3 * 166) * state));
+    }
+    assert_eq!(
+        three(Phase::Calibrate, PartKind::Statistics),
+        alone("sparsegpt", Phase::Calibrate, PartKind::Statistics),
+        "Gram matrices contain the column squares"
+    );
+    // Alone, the statistics of an input go when its matrices are done. Here other runs need them.
+    let gram = GramMatrix::bytes(4096).0;
+    let apart = alone("sparsegpt", Phase::Score, PartKind::Scores);
+    let together = three(Phase::Score, PartKind::Scores);
+    assert!(
+        together.0 > apart.0 && together.0 >= 3 * gram,
+        "{together} {apart}"
+    );
 }
 
 #[test]

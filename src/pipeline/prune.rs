@@ -41,6 +41,14 @@ pub struct PrunedMatrix<'a> {
     pub mask: &'a Mask,
 }
 
+/// The matrices of one layer that are pruned.
+#[derive(Default)]
+struct PrunedMatrices {
+    reports: Vec<MatrixReport>,
+    /// Those that are not yet written.
+    unwritten: Vec<Projection>,
+}
+
 /// The editor of a pruning run.
 pub struct Pruner<'a> {
     technique: &'a Technique,
@@ -104,13 +112,13 @@ impl<'a> Pruner<'a> {
         }
     }
 
-    /// Observes the inputs of a layer and masks its matrices. Returns a report of each, and the matrices that are not yet written.
+    /// Observes the inputs of a layer and masks its matrices.
     fn calibrate_and_prune(
         &mut self,
         layer: &mut DecoderLayer,
         compute: &mut Compute<'_>,
-    ) -> Result<(Vec<MatrixReport>, Vec<Projection>)> {
-        let (mut reports, mut unwritten) = (Vec::new(), Vec::new());
+    ) -> Result<PrunedMatrices> {
+        let mut done = PrunedMatrices::default();
         let passes = self.passes(compute);
         let propagates_dense = self.flow.propagation == Propagation::Dense;
         for (at, points) in passes.iter().enumerate() {
@@ -119,38 +127,82 @@ impl<'a> Pruner<'a> {
                 self.calibrator.pass(layer, compute)?;
             }
             for &point in points {
-                let matrices = (layer.projections())
-                    .filter(|projection| projection.observed_at() == point)
-                    .collect();
-                self.prune_matrices(
-                    layer,
-                    matrices,
-                    statistics.as_ref(),
-                    compute,
-                    (&mut reports, &mut unwritten),
-                )?;
+                self.prune_matrices(layer, point, statistics.as_ref(), compute, &mut done)?;
                 // What the method has derived from them is large, too.
                 if let Some(statistics) = &mut statistics {
                     statistics.release(point);
                 }
             }
         }
+        Ok(done)
+    }
+
+    /// Prunes a layer with statistics that the caller has collected for several editors, writes it and returns it.
+    pub(super) fn prune_with(
+        &mut self,
+        mut layer: DecoderLayer,
+        statistics: Option<&LayerStatistics>,
+        compute: &mut Compute<'_>,
+    ) -> Result<DecoderLayer> {
+        let start = Instant::now();
+        let mut done = PrunedMatrices::default();
+        for point in Observation::ALL {
+            self.prune_matrices(&mut layer, point, statistics, compute, &mut done)?;
+            // The next editor may be of another method.
+            if let Some(statistics) = statistics {
+                statistics.forget_derived(point);
+            }
+        }
+        self.end_layer(&layer, start, done, compute)?;
+        Ok(layer)
+    }
+
+    /// Records, writes and passes a layer whose matrices are pruned.
+    fn end_layer(
+        &mut self,
+        layer: &DecoderLayer,
+        start: Instant,
+        done: PrunedMatrices,
+        compute: &mut Compute<'_>,
+    ) -> Result<()> {
+        let PrunedMatrices {
+            mut reports,
+            unwritten,
+        } = done;
         let order: Vec<String> = (layer.projections())
             .map(|projection| projection.full_name(layer.index()))
             .collect();
         reports.sort_by_key(|report| order.iter().position(|name| *name == report.name));
-        Ok((reports, unwritten))
+        let (index, sparsity) = (layer.index(), sparsity(&reports));
+        self.layers.push(LayerReport {
+            layer: index,
+            seconds: start.elapsed().as_secs_f64(),
+            sparsity,
+            matrices: reports,
+        });
+        self.save_and_pass(layer, &unwritten, compute)?;
+        if let Some(report) = self.layers.last_mut() {
+            report.seconds = start.elapsed().as_secs_f64();
+        }
+        self.events.emit(Event::LayerPruned {
+            layer: index,
+            sparsity,
+            elapsed: start.elapsed(),
+        });
+        Ok(())
     }
 
-    /// Masks some matrices of a layer.
+    /// Masks the matrices of one input.
     fn prune_matrices(
         &mut self,
         layer: &mut DecoderLayer,
-        matrices: Vec<Projection>,
+        point: Observation,
         statistics: Option<&LayerStatistics>,
         compute: &mut Compute<'_>,
-        (reports, unwritten): (&mut Vec<MatrixReport>, &mut Vec<Projection>),
+        done: &mut PrunedMatrices,
     ) -> Result<()> {
+        let of_point = |projection: &Projection| projection.observed_at() == point;
+        let matrices: Vec<Projection> = layer.projections().filter(of_point).collect();
         for projection in matrices {
             let at_rest = match layer.linear(projection).weight() {
                 Weight::Held(_) => None,
@@ -170,7 +222,7 @@ impl<'a> Pruner<'a> {
                 (Some(_), Some(_)) => self
                     .clock
                     .measure(Phase::Write, || self.output.write(layer, projection))?,
-                (None, Some(_)) => unwritten.push(projection),
+                (None, Some(_)) => done.unwritten.push(projection),
                 (_, None) => {}
             }
             // The source does not have weights that the method changed: they stay in memory.
@@ -182,7 +234,7 @@ impl<'a> Pruner<'a> {
                 *layer.linear_mut(projection).weight_mut() = Weight::AtRest(at_rest);
             }
             self.events.emit(Event::MatrixPruned(report.clone()));
-            reports.push(report);
+            done.reports.push(report);
         }
         Ok(())
     }
@@ -293,23 +345,8 @@ impl<'a> Pruner<'a> {
 impl Editor for Pruner<'_> {
     fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
         let start = Instant::now();
-        let (matrices, unwritten) = self.calibrate_and_prune(&mut layer, compute)?;
-        let (index, sparsity) = (layer.index(), sparsity(&matrices));
-        self.layers.push(LayerReport {
-            layer: index,
-            seconds: start.elapsed().as_secs_f64(),
-            sparsity,
-            matrices,
-        });
-        self.save_and_pass(&layer, &unwritten, compute)?;
-        if let Some(report) = self.layers.last_mut() {
-            report.seconds = start.elapsed().as_secs_f64();
-        }
-        self.events.emit(Event::LayerPruned {
-            layer: index,
-            sparsity,
-            elapsed: start.elapsed(),
-        });
+        let done = self.calibrate_and_prune(&mut layer, compute)?;
+        self.end_layer(&layer, start, done, compute)?;
         Ok(layer)
     }
 

@@ -48,6 +48,8 @@ pub struct RunShape<'a> {
     pub sides: &'a [Side],
     /// The technique; `None` where nothing is pruned.
     pub technique: Option<Technique>,
+    /// The techniques of other runs that share the sweep and its statistics (`pipeline/shared.rs`); each has windows of its own.
+    pub shared_with: Vec<Technique>,
     /// The way of the calibration samples.
     pub flow: Flow,
     /// Measurements of a run that prunes nothing.
@@ -235,9 +237,19 @@ impl RunShape<'_> {
         }
     }
 
-    /// Windows of all sides.
+    /// The runs of the sweep.
+    fn runs(&self) -> usize {
+        1 + self.shared_with.len()
+    }
+
+    /// The techniques of all runs of the sweep.
+    fn techniques(&self) -> impl Iterator<Item = &Technique> {
+        self.technique.iter().chain(&self.shared_with)
+    }
+
+    /// Windows of all sides and runs.
     fn evaluated_windows(&self) -> usize {
-        self.windows * self.sides.len()
+        self.windows * self.sides.len() * self.runs()
     }
 
     fn passes_samples(&self) -> bool {
@@ -245,7 +257,7 @@ impl RunShape<'_> {
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
-        let of_method = self.technique.as_ref().and_then(Technique::statistics);
+        let of_method = Technique::statistics_of_all(self.techniques());
         let kind = of_method.or(self.observes.and_then(|observed| observed.kind));
         kind.filter(|_| self.samples > 0)
     }

@@ -6,7 +6,7 @@
 //! Training", arXiv:2310.08915 §3; reference: `WrappedGPT` in zyxxmu/DSnoT.
 
 use super::column_squares::ColumnSquares;
-use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
+use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank};
 use crate::bytes::ByteSize;
 use crate::linalg::{Products, columns};
 
@@ -17,6 +17,10 @@ pub struct ColumnMomentsKind;
 impl StatisticsKind for ColumnMomentsKind {
     fn bytes(&self, in_features: usize) -> ByteSize {
         ColumnMoments::bytes(in_features)
+    }
+
+    fn rank(&self) -> Option<StatisticsRank> {
+        Some(StatisticsRank::ColumnMoments)
     }
 
     fn begin(&self, in_features: usize, _products: Products) -> Statistics {

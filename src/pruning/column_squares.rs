@@ -5,7 +5,7 @@
 //! in locuslab/wanda. Sums within a sample are f64. Over samples this is the reference's f32 recurrence, rounded at
 //! the same places: s ← s · n/(n+1), then s ← s + ‖x_j‖² / (n+1) with the norm taken and squared in f32.
 
-use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
+use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank};
 use crate::bytes::ByteSize;
 use crate::linalg::{Products, columns};
 
@@ -16,6 +16,10 @@ pub struct ColumnSquaresKind;
 impl StatisticsKind for ColumnSquaresKind {
     fn bytes(&self, in_features: usize) -> ByteSize {
         ByteSize::of(in_features, size_of::<f64>() + size_of::<f32>())
+    }
+
+    fn rank(&self) -> Option<StatisticsRank> {
+        Some(StatisticsRank::ColumnSquares)
     }
 
     fn begin(&self, in_features: usize, _products: Products) -> Statistics {

@@ -14,7 +14,7 @@ use anyhow::Result;
 
 use super::column_moments::ColumnMoments;
 use super::statistics::{
-    InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind,
+    InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank,
 };
 use crate::bytes::ByteSize;
 use crate::linalg::Products;
@@ -31,6 +31,10 @@ impl StatisticsKind for InputGramKind {
 
     fn adding_bytes(&self, in_features: usize, products: Products) -> ByteSize {
         GramMatrix::adding_bytes(in_features, products)
+    }
+
+    fn rank(&self) -> Option<StatisticsRank> {
+        Some(StatisticsRank::Gram)
     }
 
     fn operations(&self, in_features: usize) -> f64 {
@@ -116,6 +120,10 @@ impl InPlaceStatistics for InputGram {
 
     fn finish(&mut self) {
         self.gram.finish();
+    }
+
+    fn forget_derived(&self) {
+        self.all_prepared().clear();
     }
 }
 

@@ -42,7 +42,9 @@ pub use mask::Mask;
 pub use method::{PruningMethod, Removes, Request, prune};
 pub use options::{MethodOption, MethodOptions};
 pub use refinement::Refinement;
-pub use statistics::{InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind};
+pub use statistics::{
+    InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank,
+};
 pub use target::{Pattern, Target};
 pub use technique::Technique;
 

@@ -29,6 +29,12 @@ pub trait StatisticsKind: Debug + Sync {
         ByteSize::ZERO
     }
 
+    /// The rank among the kinds that serve several methods: statistics contain those of all lower ranks, with the same bits. `None`
+    /// for a kind that serves its own method only.
+    fn rank(&self) -> Option<StatisticsRank> {
+        None
+    }
+
     /// Floating-point operations of a product kernel per row of an input with this many columns.
     fn operations(&self, _in_features: usize) -> f64 {
         0.0
@@ -36,6 +42,17 @@ pub trait StatisticsKind: Debug + Sync {
 
     /// Statistics of an input with this many columns, before any sample; `products` is the arithmetic of the layer.
     fn begin(&self, in_features: usize, products: Products) -> Statistics;
+}
+
+/// The order of the kinds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum StatisticsRank {
+    /// Mean squares of the columns.
+    ColumnSquares,
+    /// These, means and variances of the columns.
+    ColumnMoments,
+    /// These and the Gram matrix.
+    Gram,
 }
 
 impl dyn StatisticsKind {
@@ -61,6 +78,13 @@ impl Statistics {
             Self::InPlace(statistics) => &**statistics,
         };
         any.downcast_ref()
+    }
+
+    /// Frees the values that methods have derived from the statistics.
+    pub fn forget_derived(&self) {
+        if let Self::InPlace(statistics) = self {
+            statistics.forget_derived();
+        }
     }
 }
 
@@ -98,4 +122,7 @@ pub trait InPlaceStatistics: Any + Send + Sync {
 
     /// Ends the collection: all samples were added.
     fn finish(&mut self) {}
+
+    /// Frees the values that methods have derived from the statistics.
+    fn forget_derived(&self) {}
 }

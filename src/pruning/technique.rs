@@ -63,6 +63,14 @@ impl Technique {
         }
     }
 
+    /// The statistics that serve all of these techniques: those of the highest rank.
+    pub fn statistics_of_all<'t>(
+        techniques: impl Iterator<Item = &'t Self>,
+    ) -> Option<&'static dyn StatisticsKind> {
+        let kinds = techniques.filter_map(Self::statistics);
+        kinds.max_by_key(|kind| kind.rank())
+    }
+
     /// The number of weights that an unstructured mask removes.
     pub fn removes(&self) -> Removes {
         self.method.removes(&self.options)

@@ -16,25 +16,47 @@ pub fn text(record: &GridRecord) -> String {
         let cells = rows.iter().map(|row| row[column].chars().count());
         cells.max().unwrap_or(0)
     };
-    let widths: Vec<usize> = (0..table.columns.len()).map(width).collect();
     let mut text = String::new();
     for line in lead(record) {
         // Writing to a String cannot fail.
         let _ = writeln!(text, "{line}");
     }
-    text.push('\n');
-    for row in rows {
-        let cells = row.iter().zip(&widths);
-        let line: Vec<String> = cells
-            .map(|(cell, &width)| format!("{cell:<width$}"))
-            .collect();
-        let _ = writeln!(text, "{}", line.join("  ").trim_end());
+    for columns in blocks(table.columns.len(), &width) {
+        text.push('\n');
+        for row in &rows {
+            let cells = columns.iter().map(|&column| {
+                let (cell, width) = (&row[column], width(column));
+                format!("{cell:<width$}")
+            });
+            let _ = writeln!(text, "{}", cells.collect::<Vec<_>>().join("  ").trim_end());
+        }
     }
     text.push('\n');
     for line in notes(record) {
         let _ = writeln!(text, "{line}");
     }
     text
+}
+
+/// Characters of a line of the table.
+const LINE: usize = 80;
+
+/// Divides the columns into blocks that fit a line, where they can. Each block begins with the first column.
+fn blocks(columns: usize, width: &dyn Fn(usize) -> usize) -> Vec<Vec<usize>> {
+    let mut blocks = vec![vec![0]];
+    let mut used = width(0);
+    for column in 1..columns {
+        let more = 2 + width(column);
+        if used + more > LINE && used > width(0) {
+            blocks.push(vec![0]);
+            used = width(0);
+        }
+        used += more;
+        if let Some(block) = blocks.last_mut() {
+            block.push(column);
+        }
+    }
+    blocks
 }
 
 /// The table as Markdown.
@@ -87,8 +109,8 @@ pub(super) fn lead(record: &GridRecord) -> Vec<String> {
 /// Facts below the table.
 pub(super) fn notes(record: &GridRecord) -> Vec<String> {
     let mut lines = vec![
-        "pruned perplexity: mean ± sample deviation over seeds; time: mean of a cell; memory: the largest peak"
-            .to_string(),
+        "pruned perplexity: mean ± sample deviation over seeds".to_string(),
+        "time: mean of a cell; peak memory: the largest".to_string(),
     ];
     let counts: Vec<String> = [
         CellState::Finished,
@@ -237,7 +259,8 @@ method     0.5               2:4     time    peak memory
 wanda      12.5000 ± 0.7071  failed  10.0 s  32.00 MiB
 magnitude  60.0000           -       10.0 s  32.00 MiB
 
-pruned perplexity: mean ± sample deviation over seeds; time: mean of a cell; memory: the largest peak
+pruned perplexity: mean ± sample deviation over seeds
+time: mean of a cell; peak memory: the largest
 cells: 3 finished, 1 failed
 wanda-2of4-seed0 failed: no\u{1b} <text>
 ";
@@ -246,6 +269,37 @@ wanda-2of4-seed0 failed: no\u{1b} <text>
         assert!(markdown.contains("| wanda | 12.5000 ± 0.7071 | failed | 10.0 s | 32.00 MiB |"));
         assert!(markdown.contains("| --- | --- | --- | --- | --- |"));
         assert!(!markdown.contains('<') && !markdown.contains('\u{1b}'));
+    }
+
+    #[test]
+    fn a_wide_table_is_printed_in_blocks_of_80_characters() {
+        let cells = ["0.4", "0.5", "0.6", "0.7"].iter().flat_map(|ratio| {
+            [(0, 12.0), (1, 13.0)].map(|(seed, perplexity)| {
+                let mut manifest = made_up::manifest("wanda", 0.5);
+                made_up::evaluated(&mut manifest, 10.0, perplexity);
+                let cell = GridCell {
+                    method: "wanda".into(),
+                    sparsity_ratio: ratio.parse().ok(),
+                    sparsity_type: "unstructured".into(),
+                    seed,
+                };
+                CellReport::of(cell, None, Some(&manifest))
+            })
+        });
+        let record = GridRecord::of(cells.collect(), BTreeMap::new(), &[]);
+        let text = text(&record);
+        assert!(
+            text.lines().all(|line| line.chars().count() <= LINE),
+            "{text}"
+        );
+        let expected = "
+method  0.4               0.5               0.6               0.7
+wanda   12.5000 ± 0.7071  12.5000 ± 0.7071  12.5000 ± 0.7071  12.5000 ± 0.7071
+
+method  time    peak memory
+wanda   10.0 s  32.00 MiB
+";
+        assert!(text.contains(expected), "{text}");
     }
 
     #[test]

@@ -111,7 +111,7 @@ pub struct CellReport {
     pub pruned_perplexity: Option<f64>,
     /// Perplexity of the dense model.
     pub dense_perplexity: Option<f64>,
-    /// Duration of the run.
+    /// Duration of the run, divided by the number of cells that ran together.
     pub seconds: Option<f64>,
     /// The largest peak of its phases.
     pub peak_anonymous: Option<ByteSize>,
@@ -137,7 +137,8 @@ impl CellReport {
             sparsity: manifest.and_then(|manifest| Some(manifest.sparsity?.ratio)),
             pruned_perplexity: perplexity.and_then(|of| Some(of.pruned?.perplexity)),
             dense_perplexity: perplexity.and_then(|of| Some(of.dense?.perplexity)),
-            seconds: manifest.map(|manifest| manifest.seconds),
+            seconds: manifest
+                .map(|manifest| manifest.seconds / manifest.cells_at_once.unwrap_or(1) as f64),
             peak_anonymous: manifest.and_then(|manifest| manifest.peak_anonymous),
             evaluation: manifest.and_then(|manifest| manifest.evaluation.clone()),
         }

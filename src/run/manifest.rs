@@ -37,6 +37,10 @@ pub struct Manifest {
     pub started_unix_seconds: u64,
     /// The duration of the run, all sessions together.
     pub seconds: f64,
+    /// The cells of a sweep that shared one pass over the layers, in the seconds and the memory of this record; absent for a run of its
+    /// own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cells_at_once: Option<usize>,
     /// The processes that worked on the run, in order. An interrupted run has more than one. Empty for `eval` and in older records.
     #[serde(default)]
     pub sessions: Vec<SessionReport>,

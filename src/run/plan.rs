@@ -137,6 +137,9 @@ pub enum PartKind {
     /// The layer in use.
     #[serde(rename = "this layer")]
     Layer,
+    /// The copy of the layer in use that one of several runs prunes, or its masks.
+    #[serde(rename = "a copy of this layer")]
+    LayerCopy,
     /// The masks of the layer in use, whose weights stay on disk.
     #[serde(rename = "masks of this layer")]
     LayerMasks,

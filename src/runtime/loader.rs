@@ -54,7 +54,7 @@ impl LayerLoader {
             Some((ahead, reading)) if ahead == index => reading
                 .join()
                 .map_err(|_| anyhow!("the reader of layer {index} panicked"))??,
-            _ => load(&self.source, &self.config, self.settings.weights, index)?,
+            _ => load_layer(&self.source, &self.config, self.settings.weights, index)?,
         };
         Ok(layer)
     }
@@ -68,7 +68,7 @@ impl LayerLoader {
             let reading = std::thread::Builder::new()
                 .name("reading ahead".to_string())
                 .spawn(move || {
-                    let layer = load(&source, &config, held, index)?;
+                    let layer = load_layer(&source, &config, held, index)?;
                     copy(&layer);
                     Ok(layer)
                 });
@@ -78,7 +78,11 @@ impl LayerLoader {
     }
 }
 
-fn load(
+/// Reads a layer, or opens it where weights are held by matrix.
+///
+/// # Errors
+/// Fails when a tensor is missing or cannot be read.
+pub fn load_layer(
     source: &Arc<dyn WeightSource>,
     config: &ModelConfig,
     held: WeightsHeld,

@@ -32,5 +32,5 @@ pub use compute::{Compute, ResultOrder, SweepReport, Turn};
 pub use devices::{Devices, Simulation};
 pub use hidden_states::{HiddenStates, check_spill_folder};
 pub use layer_store::LayerStore;
-pub use loader::LayerLoader;
+pub use loader::{LayerLoader, load_layer};
 pub use sweep::{Editor, Finished, Passenger, Side, Sweep};

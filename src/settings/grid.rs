@@ -28,13 +28,26 @@ pub struct GridShard {
     pub of: usize,
 }
 
+/// The way in which cells are dealt out to shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deal {
+    /// Every n-th cell.
+    InTurn,
+    /// Cells in a row, of as few seeds as possible: cells of one seed share their statistics.
+    InARow,
+}
+
 impl GridShard {
     /// All cells.
     pub const WHOLE: Self = Self { number: 1, of: 1 };
 
-    /// Returns whether the cell at this position, from 0, belongs to the shard. Cells are dealt out in turn.
-    pub fn has(self, position: usize) -> bool {
-        position % self.of == self.number - 1
+    /// Returns whether the cell at this position, from 0, of `cells` belongs to the shard.
+    pub fn has(self, position: usize, cells: usize, deal: Deal) -> bool {
+        let shard = match deal {
+            Deal::InTurn => position % self.of,
+            Deal::InARow => position * self.of / cells.max(1),
+        };
+        shard == self.number - 1
     }
 }
 
@@ -66,10 +79,22 @@ mod tests {
     #[test]
     fn shards_divide_all_cells_and_share_none() {
         let shards: Vec<GridShard> = ["1/3", "2/3", "3/3"].map(|s| s.parse().unwrap()).to_vec();
-        for position in 0..20 {
-            assert_eq!(shards.iter().filter(|s| s.has(position)).count(), 1);
+        for deal in [Deal::InTurn, Deal::InARow] {
+            let has = |shard: &GridShard, position| shard.has(position, 20, deal);
+            for position in 0..20 {
+                assert_eq!(shards.iter().filter(|s| has(s, position)).count(), 1);
+            }
+            assert!((0..20).all(|position| has(&GridShard::WHOLE, position)));
+            let sizes = shards
+                .iter()
+                .map(|s| (0..20).filter(|&at| has(s, at)).count());
+            assert_eq!(sizes.collect::<Vec<_>>(), [7, 7, 6], "{deal:?}");
         }
-        assert!((0..5).all(|position| GridShard::WHOLE.has(position)));
+        let in_a_row = |position| shards[1].has(position, 20, Deal::InARow);
+        assert_eq!(
+            (0..20).filter(|&at| in_a_row(at)).collect::<Vec<_>>(),
+            [7, 8, 9, 10, 11, 12, 13]
+        );
         for text in ["0/2", "3/2", "1", "a/2", "1/0", "-1/2"] {
             let failure = text.parse::<GridShard>().unwrap_err();
             assert!(

@@ -1,5 +1,7 @@
 //! `prune sweep` on a tiny model: cells equal single runs, sweeps continue, shards share a folder, failures are recorded.
 
+mod together;
+
 use std::collections::BTreeMap;
 use std::fs;
 
@@ -394,6 +396,11 @@ fn lists_that_make_no_grid_are_refused_with_a_fix() {
             "--methods wanda --ratios 0.5 --shard 3/2",
             "--shard 3/2: there is no shard 3 of 2",
             "hint: write i/n with i from 1 to n, like --shard 2/4 for the second of four processes",
+        ),
+        (
+            "--methods wanda --ratios 0.5 --seeds 0,1 --seed 0",
+            "--seed belongs to a single run, and a sweep has many",
+            "hint: use --seeds, like --seeds 0,1,2",
         ),
         (
             "--methods wanda --ratios 0.5 --seed 3",

@@ -1,6 +1,7 @@
 //! Events of a cell on their way out: phases get the cell's number, and what an earlier cell has told is not told again.
 
 use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -41,10 +42,21 @@ impl<'a> CellEvents<'a> {
         events
     }
 
-    /// The next cell begins.
-    pub(super) fn begin(&self, number: usize, of: usize, name: &str) {
-        self.told().place = format!("{number}/{of}: ");
-        self.events.note(format!("cell {number} of {of}: {name}"));
+    /// The next cells begin: one, or several that share their statistics.
+    pub(super) fn begin(&self, numbers: RangeInclusive<usize>, of: usize, names: &str) {
+        let (first, last) = numbers.into_inner();
+        let (place, note) = match first == last {
+            true => (
+                format!("{first}/{of}: "),
+                format!("cell {first} of {of}: {names}"),
+            ),
+            false => (
+                format!("{first}-{last}/{of}: "),
+                format!("cells {first} to {last} of {of} share their statistics: {names}"),
+            ),
+        };
+        self.told().place = place;
+        self.events.note(note);
         self.emit(Event::IfInterrupted(None));
     }
 
@@ -54,12 +66,18 @@ impl<'a> CellEvents<'a> {
     }
 
     /// The cell is done.
-    pub(super) fn finished(&self, manifest: &Manifest) {
+    pub(super) fn finished(&self, name: &str, manifest: &Manifest) {
         let perplexity = manifest.perplexity.pruned;
         let measured = perplexity.map_or_else(String::new, |of| {
             format!(", pruned perplexity {:.4}", of.perplexity)
         });
-        let text = format!("  done in {:.1} s{measured}", manifest.seconds);
+        let seconds = manifest.seconds;
+        let text = match manifest.cells_at_once {
+            None => format!("  done in {seconds:.1} s{measured}"),
+            Some(cells) => {
+                format!("  {name}: done, with {cells} cells in {seconds:.1} s{measured}")
+            }
+        };
         self.events.note(text);
     }
 

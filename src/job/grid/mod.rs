@@ -1,22 +1,25 @@
-//! `prune sweep`: a grid of pruning runs. check → dense perplexity → cells, one after the other → table.
+//! `prune sweep`: a grid of pruning runs. check → dense perplexity → cells, one after the other or in groups → table.
 //!
 //! | file | story |
 //! | --- | --- |
 //! | `cells` | the cells of a grid, and the settings of each |
+//! | `together` | cells of one seed in one pass over the layers, with the same statistics |
 //! | `records` | `cell.json`, and the comparison of a sweep with the cells in its folder |
 //! | `dense` | the dense perplexity, measured once |
 //! | `table` | `sweep.json`, `sweep.md` and `report.html`, from the records of all cells |
 //! | `messages` | events of a cell on their way out: its number, and nothing twice |
 //!
-//! Every cell is an ordinary run folder. Cells follow one another, so each is the run that its flags mean; processes with different
-//! shards work in one folder and never on one cell.
+//! Every cell is an ordinary run folder, with the bytes of a run of its own. Processes with different shards work in one folder and
+//! never on one cell.
 
 mod cells;
 mod dense;
 mod messages;
 mod records;
 mod table;
+mod together;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -26,14 +29,14 @@ use self::messages::CellEvents;
 use self::records::CommonSettings;
 use super::folder::state_file::StateFile;
 use super::folder::{MANIFEST, RunFolder};
+use super::given::Given;
 use super::opened::OpenedModel;
 use super::prune::prune_given;
-use super::settle::Given;
 use crate::failure::Failure;
 use crate::pipeline::{TargetPlan, check_verification};
 use crate::run::grid::{CellReport, CellState, GridRecord};
 use crate::run::{Events, Manifest, Stopped};
-use crate::settings::GridSettings;
+use crate::settings::{Deal, GridSettings, Settings};
 
 pub use self::table::remake;
 
@@ -64,22 +67,16 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
     let common = check(settings, &cells, &events)?;
     records::check(&out, &common, &cells, settings.run.output.force)?;
     let dense = dense::perplexity(&settings.run, &out, &common, &events)?;
-    let mine: Vec<&PlannedCell> = cells
-        .iter()
-        .enumerate()
-        .filter_map(|(position, cell)| settings.shard.has(position).then_some(cell))
-        .collect();
-    let mut failed = Vec::new();
-    for (index, cell) in mine.iter().enumerate() {
-        events.check()?;
-        events.begin(index + 1, mine.len(), &cell.name());
-        if let Err(error) = run(cell, &common, dense.as_ref(), &events) {
-            if error.is::<Stopped>() {
-                return Err(error);
-            }
-            failed.push(cell.name());
-            events.failed(&cell.name(), &error);
-        }
+    let mine = mine(settings, &cells)?;
+    let sweep = CellsOfSweep {
+        common: &common,
+        dense: dense.as_ref(),
+        events: &events,
+        cells: mine.len(),
+    };
+    let (mut failed, mut begun) = (Vec::new(), 0);
+    for group in groups(&mine)? {
+        begun += sweep.run_group(group, begun, &mut failed)?;
     }
     let methods = &settings.methods;
     let (record, page) = table::write(&out, &common, methods, &events)?;
@@ -105,10 +102,7 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
 pub fn preview(settings: &GridSettings) -> Result<Vec<CellReport>> {
     let out = folder(settings)?;
     let cells = cells::of(settings, &out)?;
-    let mine = cells
-        .into_iter()
-        .enumerate()
-        .filter_map(|(position, cell)| settings.shard.has(position).then_some(cell));
+    let mine = mine(settings, &cells)?.into_iter();
     mine.map(|cell| {
         let report = records::report(&cell.folder)?;
         Ok(report.unwrap_or_else(|| CellReport {
@@ -149,39 +143,158 @@ fn check(
     records::common(run, &model)
 }
 
-/// Runs one cell, unless it is finished.
+/// The cells of this process, in their order.
 ///
 /// # Errors
-/// Fails as `prune` does. The error is recorded, unless another process works on the cell.
-fn run(
-    cell: &PlannedCell,
-    common: &CommonSettings,
-    dense: Option<&Manifest>,
-    events: &CellEvents<'_>,
-) -> Result<()> {
-    let has_state = StateFile::path(&cell.folder).exists();
-    let is_forced = cell.settings.output.force;
-    if is_finished(&cell.folder) && !is_forced {
-        events.already_finished();
-        return Ok(());
+/// Fails for a method that does not exist.
+fn mine<'c>(settings: &GridSettings, cells: &'c [PlannedCell]) -> Result<Vec<&'c PlannedCell>> {
+    let mut all: Vec<&PlannedCell> = cells.iter().collect();
+    let mut is_shared = false;
+    for cell in cells {
+        is_shared |= together::can_share(cell)?;
     }
-    records::begin(cell, common)?;
-    let mut settings = cell.settings.clone();
-    // Without a state, the files here are those of an attempt at this cell: its record was compared.
-    settings.output.force = is_forced || !has_state;
-    let given = Given {
-        dense,
-        ..Given::default()
-    };
-    let done = prune_given(settings, given, events, None);
-    match done {
-        Err(error) if !error.is::<Stopped>() => {
-            if !RunFolder::is_locked(&cell.folder) {
-                records::failed(cell, common, &messages::in_words(&error))?;
-            }
-            Err(error)
+    let deal = match is_shared {
+        // Statistics are of one seed, so a process gets as few seeds as possible.
+        true => {
+            all.sort_by_key(|cell| cell.cell.seed);
+            Deal::InARow
         }
-        done => done.map(|manifest| events.finished(&manifest)),
+        false => Deal::InTurn,
+    };
+    let (count, positions) = (all.len(), all.into_iter().enumerate());
+    let shard = settings.shard;
+    let mine = positions.filter(|(position, _)| shard.has(*position, count, deal));
+    Ok(mine.map(|(_, cell)| cell).collect())
+}
+
+/// Groups the cells that share statistics. Other cells are groups of one.
+///
+/// # Errors
+/// Fails for a method that does not exist.
+fn groups<'c>(cells: &[&'c PlannedCell]) -> Result<Vec<Vec<&'c PlannedCell>>> {
+    let mut groups: Vec<Vec<&PlannedCell>> = Vec::new();
+    let mut of_seed: BTreeMap<u64, usize> = BTreeMap::new();
+    for &cell in cells {
+        let seed = cell.cell.seed;
+        match of_seed.get(&seed) {
+            _ if !together::can_share(cell)? => groups.push(vec![cell]),
+            Some(&at) => groups[at].push(cell),
+            None => {
+                of_seed.insert(seed, groups.len());
+                groups.push(vec![cell]);
+            }
+        }
+    }
+    Ok(groups)
+}
+
+/// All that the cells of a process have in common.
+struct CellsOfSweep<'a> {
+    common: &'a CommonSettings,
+    dense: Option<&'a Manifest>,
+    events: &'a CellEvents<'a>,
+    /// Their number.
+    cells: usize,
+}
+
+impl CellsOfSweep<'_> {
+    /// Runs the cells of a group that are not finished, together where several are left. Returns the number of cells.
+    ///
+    /// # Errors
+    /// Fails when the sweep is asked to stop, or a record cannot be written.
+    fn run_group(
+        &self,
+        group: Vec<&PlannedCell>,
+        before: usize,
+        failed: &mut Vec<String>,
+    ) -> Result<usize> {
+        let (events, cells) = (self.events, group.len());
+        let is_done =
+            |cell: &&PlannedCell| is_finished(&cell.folder) && !cell.settings.output.force;
+        let (done, left): (Vec<_>, Vec<_>) = group.into_iter().partition(is_done);
+        for (number, cell) in (before + 1..).zip(&done) {
+            events.begin(number..=number, self.cells, &cell.name());
+            events.already_finished();
+        }
+        let first = before + done.len() + 1;
+        if left.len() > 1 && self.run_together(&left, first, failed)? {
+            return Ok(cells);
+        }
+        for (number, cell) in (first..).zip(left) {
+            events.check()?;
+            events.begin(number..=number, self.cells, &cell.name());
+            let settings = self.begin(cell)?;
+            let given = Given {
+                dense: self.dense,
+                ..Given::default()
+            };
+            let outcome = prune_given(settings, given, events, None);
+            self.end(cell, outcome, failed)?;
+        }
+        Ok(cells)
+    }
+
+    /// Runs cells of one seed in one pass. Returns false where they cannot begin together.
+    fn run_together(
+        &self,
+        cells: &[&PlannedCell],
+        first: usize,
+        failed: &mut Vec<String>,
+    ) -> Result<bool> {
+        let events = self.events;
+        events.check()?;
+        let names: Vec<String> = cells.iter().map(|cell| cell.name()).collect();
+        let last = first + cells.len() - 1;
+        events.begin(first..=last, self.cells, &names.join(", "));
+        let settings = cells.iter().map(|cell| self.begin(cell));
+        let settings = settings.collect::<Result<Vec<_>>>()?;
+        match together::run(settings, self.dense, events) {
+            Ok(None) => return Ok(false),
+            Ok(Some(outcomes)) => {
+                for (cell, outcome) in cells.iter().zip(outcomes) {
+                    self.end(cell, outcome, failed)?;
+                }
+            }
+            Err(error) if error.is::<Stopped>() => return Err(error),
+            Err(error) => {
+                let error = messages::in_words(&error);
+                for cell in cells {
+                    self.end(cell, Err(Failure::new(error.clone()).into()), failed)?;
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Records that a cell begins, and returns the settings of its run.
+    fn begin(&self, cell: &PlannedCell) -> Result<Settings> {
+        let has_state = StateFile::path(&cell.folder).exists();
+        records::begin(cell, self.common)?;
+        let mut settings = cell.settings.clone();
+        // Without a state, the files here are those of an attempt at this cell: its record was compared.
+        settings.output.force = settings.output.force || !has_state;
+        Ok(settings)
+    }
+
+    /// Reports the outcome of a cell. An error is recorded, unless another process works on the cell.
+    fn end(
+        &self,
+        cell: &PlannedCell,
+        outcome: Result<Manifest>,
+        failed: &mut Vec<String>,
+    ) -> Result<()> {
+        match outcome {
+            Ok(manifest) => self.events.finished(&cell.name(), &manifest),
+            Err(error) if error.is::<Stopped>() => return Err(error),
+            Err(error) => {
+                if !RunFolder::is_locked(&cell.folder) {
+                    records::failed(cell, self.common, &messages::in_words(&error))?;
+                }
+                failed.push(cell.name());
+                self.events.failed(&cell.name(), &error);
+            }
+        }
+        Ok(())
     }
 }
 

@@ -143,6 +143,7 @@ impl MergeJob {
             settings: BTreeMap::new(),
             started_unix_seconds: self.started_unix_seconds,
             seconds: self.clock.seconds(),
+            cells_at_once: None,
             sessions: Vec::new(),
             model: ModelReport {
                 path: donor.folder.display().to_string(),

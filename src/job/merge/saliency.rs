@@ -15,9 +15,10 @@ use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::job::folder::RunFolder;
+use crate::job::given::Given;
 use crate::job::opened::{OpenedModel, check_seqlen};
 use crate::job::record::arithmetic;
-use crate::job::settle::{Given, Job, Settled};
+use crate::job::settle::{Job, Settled};
 use crate::model::{DecoderLayer, ModelConfig, stored_dtypes};
 use crate::pipeline::Observed;
 use crate::pipeline::activations::{

@@ -70,8 +70,8 @@ impl<'r> Host<'r> {
             }
             phases.push(self.passing(Phase::Propagate, forward(sample), kept));
         }
-        if let Some(technique) = &run.technique {
-            let mut parts = vec![part(PartKind::Scores, self.score(technique))];
+        if run.technique.is_some() {
+            let mut parts = vec![part(PartKind::Scores, self.score())];
             if run.passes_samples() {
                 let workspace = footprint::workspace(config, dtype, run.seqlen, settings);
                 parts.push(part(PartKind::Workspace, workspace));
@@ -135,18 +135,25 @@ impl<'r> Host<'r> {
         let (run, settings) = (self.run, &self.option.settings);
         let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
         let mut all = self.samples(Alive::All);
-        let changes = run
-            .technique
-            .as_ref()
-            .is_some_and(Technique::changes_weights);
-        all.push(match settings.weights {
+        let changes = run.techniques().any(Technique::changes_weights);
+        let pruned = match settings.weights {
             WeightsHeld::Layer => part(PartKind::Layer, layer),
             // Changed weights are nowhere else.
             WeightsHeld::Matrix if changes => part(PartKind::Layer, run.layer_weights()),
             WeightsHeld::Matrix => part(PartKind::LayerMasks, layer),
-        });
+        };
+        // The runs that share statistics prune a copy, and the dense layer stays.
+        let is_shared = run.runs() > 1;
+        if is_shared {
+            all.push(part(PartKind::LayerCopy, pruned.bytes));
+            all.push(part(PartKind::Layer, layer));
+        } else {
+            all.push(pruned);
+        }
         if footprint::keeps_packed(run.kernel(), settings) {
             let packed = footprint::layer_packed(run.config, run.kernel());
+            let layers = if is_shared { 2 } else { 1 };
+            let packed = ByteSize(packed.0.saturating_mul(layers));
             all.push(part(PartKind::PackedLayer, packed));
         }
         if settings.prefetch {
@@ -174,7 +181,7 @@ impl<'r> Host<'r> {
             }
             HiddenStatesStorage::Disk => {
                 let sides = if windows > 0 { run.sides.len() } else { 0 };
-                let streams = usize::from(samples > 0) + sides;
+                let streams = usize::from(samples > 0) + sides * run.runs();
                 let state = footprint::hidden_states(run.config, run.seqlen);
                 part(PartKind::SpilledStates, ByteSize(state.0 * streams as u64))
             }
@@ -238,18 +245,18 @@ impl<'r> Host<'r> {
     }
 
     /// Memory of scoring: what the method needs for one matrix, and the statistics that exist then. Those of an input go when its
-    /// matrices are done.
-    fn score(&self, technique: &Technique) -> ByteSize {
+    /// matrices are done, unless another run needs them.
+    fn score(&self) -> ByteSize {
         let (run, settings) = (self.run, &self.option.settings);
         let config = run.config;
         let widths = output_error::widths(config);
         let is_apart = run.passes_inputs_apart(settings.statistics);
         let of_input = |point: usize| -> ByteSize {
             let kind = run.statistics();
-            let left = if is_apart {
-                point..point + 1
-            } else {
-                point..widths.len()
+            let left = match (is_apart, run.runs()) {
+                (true, _) => point..point + 1,
+                (false, 1) => point..widths.len(),
+                (false, _) => 0..widths.len(),
             };
             let statistics = widths[left]
                 .iter()
@@ -258,7 +265,10 @@ impl<'r> Host<'r> {
                 .projections()
                 .filter(|projection| projection.observed_at() as usize == point)
                 .map(|projection| projection.shape(config))
-                .map(|(out, inner)| technique.working_bytes(out, inner));
+                .flat_map(|(out, inner)| {
+                    run.techniques()
+                        .map(move |technique| technique.working_bytes(out, inner))
+                });
             statistics.sum::<ByteSize>() + working.max().unwrap_or_default()
         };
         let most = (0..widths.len()).map(of_input).max();

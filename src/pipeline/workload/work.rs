@@ -41,7 +41,8 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
         + (propagated + windows) * per_token.all;
     let weights = layer_bytes(run);
     let states = state_bytes(run, option.processors);
-    let mut moved = if run.saves { weights } else { 0.0 };
+    let written = run.runs() as f64 * weights;
+    let mut moved = if run.saves { written } else { 0.0 };
     let mut once_moved = 0.0;
     if option.storage == HiddenStatesStorage::Disk {
         moved += states * (samples + 2.0 * propagated + 2.0 * windows);
@@ -58,14 +59,14 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
         } else {
             2.0
         } * head_bytes(run);
-        once_moved += layers * weights + 3.0 * ends;
+        once_moved += layers * written + 3.0 * ends * run.runs() as f64;
     }
     Work {
         layer_flop: flop * seqlen / speed(run, option.processors) + repairs(run),
         layer_read: weights,
         layer_moved: moved,
         // Dense, and again after pruning.
-        layer_uploaded: weights * if run.technique.is_some() { 2.0 } else { 1.0 },
+        layer_uploaded: weights * (1 + run.techniques().count()) as f64,
         layer_states: states * (samples + 2.0 * propagated + 2.0 * windows),
         once_moved,
         ..Work::default()

@@ -1,0 +1,48 @@
+//! The ties of a run to other runs: their results, and the sweep that it shares with them.
+
+use super::settle::Job;
+use crate::pipeline::Observed;
+use crate::pruning::Technique;
+use crate::run::Manifest;
+
+/// Requests and results of other runs that a run is settled with.
+#[derive(Default)]
+pub(super) struct Given<'a> {
+    /// Statistics that the run measures for a later use.
+    pub(super) observes: Option<Observed>,
+    /// The record of a run that has measured the dense perplexity. It is used where this run would measure the same.
+    pub(super) dense: Option<&'a Manifest>,
+    /// The runs that share its sweep.
+    pub(super) sharing: Sharing<'a>,
+}
+
+/// The place of a run among those that share a sweep.
+#[derive(Default)]
+pub(super) enum Sharing<'a> {
+    /// It has the sweep alone.
+    #[default]
+    Alone,
+    /// It is the first; the others have these techniques. Texts and plan are made for all.
+    First(Vec<Technique>),
+    /// It takes texts and plan of the first.
+    Next(&'a Job),
+}
+
+impl Given<'_> {
+    /// The techniques of the other runs in the sweep, known to the first.
+    pub(super) fn shared_with(&self) -> Vec<Technique> {
+        match &self.sharing {
+            Sharing::First(others) => others.clone(),
+            Sharing::Alone | Sharing::Next(_) => Vec::new(),
+        }
+    }
+
+    /// The number of runs in the sweep.
+    pub(super) fn runs_at_once(&self) -> usize {
+        match &self.sharing {
+            Sharing::Alone => 1,
+            Sharing::First(others) => 1 + others.len(),
+            Sharing::Next(first) => first.runs_at_once,
+        }
+    }
+}
