@@ -7,7 +7,7 @@ use super::record::RunResults;
 use super::recorder::Recorder;
 use super::settle::{Given, Job, Settled};
 use super::streams::Streams;
-use super::{interruption, profile};
+use super::{interruption, profile, width_drop};
 use crate::checkpoint::ExpectedMatrix;
 use crate::pipeline::{Calibrator, LayerJournal, MaskObserver, Output, Pruner, expected};
 use crate::run::{Events, Manifest};
@@ -62,6 +62,9 @@ pub(super) fn prune_given(
         ..pruned.results
     };
     let manifest = job.record(&outputs, results, &recorder)?;
+    if job.settings.width_drop.is_some() {
+        width_drop::tidy(&job.folder)?;
+    }
     interruption::is_over(&recorder);
     Ok(manifest)
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
+use super::opened::WholeModel;
 use super::outputs::Outputs;
 use super::settle::Job;
 use crate::eval::Perplexity;
@@ -124,7 +125,7 @@ impl<'a> Streams<'a> {
     pub(super) fn perplexities(&self, job: &Job) -> Perplexities {
         let whole = job.model.part_of.as_ref();
         let mut measured = Perplexities {
-            dense: whole.and_then(|whole| whole.layer_drop.dense).or(job.dense),
+            dense: whole.and_then(WholeModel::dense).or(job.dense),
             pruned: None,
         };
         for (side, passenger) in job.measured_sides().iter().zip(&self.perplexities) {

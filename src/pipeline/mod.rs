@@ -14,6 +14,8 @@
 //! | `layer_ratios` | ratios per layer, from a file |
 //! | `expected` | masks, tensors and zeros of finished layers, for verification |
 //! | `save_masks` | masks into a file, as they come |
+//! | `layer_drop`, `layer_scores` | scores of whole layers, and the pass that measures them |
+//! | `width_drop` | the editor that makes layers narrower |
 //! | `workload` | a run in numbers, for the planner |
 
 pub mod activations;
@@ -32,6 +34,7 @@ mod plan_tests;
 pub mod prune;
 pub mod save_masks;
 pub mod targets;
+pub mod width_drop;
 pub mod workload;
 
 pub use calibrate::{Calibrator, LayerStatistics, embed};
