@@ -7,6 +7,7 @@ mod device;
 mod grid;
 mod layer_drop;
 mod merge;
+mod width_drop;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -30,6 +31,7 @@ pub use merge::{
     MajorityOf, MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings,
     SaliencySource, TrimScope,
 };
+pub use width_drop::{WidthDropSettings, WidthOf, WidthShare};
 
 /// Pruning method unless one is named.
 pub const PRUNE_METHOD: &str = "wanda";
@@ -55,6 +57,9 @@ pub struct Settings {
     /// Layers that are dropped before anything else; `None` where all stay.
     #[serde(flatten)]
     pub layer_drop: Option<LayerDropSettings>,
+    /// Width that is dropped after layers and before anything else; `None` where layers keep their shapes.
+    #[serde(flatten)]
+    pub width_drop: Option<WidthDropSettings>,
     /// Calibration samples; `None` where the method uses none.
     #[serde(flatten)]
     pub calibration: Option<CalibrationSettings>,
@@ -110,6 +115,7 @@ impl Settings {
             model: ModelSettings::of(model),
             sparsity: Some(SparsitySettings::default()),
             layer_drop: None,
+            width_drop: None,
             calibration: Some(CalibrationSettings::default()),
             seqlen: None,
             evaluation: EvaluationSettings::default(),

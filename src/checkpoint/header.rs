@@ -215,7 +215,7 @@ impl Header {
 }
 
 /// The first bytes of an output file: length, JSON and padding.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct OutputHeader {
     pub(super) bytes: Vec<u8>,
     /// `format` is added to the source's header, because transformers refuses files without it.

@@ -6,6 +6,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use anyhow::Context;
 use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
@@ -91,6 +92,19 @@ pub struct Shard {
     /// The header of the file that is written from this one.
     pub(super) output_header: OutputHeader,
     file: File,
+}
+
+impl Shard {
+    fn try_clone(&self) -> anyhow::Result<Self> {
+        let file = self.file.try_clone();
+        Ok(Self {
+            file_name: self.file_name.clone(),
+            header: self.header.clone(),
+            output_header: self.output_header.clone(),
+            file: file.with_context(|| format!("opening `{}` again", self.file_name))?,
+            ..*self
+        })
+    }
 }
 
 /// A checkpoint folder, opened for reading: every header checked, every file kept open.
@@ -214,6 +228,33 @@ impl Checkpoint {
             shards: Arc::clone(&self.shards),
             entries,
             by_name,
+            is_view: true,
+        })
+    }
+
+    /// This checkpoint with the tensors of `other` in place of its own of the same names, whatever their shapes. It reads the files of both.
+    /// Its output has files of its own, [`super::Layout::of`].
+    ///
+    /// # Errors
+    /// Fails for a tensor that this checkpoint does not have, and when the system has no more open files.
+    pub fn with_tensors_of(&self, other: &Self) -> anyhow::Result<Self> {
+        let shards = self.shards.iter().chain(other.shards.iter());
+        let shards: anyhow::Result<Vec<Shard>> = shards.map(Shard::try_clone).collect();
+        let mut entries = self.entries.clone();
+        for entry in &other.entries {
+            let Some(at) = self.position(&entry.name) else {
+                anyhow::bail!("`{}` has no tensor `{}`", self.place(), entry.name);
+            };
+            entries[at] = TensorEntry {
+                shard: self.shards.len() + entry.shard,
+                ..entry.clone()
+            };
+        }
+        Ok(Self {
+            folder: self.folder.clone(),
+            shards: shards?.into(),
+            entries,
+            by_name: self.by_name.clone(),
             is_view: true,
         })
     }

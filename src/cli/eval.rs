@@ -51,6 +51,7 @@ impl EvalArgs {
             model: self.model.settings("prune eval out/7b/model")?,
             sparsity: None,
             layer_drop: None,
+            width_drop: None,
             calibration: None,
             seqlen: self.seqlen,
             evaluation: self.evaluation.settings(EvalSides::Dense),

@@ -28,6 +28,7 @@ mod sparsity;
 pub mod sweep;
 mod terminal;
 mod values;
+mod width_drop;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

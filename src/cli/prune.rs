@@ -11,6 +11,7 @@ use super::layer_drop::LayerDropArgs;
 use super::model::ModelArgs;
 use super::outcome::Outcome;
 use super::sparsity::SparsityArgs;
+use super::width_drop::WidthDropArgs;
 use crate::job;
 use crate::report;
 use crate::run::command_line::quoted;
@@ -26,6 +27,8 @@ pub struct PruneArgs {
     pub(super) sparsity: SparsityArgs,
     #[command(flatten)]
     layer_drop: LayerDropArgs,
+    #[command(flatten)]
+    width_drop: WidthDropArgs,
     #[command(flatten)]
     pub(super) calibration: CalibrationArgs,
     #[command(flatten)]
@@ -50,8 +53,9 @@ impl PruneArgs {
     /// The settings of this command line.
     pub fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
         let layer_drop = self.layer_drop.settings();
+        let width_drop = self.width_drop.settings();
         let mut sparsity = self.sparsity.settings()?;
-        if layer_drop.is_some() {
+        if layer_drop.is_some() || width_drop.is_some() {
             sparsity.prune_nothing_unless_asked();
         }
         Ok(Settings {
@@ -59,6 +63,7 @@ impl PruneArgs {
             model: self.model.settings()?,
             sparsity: Some(sparsity),
             layer_drop,
+            width_drop,
             calibration: Some(self.calibration.settings()),
             seqlen: self.calibration.seqlen,
             evaluation: self.evaluation.settings(self.eval),
@@ -99,11 +104,8 @@ pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> R
 /// The command that uploads the model to the hub; `None` where none was written.
 fn upload(manifest: &Manifest) -> Option<String> {
     let (output, pruning) = (manifest.output.as_ref()?, manifest.pruning.as_ref()?);
-    let name = report::card::model_name(
-        &manifest.model.name(),
-        pruning,
-        manifest.layer_drop.as_ref(),
-    );
+    let drop = (manifest.layer_drop.as_ref(), manifest.width_drop.as_ref());
+    let name = report::card::model_name(&manifest.model.name(), pruning, drop);
     let repository = format!("YOUR_NAME/{name}");
     let mut words = vec!["hf", "upload", &repository, &output.model];
     // Where run folder and model folder are one: the record of the run has paths of this machine.

@@ -16,6 +16,7 @@ impl<'a> Against<'a> {
             dense_parameters: dense.tensors().map(|entry| entry.elements() as u64).sum(),
             dense_bytes: dense.total_bytes(),
             layers_dropped: Vec::new(),
+            width_dropped: None,
             is_pruned_copy: false,
             changed_by: None,
             merged_by: None,

@@ -106,6 +106,7 @@ fn ratios(
     let mut measuring = Settings {
         sparsity: None,
         layer_drop: None,
+        width_drop: None,
         output: OutputSettings::default(),
         ..settings.clone()
     };

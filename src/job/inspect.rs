@@ -33,6 +33,7 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         comparison.dense_parameters = parameters(dense);
         comparison.dense_bytes = dense.total_bytes();
         comparison.layers_dropped = kept.map_or_else(Vec::new, |(_, dropped)| dropped);
+        comparison.width_dropped = width_dropped(folder, &config);
         comparison.changed_by = method_that_changes_weights(folder);
         comparison.merged_by = merge(folder, events);
     }
@@ -53,6 +54,15 @@ fn kept_layers(
     let kept = KeptLayers::without(layers, &dropped);
     let fits = kept.layers().len() == config.num_hidden_layers && !dropped.is_empty();
     fits.then_some((kept, dropped))
+}
+
+/// The width that was dropped, in words, if the record beside the weights has the sizes of the model.
+fn width_dropped(folder: &Path, config: &ModelConfig) -> Option<String> {
+    let record = published::read_record(folder)?.ok()?;
+    let drop = record.width_drop?;
+    let sizes = (drop.intermediate_size[1], drop.num_key_value_heads[1]);
+    let fits = sizes == (config.intermediate_size, config.num_key_value_heads);
+    fits.then(|| drop.in_words())
 }
 
 /// The record beside the weights, if it is one and counts the zeros that are there.

@@ -196,6 +196,7 @@ fn score(
     let mut scoring = Settings {
         sparsity: None,
         layer_drop: None,
+        width_drop: None,
         output: OutputSettings::default(),
         ..settings.clone()
     };
@@ -314,9 +315,10 @@ fn part_of(
         part_of: Some(WholeModel {
             checkpoint: model.checkpoint,
             config: model.config,
-            layer_drop,
+            layer_drop: Some(layer_drop),
+            width_drop: None,
             config_json,
-            scoring,
+            passes: Vec::from_iter(scoring),
         }),
         ..model
     })

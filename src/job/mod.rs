@@ -15,6 +15,7 @@
 //! | `outputs`, `same_run` | files created, or those of an unfinished run; the comparison of two runs |
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |
+//! | `layer_drop`, `width_drop` | the passes that make a smaller model the source of the run |
 //! | `published` | the files beside the weights that strangers read: `pruning.json` and the model card |
 //! | `record`, `profile`, `recorder` | `run.json`, the profile in it, the warnings of a run |
 //! | `interruption` | messages for a run that ends early |
@@ -46,6 +47,7 @@ mod same_run;
 mod settle;
 mod streams;
 mod texts;
+mod width_drop;
 
 pub use eval::eval;
 pub use generate::generate;

@@ -15,7 +15,8 @@ use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig};
 use crate::pipeline::{Flow, RunShape};
-use crate::run::{Events, LayerDropReport, Moment, Phase};
+use crate::run::manifest::PerplexityReport;
+use crate::run::{Events, LayerDropReport, Moment, Phase, WidthDropReport};
 use crate::runtime::Clock;
 use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check_device};
 
@@ -54,11 +55,21 @@ pub(super) struct WholeModel {
     pub(super) checkpoint: Arc<Checkpoint>,
     pub(super) config: Arc<ModelConfig>,
     /// The layers that are left out.
-    pub(super) layer_drop: LayerDropReport,
+    pub(super) layer_drop: Option<LayerDropReport>,
+    /// The width that is left out.
+    pub(super) width_drop: Option<WidthDropReport>,
     /// `config.json` of the smaller model.
     pub(super) config_json: Vec<u8>,
-    /// The pass that scored the layers; `None` where an earlier process did so.
-    pub(super) scoring: Option<ScoringPass>,
+    /// The passes that made the model smaller; none where an earlier process did so.
+    pub(super) passes: Vec<ScoringPass>,
+}
+
+impl WholeModel {
+    /// The perplexity of the source, where a pass measured it.
+    pub(super) fn dense(&self) -> Option<PerplexityReport> {
+        let of_layers = self.layer_drop.as_ref().and_then(|drop| drop.dense);
+        of_layers.or(self.width_drop.as_ref().and_then(|drop| drop.dense))
+    }
 }
 
 impl OpenedModel {

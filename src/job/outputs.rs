@@ -136,7 +136,14 @@ fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
             .pruning
             .as_ref()
             .and_then(|pruning| pruning.allocation.clone()),
-        layer_drop: model.part_of.as_ref().map(|whole| whole.layer_drop.clone()),
+        layer_drop: model
+            .part_of
+            .as_ref()
+            .and_then(|whole| whole.layer_drop.clone()),
+        width_drop: model
+            .part_of
+            .as_ref()
+            .and_then(|whole| whole.width_drop.clone()),
         ..RunState::default()
     };
     if let Some(folder) = job.folder.state() {

@@ -8,7 +8,7 @@ use super::record::RunResults;
 use super::recorder::Recorder;
 use super::settle::{Job, Settled};
 use super::streams::Streams;
-use super::{interruption, profile};
+use super::{interruption, profile, width_drop};
 use crate::checkpoint::ExpectedMatrix;
 use crate::pipeline::{Calibrator, MaskObserver, Pruner, expected};
 use crate::run::manifest::{LayerReport, Perplexities};
@@ -81,7 +81,11 @@ pub(super) fn finish(
         peak,
         ..pruned.results
     };
-    job.record(outputs, results, recorder)
+    let manifest = job.record(outputs, results, recorder)?;
+    if job.settings.width_drop.is_some() {
+        width_drop::tidy(&job.folder)?;
+    }
+    Ok(manifest)
 }
 
 /// The outcome of the sweep.

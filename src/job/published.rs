@@ -22,10 +22,12 @@ use crate::run::PruningRecord;
 use crate::run::pruning_record::{ForwardArithmetic, PRUNING_FILE, PrunedSource, SCHEMA};
 
 /// Settings that decide the result and hold no path, in the order of the command that repeats a run.
-const REPEATED: [&str; 14] = [
+const REPEATED: [&str; 16] = [
     "drop_layers",
     "drop_rule",
     "layers_dropped",
+    "drop_width",
+    "width_of",
     "prune_method",
     "sparsity_ratio",
     "sparsity_type",
@@ -127,7 +129,14 @@ impl Job {
                 dtype: arithmetic.dtype,
                 kernel: arithmetic.kernel,
             },
-            layer_drop: model.part_of.as_ref().map(|whole| whole.layer_drop.clone()),
+            layer_drop: model
+                .part_of
+                .as_ref()
+                .and_then(|whole| whole.layer_drop.clone()),
+            width_drop: model
+                .part_of
+                .as_ref()
+                .and_then(|whole| whole.width_drop.clone()),
             pruning,
             calibration: calibration.map(|protocol| protocol.published()),
             sparsity: record::sparsity(layers),
@@ -195,6 +204,13 @@ impl Job {
             }
         }
         flag("save", "out".to_string());
+        if settings
+            .width_drop
+            .as_ref()
+            .is_some_and(|drop| drop.no_width_refit)
+        {
+            command.push("--no-width-refit".to_string());
+        }
         Ok(command)
     }
 }

@@ -66,19 +66,14 @@ impl Job {
         } = self;
         let phases = model.clock.report();
         let whole = model.part_of.as_ref();
-        let scoring = whole.and_then(|whole| whole.scoring.as_ref());
+        let passes = whole.map_or(&[][..], |whole| &whole.passes);
         let mut devices = DeviceRecords::default();
-        if let Some(scoring) = scoring {
-            devices.add(
-                scoring.swept.fallbacks.clone(),
-                scoring.swept.devices.clone(),
-            );
+        for pass in passes {
+            devices.add(pass.swept.fallbacks.clone(), pass.swept.devices.clone());
         }
         devices.add(results.swept.fallbacks, results.swept.devices);
-        let plan = match scoring {
-            Some(scoring) => joined(scoring.plan.clone(), plan.clone()),
-            None => plan.clone(),
-        };
+        let plans = passes.iter().rev().map(|pass| pass.plan.clone());
+        let plan = plans.fold(plan.clone(), |later, earlier| joined(earlier, later));
         let watch = results.swept.watch.clone();
         let measured = results.perplexity.pruned.or(results.perplexity.dense);
         let evaluation = texts.windows.as_ref().map(|windows| &windows.protocol);
@@ -96,7 +91,8 @@ impl Job {
             sessions: Vec::new(),
             model: model.report()?,
             arithmetic: arithmetic(model, &settings.device, &plan),
-            layer_drop: whole.map(|whole| whole.layer_drop.clone()),
+            layer_drop: whole.and_then(|whole| whole.layer_drop.clone()),
+            width_drop: whole.and_then(|whole| whole.width_drop.clone()),
             pruning: self.pruning_report(),
             merge: None,
             calibration: texts

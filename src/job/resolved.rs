@@ -49,7 +49,8 @@ impl Pruning {
         let calibrates = calibrates(&technique, &targets);
         // Layers are scored with the samples, too.
         let is_measured = sparsity.allocate != Allocation::Uniform;
-        if !calibrates && settings.layer_drop.is_none() && !is_measured {
+        let drops = settings.layer_drop.is_some() || settings.width_drop.is_some();
+        if !calibrates && !drops && !is_measured {
             settings.calibration = None;
         }
         Ok(Some(Self {

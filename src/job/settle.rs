@@ -13,7 +13,7 @@ use super::planned::Planning;
 use super::resolved::{Pruning, allocates, prunes_nothing};
 use super::same_run;
 use super::texts::{TextSources, Texts};
-use super::{allocate, layer_drop};
+use super::{allocate, layer_drop, width_drop};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::data::Calibration;
@@ -91,6 +91,9 @@ impl Job {
             check_sidecars(&model.folder)?;
         }
         let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
+        if let Some(drop) = &settings.width_drop {
+            width_drop::width(drop, &model.config, &folder)?;
+        }
         let mut pruning = Pruning::resolve(&mut settings, &fewest_layers, &folder)?;
         folder.lock(events)?;
         let mut unfinished = folder.look()?;
@@ -105,22 +108,23 @@ impl Job {
             unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
             let max_perplexity = settings.evaluation.max_perplexity;
             if let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? {
+                width_drop::tidy(&folder)?;
                 events.note("this run is finished; only a file of its state was left".to_string());
                 return Ok(Settled::Finished(Box::new(manifest)));
             }
         }
 
         let planning = Planning::new(&settings.device, model.threads)?;
-        if settings.layer_drop.is_some() {
-            let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
-            let mut shape = RunShape {
-                config: &fewest_layers,
-                ..shape
-            };
-            plan_early(&planning, &mut shape, &model)?;
-            let known = unfinished.as_ref().filter(|_| !settings.output.force);
-            let known = known.and_then(|state| state.layer_drop.clone());
-            model = layer_drop::smaller(&settings, model, known, &folder, events)?;
+        if settings.layer_drop.is_some() || settings.width_drop.is_some() {
+            if settings.layer_drop.is_some() {
+                let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
+                let mut shape = RunShape {
+                    config: &fewest_layers,
+                    ..shape
+                };
+                plan_early(&planning, &mut shape, &model)?;
+            }
+            model = smaller(&settings, model, unfinished.as_ref(), &folder, events)?;
             // The settings are resolved already.
             pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
         }
@@ -340,6 +344,27 @@ impl Job {
             events.note(format!("masks        {}", masks.display()));
         }
     }
+}
+
+/// Replaces a model by the part of it that the flags ask for: first layers are dropped, then width. An earlier process may have
+/// decided both.
+fn smaller(
+    settings: &Settings,
+    mut model: OpenedModel,
+    unfinished: Option<&RunState>,
+    folder: &RunFolder,
+    events: &dyn Events,
+) -> Result<OpenedModel> {
+    let known = unfinished.filter(|_| !settings.output.force);
+    if settings.layer_drop.is_some() {
+        let known = known.and_then(|state| state.layer_drop.clone());
+        model = layer_drop::smaller(settings, model, known, folder, events)?;
+    }
+    if settings.width_drop.is_some() {
+        let known = known.and_then(|state| state.width_drop.clone());
+        model = width_drop::narrower(settings, model, known, folder, events)?;
+    }
+    Ok(model)
 }
 
 /// The models that a run has yet to measure. A dense model whose layers were scored was measured then; that of a sweep of runs may

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
+use super::opened::WholeModel;
 use super::outputs::Outputs;
 use super::settle::Job;
 use crate::eval::Perplexity;
@@ -183,9 +184,7 @@ impl Job {
     pub(super) fn perplexities(&self, streams: &[Perplexity<'_>]) -> Perplexities {
         let whole = self.model.part_of.as_ref();
         let mut measured = Perplexities {
-            dense: whole
-                .and_then(|whole| whole.layer_drop.dense)
-                .or(self.dense),
+            dense: whole.and_then(WholeModel::dense).or(self.dense),
             pruned: None,
         };
         for (side, passenger) in self.measured_sides().iter().zip(streams) {

@@ -120,6 +120,22 @@ impl DecoderLayer {
         })
     }
 
+    /// The same layer with other linears, of the sizes of `config`. The norms stay.
+    #[must_use]
+    pub fn with_linears(
+        &self,
+        config: &ModelConfig,
+        linears: BTreeMap<Projection, Linear>,
+    ) -> Self {
+        Self {
+            revision: self.revision + 1,
+            heads: config.heads(),
+            norms: self.norms.clone(),
+            linears,
+            ..*self
+        }
+    }
+
     /// The layer's index in the model, from 0.
     pub fn index(&self) -> usize {
         self.index

@@ -31,7 +31,7 @@ pub use layer::DecoderLayer;
 pub use observe::{Observation, Observer};
 pub use projection::Projection;
 pub use rotary::Rotary;
-pub use smaller::KeptLayers;
+pub use smaller::{KeptLayers, Width};
 pub use tensors::{ModelTensor, TensorRole};
 
 use std::sync::Arc;

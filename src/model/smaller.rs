@@ -3,6 +3,8 @@
 //! An edit of the structure (layers that are dropped) changes the shape of a model, and leaves every tensor that stays as it is. So the
 //! smaller model is a [`ModelConfig`], the matching `config.json`, and a view of the checkpoint
 //! ([`Checkpoint::view`](crate::checkpoint::Checkpoint::view)). Everything that reads or writes models works on these three alone.
+//! A narrower model ([`Width`]) has other matrices, so its view takes them from a second checkpoint
+//! ([`Checkpoint::with_tensors_of`](crate::checkpoint::Checkpoint::with_tensors_of)).
 
 use std::collections::BTreeSet;
 
@@ -80,6 +82,40 @@ impl KeptLayers {
             }
         }
         config.insert("num_hidden_layers".to_owned(), self.kept.len().into());
+    }
+}
+
+/// The sizes of a narrower model, the same in every layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Width {
+    /// MLP channels.
+    pub intermediate_size: usize,
+    /// Key/value heads; each keeps its query heads.
+    pub num_key_value_heads: usize,
+}
+
+impl Width {
+    /// The configuration of the narrower model.
+    pub fn config(&self, of: &ModelConfig) -> ModelConfig {
+        let queries = of.num_attention_heads / of.num_key_value_heads;
+        ModelConfig {
+            intermediate_size: self.intermediate_size,
+            num_key_value_heads: self.num_key_value_heads,
+            num_attention_heads: queries * self.num_key_value_heads,
+            ..of.clone()
+        }
+    }
+
+    /// Changes a `config.json`: the sizes, and `head_dim`, which programs otherwise compute from the number of heads.
+    pub fn edit_json(&self, of: &ModelConfig, config: &mut Map<String, Value>) {
+        let narrower = self.config(of);
+        let mut set = |key: &str, value: usize| config.insert(key.to_owned(), value.into());
+        set("intermediate_size", narrower.intermediate_size);
+        if narrower.num_attention_heads != of.num_attention_heads {
+            set("num_attention_heads", narrower.num_attention_heads);
+            set("num_key_value_heads", narrower.num_key_value_heads);
+            set("head_dim", narrower.head_dim);
+        }
     }
 }
 

@@ -15,6 +15,8 @@
 //! | `expected` | masks, tensors and zeros of finished layers, for verification |
 //! | `shared` | several editors that share the statistics of a sweep |
 //! | `save_masks` | masks into a file, as they come |
+//! | `layer_drop`, `layer_scores` | scores of whole layers, and the pass that measures them |
+//! | `width_drop` | the editor that makes layers narrower |
 //! | `workload` | a run in numbers, for the planner |
 
 pub mod activations;
@@ -34,6 +36,7 @@ pub mod prune;
 pub mod save_masks;
 pub mod shared;
 pub mod targets;
+pub mod width_drop;
 pub mod workload;
 
 pub use calibrate::{Calibrator, LayerStatistics, embed};

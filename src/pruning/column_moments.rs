@@ -60,6 +60,8 @@ pub struct ColumnMoments {
     sums: Vec<f64>,
     /// Σ over samples of tokens times variance.
     spreads: Vec<f64>,
+    /// Σ over samples of squared sums over tokens, each over its tokens.
+    squared_sums: Vec<f64>,
     samples: usize,
     tokens: f64,
 }
@@ -71,6 +73,7 @@ impl ColumnMoments {
             squares: ColumnSquares::new(in_features),
             sums: vec![0.0; in_features],
             spreads: vec![0.0; in_features],
+            squared_sums: vec![0.0; in_features],
             samples: 0,
             tokens: 0.0,
         }
@@ -78,7 +81,7 @@ impl ColumnMoments {
 
     /// Bytes of the moments and of one sample's part.
     pub fn bytes(in_features: usize) -> ByteSize {
-        ByteSize::of(in_features, 4 * size_of::<f64>() + size_of::<f32>())
+        ByteSize::of(in_features, 5 * size_of::<f64>() + size_of::<f32>())
     }
 
     /// The number of samples.
@@ -102,6 +105,17 @@ impl ColumnMoments {
         let of = |spread: &f64| (spread / self.tokens) as f32;
         self.spreads.iter().map(of).collect()
     }
+
+    /// The (population) variance over the tokens of all samples together, `[in_features]`: v_j, and the variance of the samples' means.
+    pub fn variance_of_all(&self) -> Vec<f64> {
+        let columns = self.spreads.iter().zip(&self.squared_sums).zip(&self.sums);
+        let of = |((spread, squared), sum): ((&f64, &f64), &f64)| {
+            // Rounding must not make it negative.
+            let between = (squared - sum * sum / self.tokens).max(0.0);
+            (spread + between) / self.tokens
+        };
+        columns.map(of).collect()
+    }
 }
 
 impl MergedStatistics for ColumnMoments {
@@ -122,6 +136,7 @@ impl MergedStatistics for ColumnMoments {
         for (at, (square, sum)) in squares.iter().zip(sums).enumerate() {
             self.sums[at] += sum;
             // tokens · (mean of squares − square of mean); rounding must not make it negative.
+            self.squared_sums[at] += sum * sum / tokens;
             self.spreads[at] += (square - sum * sum / tokens).max(0.0);
         }
         self.samples += 1;
@@ -148,5 +163,11 @@ mod tests {
         assert_eq!(moments.mean(), [8.0, 5.0]);
         assert_eq!(moments.variance(), [8.0 / 5.0, 8.0 / 5.0]);
         assert_eq!(moments.squares().mean(), [32.0, 14.0]);
+        // 1, 3, 5, 5, 2: squares 64, mean 16/5. 2, 2, 0, 4, 2: squares 28, mean 2.
+        let all = moments.variance_of_all();
+        assert!(
+            (all[0] - (64.0 / 5.0 - 256.0 / 25.0)).abs() < 1e-12
+                && (all[1] - 8.0 / 5.0).abs() < 1e-12
+        );
     }
 }

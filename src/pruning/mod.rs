@@ -9,6 +9,7 @@
 //! | `method` | the trait they implement, and the checks they share |
 //! | `statistics`, `column_squares` | statistics of a linear's input: the two ways to collect them, and Wanda's |
 //! | `select` | scores → mask |
+//! | `width` | scores of whole input channels, and the refit of those that stay |
 //! | `target`, `mask` | ratio and pattern; the bits of a mask |
 
 mod admm;
@@ -34,6 +35,7 @@ pub mod target;
 pub mod technique;
 pub mod variant;
 pub mod wanda;
+pub mod width;
 
 pub use column_moments::ColumnMoments;
 pub use column_squares::ColumnSquares;

@@ -6,7 +6,7 @@ use super::front_matter::{FrontMatter, code, quoted};
 use crate::failure::printable;
 use crate::run::command_line;
 use crate::run::manifest::{PerplexityReport, PruningReport};
-use crate::run::{LayerDropReport, PruningRecord, TextProtocol};
+use crate::run::{LayerDropReport, PruningRecord, TextProtocol, WidthDropReport};
 
 /// The beginning of the line by which a card of this program is known.
 const MARK: &str = "<!-- This card was written by prune";
@@ -36,7 +36,7 @@ pub fn is_written_by_us(card: &[u8]) -> bool {
 pub fn model_name(
     source: &str,
     pruning: &PruningReport,
-    layer_drop: Option<&LayerDropReport>,
+    (layer_drop, width_drop): (Option<&LayerDropReport>, Option<&WidthDropReport>),
 ) -> String {
     let amount = match pruning.sparsity_type.split_once(':') {
         Some((n, m)) => format!("{n}of{m}"),
@@ -46,7 +46,11 @@ pub fn model_name(
     if let Some(drop) = layer_drop {
         full += &format!("-{}-layers", drop.kept.len());
     }
-    if layer_drop.is_none() || !pruning.prunes_nothing() {
+    if let Some(drop) = width_drop {
+        full += &format!("-width-{}", drop.asked);
+    }
+    let is_smaller = layer_drop.is_some() || width_drop.is_some();
+    if !is_smaller || !pruning.prunes_nothing() {
         full += &format!("-{}-{amount}", pruning.method);
     }
     let mut name = String::new();
@@ -68,7 +72,7 @@ pub fn model_name(
 /// The card as Markdown.
 pub fn text(record: &PruningRecord, source: &CardSource) -> String {
     let mut card = front_matter(record, source);
-    let drop = record.layer_drop.as_ref();
+    let drop = (record.layer_drop.as_ref(), record.width_drop.as_ref());
     let name = model_name(&record.source.name, &record.pruning, drop);
     // Writing to a String cannot fail.
     let _ = write!(
@@ -83,7 +87,7 @@ pub fn text(record: &PruningRecord, source: &CardSource) -> String {
         let _ = writeln!(card, "| {name} | {value} |");
     }
     card += "\n`pruning.json` has these facts for programs, and the zeros and the hash of the mask of every matrix.\n";
-    if drop.is_none() || !record.pruning.prunes_nothing() {
+    if !is_smaller(record) || !record.pruning.prunes_nothing() {
         card += "\nZeros do not make the files smaller: the weights are stored as in the source, zeros included.\n";
     }
     let _ = write!(
@@ -124,18 +128,31 @@ fn changes(record: &PruningRecord) -> String {
         code(&pruning.method),
         percent(sparsity.ratio)
     );
-    let Some(drop) = &record.layer_drop else {
-        return zeros;
-    };
-    let layers = format!(
-        "with {} of its {} layers",
-        drop.kept.len(),
-        drop.kept.len() + drop.dropped.len()
-    );
-    match pruning.prunes_nothing() {
-        true => format!("{layers}; no other weight was changed"),
-        false => format!("{layers}, {zeros}"),
+    let layers = record.layer_drop.as_ref().map(|drop| {
+        format!(
+            "with {} of its {} layers",
+            drop.kept.len(),
+            drop.kept.len() + drop.dropped.len()
+        )
+    });
+    let width = record.width_drop.as_ref().map(|drop| {
+        let refit = match drop.is_refitted {
+            true => "; the weights behind the dropped ones were refitted",
+            false => "",
+        };
+        format!("made narrower: {}{refit}", drop.in_words())
+    });
+    let smaller: Vec<String> = layers.into_iter().chain(width).collect();
+    match (smaller.is_empty(), pruning.prunes_nothing()) {
+        (true, _) => zeros,
+        (false, true) => format!("{}; no other weight was changed", smaller.join(", ")),
+        (false, false) => format!("{}, {zeros}", smaller.join(", ")),
     }
+}
+
+/// Returns whether layers or width were dropped.
+fn is_smaller(record: &PruningRecord) -> bool {
+    record.layer_drop.is_some() || record.width_drop.is_some()
 }
 
 fn front_matter(record: &PruningRecord, source: &CardSource) -> String {
@@ -167,7 +184,8 @@ fn front_matter(record: &PruningRecord, source: &CardSource) -> String {
     let mut tags = vec!["prune", "pruned"];
     let drop = record.layer_drop.as_ref();
     tags.extend(drop.map(|_| "layer-drop"));
-    if drop.is_none() || !pruning.prunes_nothing() {
+    tags.extend(record.width_drop.as_ref().map(|_| "width-drop"));
+    if !is_smaller(record) || !pruning.prunes_nothing() {
         tags.extend(["sparse", &pruning.method, &pruning.sparsity_type]);
     }
     let tags: Vec<String> = tags.into_iter().map(String::from).collect();
@@ -193,6 +211,11 @@ fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, Strin
         let [before, after] = drop.parameters;
         rows.push(("Parameters", format!("{after}, {before} in the source")));
     }
+    if let Some(drop) = &record.width_drop {
+        rows.push(("Width dropped", drop.in_words()));
+        let [before, after] = drop.parameters;
+        rows.push(("Parameters", format!("{after}, {before} before")));
+    }
     let globs = |globs: &[String]| {
         globs
             .iter()
@@ -209,7 +232,7 @@ fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, Strin
             matrices += &format!("; {word}: {}", globs(texts));
         }
     }
-    if record.layer_drop.is_none() || !pruning.prunes_nothing() {
+    if !is_smaller(record) || !pruning.prunes_nothing() {
         rows.push(("Method", asked_for(pruning)));
         rows.push(("Matrices pruned", matrices));
     }
@@ -333,12 +356,15 @@ mod tests {
 
     #[test]
     fn names_are_those_that_the_hub_takes() {
-        let name = |source: &str| model_name(source, &pruning("unstructured"), None);
+        let name = |source: &str| model_name(source, &pruning("unstructured"), (None, None));
         assert_eq!(name("Llama-2-7b-hf"), "Llama-2-7b-hf-wanda-0.5");
         assert_eq!(name("..my model--é|`"), "my-model-wanda-0.5");
         assert_eq!(name("\u{1b}"), "wanda-0.5");
         assert!(name(&"x".repeat(300)).len() <= 96);
-        assert_eq!(model_name("m", &pruning("2:4"), None), "m-wanda-2of4");
+        assert_eq!(
+            model_name("m", &pruning("2:4"), (None, None)),
+            "m-wanda-2of4"
+        );
     }
 
     #[test]

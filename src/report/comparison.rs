@@ -182,6 +182,9 @@ pub(super) fn method_label(manifest: &Manifest) -> String {
     let Some(pruning) = &manifest.pruning else {
         return "none".into();
     };
+    if let (Some(drop), true) = (&manifest.width_drop, pruning.prunes_nothing()) {
+        return format!("{} of the width dropped", drop.asked);
+    }
     let mut label = match &manifest.layer_drop {
         Some(drop) if pruning.prunes_nothing() => {
             return format!("{} layers dropped", drop.dropped.len());

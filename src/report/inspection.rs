@@ -328,6 +328,9 @@ fn sizes(inspection: &Inspection, comparison: &DenseComparison) -> Vec<String> {
         let shown = shortened(dropped, LAYERS_SHOWN);
         lines.push(format!("layers dropped: {}", shown.join(", ")));
     }
+    if let Some(width) = &comparison.width_dropped {
+        lines.push(format!("width dropped: {}", printable(width)));
+    }
     lines
 }
 
@@ -363,6 +366,15 @@ fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Ve
     lines.push(match (comparison.is_pruned_copy, has_new_zeros) {
         (false, _) if comparison.is_made_from_dense() => match (merge, method) {
             (Some(merge), _) => format!("verdict: a merge by {}", printable(merge)),
+            (None, method) if comparison.width_dropped.is_some() => {
+                let mut verdict = format!("verdict: {dense} made narrower");
+                if let Some(method) = method {
+                    verdict += &format!(", then pruned by {method}");
+                } else if has_new_zeros {
+                    verdict += ", then pruned";
+                }
+                verdict
+            }
             (None, method) => {
                 let method = method.as_deref().unwrap_or_default();
                 format!("verdict: {dense} pruned by {method}, which changes the weights it keeps")

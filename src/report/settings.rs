@@ -43,6 +43,14 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
         let scores: Vec<String> = scores.map(|score| format!("{score:.4}")).collect();
         row("scores of layers", scores.join(", "));
     }
+    if let Some(drop) = &manifest.width_drop {
+        let [before, after] = drop.parameters.map(|weights| weights as f64 / 1e6);
+        row("width dropped", drop.in_words());
+        row(
+            "parameters",
+            format!("{before:.1} M before, {after:.1} M after"),
+        );
+    }
     if let Some(pruning) = &manifest.pruning {
         let (ratio, pattern) = (pruning.sparsity_ratio, &pruning.sparsity_type);
         row("method", method_label(manifest));

@@ -7,7 +7,7 @@ use super::merges;
 use crate::bytes::ByteSize;
 use crate::run::fallback::{FallbackOutcome, FallbackReport};
 use crate::run::manifest::PerplexityReport;
-use crate::run::{LayerDropReport, Manifest, TextProtocol};
+use crate::run::{LayerDropReport, Manifest, TextProtocol, WidthDropReport};
 
 /// Scores of layers that are shown, the lowest first.
 const SCORES_SHOWN: usize = 6;
@@ -72,7 +72,10 @@ impl TableRows {
         if let Some(drop) = &manifest.layer_drop {
             self.layer_drop(drop);
         }
-        let is_dropped = manifest.layer_drop.is_some();
+        if let Some(drop) = &manifest.width_drop {
+            self.width_drop(drop);
+        }
+        let is_dropped = manifest.layer_drop.is_some() || manifest.width_drop.is_some();
         let pruning = manifest.pruning.as_ref();
         if let Some(pruning) = pruning.filter(|of| !(is_dropped && of.prunes_nothing())) {
             self.add(
@@ -103,6 +106,19 @@ impl TableRows {
                 format!("{} weights were zero already", sparsity.zeros_before),
             );
         }
+    }
+
+    /// Dropped width, and the sizes before and after.
+    fn width_drop(&mut self, drop: &WidthDropReport) {
+        self.add("width dropped", drop.in_words());
+        let [before, after] = drop.parameters.map(|weights| weights as f64 / 1e6);
+        self.add(
+            "  size",
+            format!(
+                "{before:.1} M parameters, {} before; {after:.1} M, {} after",
+                drop.bytes[0], drop.bytes[1]
+            ),
+        );
     }
 
     /// Dropped layers, their scores, and the sizes before and after.

@@ -167,6 +167,9 @@ pub struct DenseComparison {
     /// Layers of the dense model that were dropped, from the record beside the weights. The others were compared.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layers_dropped: Vec<usize>,
+    /// The width that was dropped, in words, from the record beside the weights. The matrices that lost it are not compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub width_dropped: Option<String>,
     /// Both have the same tensors. Every kept weight equals the dense model's bit for bit, every other tensor byte for byte.
     pub is_pruned_copy: bool,
     /// The method that changed the kept weights, from the record of the run; absent where the record names none.
@@ -198,16 +201,16 @@ pub struct DenseComparison {
 }
 
 impl DenseComparison {
-    /// True if the model was made from the dense one: a pruned copy, or its kept weights alone differ and its method changes them. A
-    /// merge may change every tensor.
+    /// True if the model was made from the dense one: a pruned copy, or its kept weights alone differ and its method changes them, or
+    /// its matrices lost width. A merge may change every tensor.
     pub fn is_made_from_dense(&self) -> bool {
         self.is_pruned_copy
             || self.merged_by.is_some()
-            || self.changed_by.is_some()
+            || (self.changed_by.is_some() || self.width_dropped.is_some() && self.kept_identical)
                 && self.untouched_differing.is_empty()
                 && self.missing.is_empty()
                 && self.added.is_empty()
-                && self.unlike.is_empty()
+                && (self.unlike.is_empty() || self.width_dropped.is_some())
     }
 }
 

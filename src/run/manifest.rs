@@ -14,6 +14,7 @@ use super::plan::{DevicePlan, HiddenStatesStorage, Plan};
 use super::profile::ProfileReport;
 use super::state::SessionReport;
 use super::verification::Verification;
+use super::width_drop::WidthDropReport;
 use crate::bytes::ByteSize;
 
 /// The version of the schema. It rises when a field changes its meaning or is removed.
@@ -51,6 +52,9 @@ pub struct Manifest {
     /// The layers that were dropped, with their scores; absent without `--drop-layers`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layer_drop: Option<LayerDropReport>,
+    /// The width that was dropped; absent without `--drop-width`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub width_drop: Option<WidthDropReport>,
     /// The pruning settings, as resolved; absent for `eval`.
     pub pruning: Option<PruningReport>,
     /// The merge; absent for other commands.

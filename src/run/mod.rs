@@ -20,6 +20,7 @@ pub mod profile;
 pub mod pruning_record;
 pub mod state;
 pub mod verification;
+pub mod width_drop;
 
 pub use allocation::AllocationReport;
 pub use events::{Event, Events, Silent, Stopped, Unfinished};
@@ -34,3 +35,4 @@ pub use phase::{Moment, Phase};
 pub use plan::{HiddenStatesStorage, Plan};
 pub use pruning_record::PruningRecord;
 pub use state::RunState;
+pub use width_drop::WidthDropReport;

@@ -8,6 +8,7 @@ use super::layer_drop::LayerDropReport;
 use super::manifest::{
     MatrixReport, Perplexities, PruningReport, SparsityReport, TextProtocol, name_of,
 };
+use super::width_drop::WidthDropReport;
 use crate::bytes::ByteSize;
 
 /// The name of the file in the model's folder. A command that changes a model in another way has a file of its own.
@@ -34,6 +35,9 @@ pub struct PruningRecord {
     /// The layers that were dropped, with their scores; absent without `--drop-layers`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layer_drop: Option<LayerDropReport>,
+    /// The width that was dropped; absent without `--drop-width`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub width_drop: Option<WidthDropReport>,
     /// The pruning settings, as resolved.
     pub pruning: PruningReport,
     /// The calibration text and samples; absent for a method without calibration.

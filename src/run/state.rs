@@ -11,6 +11,7 @@ use super::allocation::AllocationReport;
 use super::layer_drop::LayerDropReport;
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
 use super::merging::{MergedTensor, ModelPerplexity};
+use super::width_drop::WidthDropReport;
 
 /// The version of the schema. A run with another version cannot be continued.
 pub const SCHEMA: u32 = 1;
@@ -32,6 +33,9 @@ pub struct RunState {
     /// The layers that are dropped, with their scores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layer_drop: Option<LayerDropReport>,
+    /// The width that is dropped; its matrices are in the run folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub width_drop: Option<WidthDropReport>,
     /// The ratios of the layers, where they were measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocation: Option<AllocationReport>,

@@ -42,3 +42,4 @@ mod source_tree;
 mod stories;
 mod support;
 mod sweep;
+mod width_drop;

@@ -47,6 +47,9 @@ impl Drop for RunFolder {
 /// The model's folder inside the run folder.
 pub(in crate::job) const MODEL: &str = "model";
 
+/// The folder of the matrices of a narrower model, while the run lasts.
+const NARROWER: &str = "narrower";
+
 /// The record of a finished run in its folder.
 pub(crate) const MANIFEST: &str = "run.json";
 
@@ -227,7 +230,7 @@ impl RunFolder {
         let is_ours = |name: &str| {
             name.starts_with(lock::FILE)
                 || is_temporary(name)
-                || [state::FILE, memory_log::FILE].contains(&name)
+                || [state::FILE, memory_log::FILE, NARROWER].contains(&name)
                 || (!partials && name.ends_with(PARTIAL_SUFFIX))
         };
         let files = files_in(model)?;
@@ -351,6 +354,11 @@ impl RunFolder {
             }
         }
         Ok(())
+    }
+
+    /// The folder of the matrices of `--drop-width`; `None` without a run folder.
+    pub(in crate::job) fn narrower(&self) -> Option<PathBuf> {
+        self.run.as_ref().map(|run| run.join(NARROWER))
     }
 
     /// The file of `--save-masks`.

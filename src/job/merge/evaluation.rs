@@ -103,6 +103,7 @@ impl MergeJob {
             model: ModelSettings::of(folder),
             sparsity: None,
             layer_drop: None,
+            width_drop: None,
             calibration: None,
             seqlen: self.settings.seqlen,
             evaluation: EvaluationSettings {

@@ -166,6 +166,7 @@ impl MergeJob {
                 threads: self.threads,
             },
             layer_drop: None,
+            width_drop: None,
             pruning: None,
             merge: Some(report),
             calibration: None,

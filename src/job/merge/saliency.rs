@@ -426,6 +426,7 @@ fn measuring_job(
         },
         sparsity: None,
         layer_drop: None,
+        width_drop: None,
         calibration: Some(CalibrationSettings {
             dataset: wish.dataset.clone(),
             ..settings.calibration.clone()

@@ -1,0 +1,320 @@
+//! `--drop-width`: make every layer narrower → open the narrower model, which the main job then prunes as any other.
+//!
+//! The pass is a sweep over the model, planned like every other; the dense perplexity is measured in it. The matrices whose shapes
+//! change are written to the folder `narrower` in the run folder, and the main job reads them there. They are
+//! removed when the run is over. A process that is killed in the pass leaves a run that begins anew; after that, a later process
+//! continues with these matrices.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use serde_json::{Map, Value};
+
+use super::folder::RunFolder;
+use super::layer_drop::ScoringPass;
+use super::opened::{OpenedModel, WholeModel};
+use super::outputs::Outputs;
+use super::record::parameters;
+use super::settle::{Given, Job, Settled};
+use super::streams::Streams;
+use crate::bytes::read_settings;
+use crate::checkpoint::{
+    CONFIG_FILE, Checkpoint, Layout, MergedWriter, PlannedTensor, Published, WeightSource,
+};
+use crate::failure::Failure;
+use crate::model::{DecoderLayer, ModelConfig, Width};
+use crate::pipeline::Observed;
+use crate::pipeline::width_drop::{
+    Narrowed, Narrower, STATISTICS, multiple_of, units_left, working_bytes,
+};
+use crate::run::manifest::PerplexityReport;
+use crate::run::{Events, WidthDropReport};
+use crate::runtime::Side;
+use crate::settings::{EvalSides, OutputSettings, Settings, WidthDropSettings, WidthOf};
+
+/// The sizes that the flags ask for.
+///
+/// # Errors
+/// Fails with exit code 2 for a share that removes nothing, and without a run folder.
+pub(super) fn width(
+    asked: &WidthDropSettings,
+    config: &ModelConfig,
+    folder: &RunFolder,
+) -> Result<Width> {
+    if folder.run.is_none() {
+        return Err(
+            Failure::usage("--drop-width needs a run folder for the narrower matrices")
+                .hint("add --save DIR; with --no-save-model no model is written")
+                .into(),
+        );
+    }
+    let (share, of) = (asked.drop_width.0, asked.width_of);
+    let (channels, heads) = (config.intermediate_size, config.num_key_value_heads);
+    let multiple = multiple_of(channels);
+    let width = Width {
+        intermediate_size: match of {
+            WidthOf::Heads => channels,
+            WidthOf::Mlp | WidthOf::Both => units_left(channels, share, multiple),
+        },
+        num_key_value_heads: match of {
+            WidthOf::Mlp => heads,
+            WidthOf::Heads | WidthOf::Both => units_left(heads, share, 1),
+        },
+    };
+    if (width.intermediate_size, width.num_key_value_heads) != (channels, heads) {
+        return Ok(width);
+    }
+    let (unit, units) = match of {
+        WidthOf::Heads => (format!("{heads} key/value heads"), heads),
+        _ => (
+            format!("{channels} MLP channels, {multiple} at a time"),
+            channels / multiple,
+        ),
+    };
+    let failure = Failure::usage(format!(
+        "--drop-width {share} --width-of {} would drop nothing: a layer has {unit}",
+        of.name()
+    ));
+    Err(match units {
+        0 | 1 => failure.hint("choose another --width-of"),
+        // The smallest share that rounds to one unit less, in steps of a thousandth.
+        _ => failure.hint(format!(
+            "use --drop-width {} or more",
+            ((0.5 / units as f64 * 1000.0).floor() + 1.0) / 1000.0
+        )),
+    }
+    .into())
+}
+
+/// Replaces a model by a narrower one. `known` is the record of an earlier process, whose matrices are in the run folder.
+///
+/// # Errors
+/// Fails where the pass does not fit or its texts are missing, for layers that cannot be read or written, and for matrices of an
+/// earlier process that are not there any more.
+pub(super) fn narrower(
+    settings: &Settings,
+    model: OpenedModel,
+    known: Option<WidthDropReport>,
+    folder: &RunFolder,
+    events: &dyn Events,
+) -> Result<OpenedModel> {
+    let asked = settings.width_drop.as_ref();
+    let asked = asked.context("this run drops width")?;
+    let width = width(asked, &model.config, folder)?;
+    let config = Arc::new(width.config(&model.config));
+    let place = folder.narrower().context("a run folder was required")?;
+    if let Some(report) = known {
+        let matrices = Checkpoint::open(&place).and_then(|matrices| {
+            let found = matrices.fingerprint()?;
+            Ok(Some(matrices).filter(|_| found == report.fingerprint))
+        });
+        let Ok(Some(matrices)) = matrices else {
+            return Err(Failure::new(format!(
+                "the narrower matrices of the unfinished run are not in `{}` any more, or are others",
+                place.display()
+            ))
+            .hint("start over with --force")
+            .into());
+        };
+        events.note(format!("narrower     {}, as before", report.in_words()));
+        return with_matrices(model, config, width, &matrices, report, None);
+    }
+    remove(&place)?;
+    let (of, dense_shape) = (Arc::clone(&model.config), model.config.heads());
+    let passed = pass(settings, asked, model, &config, &place, events)?;
+    let matrices = Checkpoint::open(&place)?;
+    let report = WidthDropReport {
+        asked: asked.drop_width.0,
+        of: asked.width_of.name().to_string(),
+        is_refitted: !asked.no_width_refit,
+        intermediate_size: [of.intermediate_size, config.intermediate_size],
+        multiple: multiple_of(of.intermediate_size),
+        num_attention_heads: [dense_shape.num_heads, config.num_attention_heads],
+        num_key_value_heads: [of.num_key_value_heads, config.num_key_value_heads],
+        kept_heads: match config.num_key_value_heads == of.num_key_value_heads {
+            true => Vec::new(),
+            false => passed.narrowed.heads,
+        },
+        lost_scores: passed.narrowed.lost,
+        dense: passed.dense,
+        parameters: [0, 0],
+        bytes: [passed.model.checkpoint.total_bytes(); 2],
+        fingerprint: matrices.fingerprint()?,
+    };
+    events.note(format!("narrower     {}", report.in_words()));
+    with_matrices(
+        passed.model,
+        config,
+        width,
+        &matrices,
+        report,
+        Some(passed.scoring),
+    )
+}
+
+/// A model whose narrower matrices are written.
+struct Passed {
+    model: OpenedModel,
+    narrowed: Narrowed,
+    dense: Option<PerplexityReport>,
+    scoring: ScoringPass,
+}
+
+/// Passes the calibration samples through the model, makes its layers narrower, and writes them to `place`.
+fn pass(
+    settings: &Settings,
+    asked: &WidthDropSettings,
+    model: OpenedModel,
+    to: &ModelConfig,
+    place: &Path,
+    events: &dyn Events,
+) -> Result<Passed> {
+    let is_measured = model.part_of.is_some();
+    let measures_dense = settings.evaluation.eval.sides().contains(&Side::Dense) && !is_measured;
+    let mut narrowing = Settings {
+        sparsity: None,
+        layer_drop: None,
+        width_drop: None,
+        output: OutputSettings::default(),
+        ..settings.clone()
+    };
+    narrowing.evaluation.max_perplexity = None;
+    narrowing.evaluation.eval = match measures_dense {
+        true => EvalSides::Dense,
+        false => EvalSides::None,
+    };
+    let offload = place.parent().map(PathBuf::from);
+    narrowing.device.offload_folder = narrowing.device.offload_folder.or(offload);
+    let given = Given {
+        observes: Some(Observed {
+            kind: Some(STATISTICS),
+            kept: working_bytes(&model.config, to, model.dtype()),
+        }),
+        dense: None,
+    };
+    let Settled::Job(job) = Job::settle_opened(narrowing, model, given, events)? else {
+        return Err(anyhow::anyhow!("a pass that drops width has no record"));
+    };
+    events.note("making the layers narrower".to_string());
+    job.announce(events);
+    let layout = layout(&job.model, to)?;
+    let source = job.model.folder.clone();
+    let writer = MergedWriter::create(layout, place, &[&source], events)?;
+    let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
+    let samples = streams.calibration.take();
+    let samples = samples.context("layers are made narrower with samples")?;
+    let mut narrower = Narrower::new(
+        samples,
+        (&job.model.config, to),
+        !asked.no_width_refit,
+        Some(&writer),
+        (&job.model.clock, events),
+    );
+    let swept = streams.sweep(&job, None, Some(&mut narrower), events)?;
+    let narrowed = narrower.into_narrowed();
+    let dense = streams.perplexities(&job).dense;
+    drop(streams);
+    writer.finish(Published::default(), &[], events)?;
+    let Job { model, plan, .. } = *job;
+    Ok(Passed {
+        model,
+        narrowed,
+        dense,
+        scoring: ScoringPass { plan, swept },
+    })
+}
+
+/// The tensors whose shapes change, in files no larger than the largest of the source.
+fn layout(model: &OpenedModel, to: &ModelConfig) -> Result<Layout> {
+    let mut planned = Vec::new();
+    for layer in 0..to.num_hidden_layers {
+        let before = model.config.layer_tensors(layer);
+        for (before, after) in before.zip(to.layer_tensors(layer)) {
+            if before.shape == after.shape {
+                continue;
+            }
+            planned.push(PlannedTensor {
+                dtype: model.checkpoint.require(&before.name, &before.shape)?.dtype,
+                name: after.name,
+                shape: after.shape,
+            });
+        }
+    }
+    let shards = model.checkpoint.shards().iter();
+    let largest = shards
+        .map(|shard| shard.file_bytes - shard.data_start)
+        .max();
+    Layout::new(planned, largest.unwrap_or_default())
+}
+
+/// Opens the narrower model.
+fn with_matrices(
+    model: OpenedModel,
+    config: Arc<ModelConfig>,
+    width: Width,
+    matrices: &Checkpoint,
+    mut report: WidthDropReport,
+    scoring: Option<ScoringPass>,
+) -> Result<OpenedModel> {
+    let checkpoint = Arc::new(model.checkpoint.with_tensors_of(matrices)?);
+    for layer in 0..config.num_hidden_layers {
+        DecoderLayer::check(&*checkpoint, &config, layer)?;
+    }
+    report.parameters = [parameters(&model.checkpoint), parameters(&checkpoint)];
+    report.bytes = [model.checkpoint.total_bytes(), checkpoint.total_bytes()];
+    let whole = match model.part_of {
+        Some(whole) => whole,
+        None => {
+            let path = model.folder.join(CONFIG_FILE);
+            let reading = || format!("reading `{}`", path.display());
+            WholeModel {
+                config_json: read_settings(&path).with_context(reading)?.into_bytes(),
+                checkpoint: Arc::clone(&model.checkpoint),
+                config: Arc::clone(&model.config),
+                layer_drop: None,
+                width_drop: None,
+                passes: Vec::new(),
+            }
+        }
+    };
+    let mut json: Map<String, Value> = serde_json::from_slice(&whole.config_json)
+        .with_context(|| format!("reading the {CONFIG_FILE} of the model"))?;
+    width.edit_json(&model.config, &mut json);
+    let mut config_json = serde_json::to_vec_pretty(&json)?;
+    config_json.push(b'\n');
+    let mut passes = whole.passes;
+    passes.extend(scoring);
+    Ok(OpenedModel {
+        source: checkpoint.clone(),
+        checkpoint,
+        config,
+        part_of: Some(WholeModel {
+            width_drop: Some(report),
+            config_json,
+            passes,
+            ..whole
+        }),
+        ..model
+    })
+}
+
+/// Removes the narrower matrices of a run that is over.
+///
+/// # Errors
+/// Fails when the folder cannot be removed.
+pub(super) fn tidy(folder: &RunFolder) -> Result<()> {
+    match folder.narrower() {
+        Some(place) => remove(&place),
+        None => Ok(()),
+    }
+}
+
+/// Removes the folder of narrower matrices.
+fn remove(place: &Path) -> Result<()> {
+    if !place.is_dir() {
+        return Ok(());
+    }
+    fs::remove_dir_all(place).with_context(|| format!("removing `{}`", place.display()))
+}

@@ -1,0 +1,304 @@
+//! The editor that makes layers narrower: observe the dense layer → choose channels → gather, refit and write → pass the samples on.
+//!
+//! The inputs of o and down are observed in the dense layer, behind the narrower layers before it. `pruning/width.rs` has the formulas.
+//! One narrower layer is in memory at a time.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+
+use super::calibrate::{Calibrator, LayerStatistics};
+use crate::bytes::ByteSize;
+use crate::checkpoint::MergedWriter;
+use crate::linalg::{Linear, StoredDtype, StoredMatrix, Weight};
+use crate::model::{DecoderLayer, ModelConfig, Observation, Projection};
+use crate::pruning::input_gram::InputGramKind;
+use crate::pruning::width::{
+    channel_scores, channels_of, gather_columns, gather_rows, highest, refit_bytes, refit_columns,
+    sums_of_groups,
+};
+use crate::pruning::{InputGram, Statistics, StatisticsKind};
+use crate::run::memory_settings::StatisticsHeld;
+use crate::run::{Events, Phase};
+use crate::runtime::{Clock, Compute, Editor, HiddenStates};
+
+/// The largest number that the MLP channels of a narrower model are a multiple of: what GPUs multiply fast.
+const MULTIPLE: usize = 64;
+
+/// The number that the MLP channels of a narrower model are a multiple of: the largest power of two up to 64 that divides the source's.
+pub fn multiple_of(intermediate_size: usize) -> usize {
+    MULTIPLE.min(1 << intermediate_size.trailing_zeros().min(usize::BITS - 2))
+}
+
+/// The units that stay of `units` without a share: the nearest multiple, at least one.
+pub fn units_left(units: usize, share: f64, multiple: usize) -> usize {
+    let steps = units / multiple.max(1);
+    let left = (steps as f64 * (1.0 - share)).round() as usize;
+    left.clamp(1, steps.max(1)) * multiple
+}
+
+/// The kind of statistics of this pass.
+pub const STATISTICS: &dyn StatisticsKind = &InputGramKind;
+
+/// Bytes of the pass beside the statistics: a narrower layer, and the refit of its largest matrix.
+pub fn working_bytes(of: &ModelConfig, to: &ModelConfig, dtype: StoredDtype) -> ByteSize {
+    let layer = ByteSize::of(to.layer_weights(), dtype.bytes());
+    let refits = [Projection::O, Projection::Down].map(|projection| {
+        let (_, columns) = projection.shape(of);
+        refit_bytes(columns, projection.shape(to).1)
+    });
+    layer + refits[0].max(refits[1])
+}
+
+/// The channels of one layer.
+struct Channels {
+    /// The key/value heads that stay.
+    heads: Vec<usize>,
+    /// The channels of o's input that stay.
+    of_o: Vec<usize>,
+    /// The channels of down's input that stay.
+    of_down: Vec<usize>,
+}
+
+/// Facts of the narrower layers.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Narrowed {
+    /// The key/value heads that stay, by layer.
+    pub heads: Vec<Vec<usize>>,
+    /// The part of the scores that was dropped, by layer: of o's input, and of down's.
+    pub lost: Vec<[f64; 2]>,
+}
+
+/// Makes layers narrower.
+pub struct Narrower<'a> {
+    calibrator: Calibrator<'a>,
+    /// The shapes before and after.
+    of: &'a ModelConfig,
+    to: &'a ModelConfig,
+    refits: bool,
+    /// The writer of the matrices whose shapes change; `None` where only scores are wanted.
+    writer: Option<&'a MergedWriter>,
+    narrowed: Narrowed,
+}
+
+impl<'a> Narrower<'a> {
+    /// Makes layers narrower, from the first shape to the second, with `samples`, the embedded ones.
+    pub fn new(
+        samples: HiddenStates,
+        (of, to): (&'a ModelConfig, &'a ModelConfig),
+        refits: bool,
+        writer: Option<&'a MergedWriter>,
+        (clock, events): (&'a Clock, &'a dyn Events),
+    ) -> Self {
+        Self {
+            calibrator: Calibrator::of(Some((samples, STATISTICS)), of, clock, events),
+            of,
+            to,
+            refits,
+            writer,
+            narrowed: Narrowed::default(),
+        }
+    }
+
+    /// The facts, after the sweep.
+    pub fn into_narrowed(self) -> Narrowed {
+        self.narrowed
+    }
+
+    /// Chooses the channels at one input, and narrows the linear that reads it. Returns the linear, its channels and its groups.
+    fn narrow_input(
+        &self,
+        layer: &mut DecoderLayer,
+        projection: Projection,
+        statistics: &LayerStatistics,
+    ) -> Result<InputOf> {
+        let statistics = statistics
+            .of(projection)
+            .context("its input was observed")?;
+        let gram = Statistics::downcast::<InputGram>(statistics);
+        let gram = gram.context("these statistics are Gram matrices")?;
+        let name = projection.full_name(layer.index());
+        let variance = gram.columns().variance_of_all();
+        let heads = self.of.heads();
+        let (group, left) = match projection {
+            Projection::O => {
+                let queries = heads.num_heads / heads.num_key_value_heads;
+                (queries * heads.head_dim, self.to.num_key_value_heads)
+            }
+            _ => (1, self.to.intermediate_size),
+        };
+        with_held(layer, projection, |linear, weight| {
+            let scores = channel_scores(weight, &variance, &name)?;
+            let groups = highest(&sums_of_groups(&scores, group), left);
+            let channels = channels_of(&groups, group);
+            let total: f64 = scores.iter().sum();
+            let kept: f64 = channels.iter().map(|&channel| scores[channel]).sum();
+            let narrower = match channels.len() == weight.columns() {
+                true => weight.clone(),
+                false if self.refits => refit_columns(weight, gram, &channels, &name)?,
+                false => gather_columns(weight, &channels)?,
+            };
+            Ok(InputOf {
+                linear: Linear::new(narrower, linear.bias().map(<[f32]>::to_vec)).reused(),
+                groups,
+                channels,
+                lost: if total > 0.0 { 1.0 - kept / total } else { 0.0 },
+            })
+        })
+    }
+
+    /// Keeps the outputs of a linear that the kept channels read.
+    fn narrow_outputs(
+        &self,
+        layer: &mut DecoderLayer,
+        projection: Projection,
+        channels: &Channels,
+    ) -> Result<Linear> {
+        let rows = match projection {
+            Projection::Q => channels.of_o.clone(),
+            Projection::K | Projection::V => channels_of(&channels.heads, self.of.head_dim),
+            _ => channels.of_down.clone(),
+        };
+        with_held(layer, projection, |linear, weight| {
+            let bias = linear.bias();
+            let bias = bias.map(|bias| rows.iter().map(|&row| bias[row]).collect());
+            Ok(Linear::new(gather_rows(weight, &rows)?, bias).reused())
+        })
+    }
+
+    /// Observes the layer and makes it narrower.
+    fn narrow(
+        &mut self,
+        layer: &mut DecoderLayer,
+        compute: &mut Compute<'_>,
+    ) -> Result<DecoderLayer> {
+        let inputs = [Projection::Down, Projection::O];
+        let passes: Vec<Vec<Projection>> = match compute.settings().statistics {
+            StatisticsHeld::Input => inputs.map(|one| vec![one]).into(),
+            StatisticsHeld::Layer => vec![inputs.into()],
+        };
+        let mut found = BTreeMap::new();
+        for projections in passes {
+            let points: Vec<Observation> =
+                projections.iter().map(|one| one.observed_at()).collect();
+            let statistics = self.calibrator.observe(layer, &points, compute)?;
+            let mut statistics = statistics.context("a model is made narrower with samples")?;
+            for projection in projections {
+                let clock = self.calibrator.clock;
+                let input = clock.measure(Phase::Score, || {
+                    self.narrow_input(layer, projection, &statistics)
+                })?;
+                found.insert(projection, input);
+                statistics.release(projection.observed_at());
+            }
+        }
+        let mut take = |projection| found.remove(&projection).context("both were observed");
+        let (o, down) = (take(Projection::O)?, take(Projection::Down)?);
+        let channels = Channels {
+            heads: o.groups.clone(),
+            of_o: o.channels,
+            of_down: down.channels,
+        };
+        let mut linears =
+            BTreeMap::from([(Projection::O, o.linear), (Projection::Down, down.linear)]);
+        for projection in layer.projections().collect::<Vec<_>>() {
+            if !linears.contains_key(&projection) {
+                let linear = self.narrow_outputs(layer, projection, &channels)?;
+                linears.insert(projection, linear);
+            }
+        }
+        self.narrowed.heads.push(channels.heads);
+        self.narrowed.lost.push([o.lost, down.lost]);
+        Ok(layer.with_linears(self.to, linears))
+    }
+
+    /// Writes the tensors whose shapes changed.
+    fn write(&self, layer: &DecoderLayer) -> Result<()> {
+        let Some(writer) = self.writer else {
+            return Ok(());
+        };
+        let write = |name: &str, bytes: &[u8]| -> Result<()> {
+            let mut stream = writer.begin(name)?;
+            stream.write(bytes)?;
+            stream.finish()
+        };
+        for projection in layer.projections() {
+            let linear = layer.linear(projection);
+            let name = projection.tensor_name(layer.index());
+            if writer.layout().entry(&name).is_some() {
+                let weight = linear.weight().held();
+                let weight = weight.with_context(|| format!("`{name}` is written from memory"))?;
+                write(&name, weight.as_bytes())?;
+            }
+            let name = projection.bias_name(layer.index());
+            if let Some((bias, entry)) = linear.bias().zip(writer.layout().entry(&name)) {
+                let dtype = crate::model::stored_dtype(entry)?;
+                let stored = StoredMatrix::from_f32(dtype, 1, bias.len(), bias);
+                write(&name, stored.as_bytes())?;
+            }
+        }
+        writer.sync().map(drop)
+    }
+}
+
+/// A linear whose input became narrower.
+struct InputOf {
+    linear: Linear,
+    groups: Vec<usize>,
+    channels: Vec<usize>,
+    lost: f64,
+}
+
+impl Editor for Narrower<'_> {
+    fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
+        let narrower = self.narrow(&mut layer, compute)?;
+        drop(layer);
+        let clock = self.calibrator.clock;
+        clock.measure(Phase::Write, || self.write(&narrower))?;
+        self.calibrator.events.check()?;
+        self.calibrator.pass(&narrower, compute)?;
+        Ok(narrower)
+    }
+
+    fn pass(&mut self, _layer: &DecoderLayer, _compute: &mut Compute<'_>) -> Result<()> {
+        Err(anyhow::anyhow!("layers are made narrower in one sweep"))
+    }
+
+    fn has_samples(&self) -> bool {
+        true
+    }
+}
+
+/// Calls `body` with a linear and its weight in memory. A weight at rest returns to rest.
+fn with_held<T>(
+    layer: &mut DecoderLayer,
+    projection: Projection,
+    body: impl FnOnce(&Linear, &StoredMatrix) -> Result<T>,
+) -> Result<T> {
+    let at_rest = match layer.linear(projection).weight() {
+        Weight::Held(_) => None,
+        Weight::AtRest(_) => layer.linear_mut(projection).weight_mut().hold()?,
+    };
+    let linear = layer.linear(projection);
+    let weight = linear.weight().held().context("it is in memory")?;
+    let value = body(linear, weight);
+    if let Some(at_rest) = at_rest {
+        *layer.linear_mut(projection).weight_mut() = Weight::AtRest(at_rest);
+    }
+    value
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_stay_a_multiple() {
+        assert_eq!([14336, 172, 96, 7].map(multiple_of), [64, 4, 32, 1]);
+        assert_eq!(units_left(172, 0.2, 4), 136); // 34.4 of 43 fours
+        assert_eq!(units_left(14336, 0.2, 64), 11456); // 179.2 of 224
+        assert_eq!(units_left(4, 0.2, 1), 3);
+        assert_eq!(units_left(4, 0.99, 1), 1);
+        assert_eq!(units_left(8, 0.01, 1), 8);
+    }
+}
