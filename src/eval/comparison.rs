@@ -18,6 +18,7 @@ impl<'a> Against<'a> {
             layers_dropped: Vec::new(),
             is_pruned_copy: false,
             changed_by: None,
+            permuted: false,
             merged_by: None,
             kept_identical: true,
             kept: 0,

@@ -194,7 +194,10 @@ impl Job {
                 );
             }
         }
-        flag("save", "out".to_string());
+        if by_name.contains_key("permute_channels") {
+            command.push("--permute-channels".to_string());
+        }
+        command.extend(["--save".to_string(), "out".to_string()]);
         Ok(command)
     }
 }

@@ -15,11 +15,12 @@ use super::calibrate::{Calibrator, LayerStatistics};
 use super::flow::{Flow, ObservationOrder, Propagation};
 use super::output::Output;
 use super::output_error::DenseOutput;
+use super::permute::permute;
 use super::targets::TargetPlan;
 use crate::linalg::{StoredMatrix, Weight};
 use crate::model::{DecoderLayer, Observation, Projection};
 use crate::pruning::{Mask, Request, Statistics, StatisticsKind, Target, Technique};
-use crate::run::manifest::{LayerReport, MatrixReport};
+use crate::run::manifest::{LayerReport, MatrixReport, PermutationReport};
 use crate::run::memory_settings::StatisticsHeld;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, Side};
@@ -104,19 +105,43 @@ impl<'a> Pruner<'a> {
         }
     }
 
-    /// Observes the inputs of a layer and masks its matrices. Returns a report of each, and the matrices that are not yet written.
+    /// Permutes the channels of a layer where the technique says so, before any matrix is pruned.
+    fn permute(
+        &mut self,
+        layer: &mut DecoderLayer,
+        statistics: Option<&mut LayerStatistics>,
+    ) -> Result<Option<PermutationReport>> {
+        let (technique, targets, events) = (self.technique, self.targets, self.events);
+        let config = self.calibrator.config();
+        let permuted = self.clock.measure(Phase::Score, || {
+            permute(layer, technique, targets, config, statistics, events)
+        })?;
+        let Some(permuted) = permuted else {
+            return Ok(None);
+        };
+        self.output
+            .write_permuted(&permuted.biases, &permuted.order)?;
+        Ok(Some(permuted.report))
+    }
+
+    /// Observes the inputs of a layer and masks its matrices. Returns their reports, and the matrices that are not yet written.
     fn calibrate_and_prune(
         &mut self,
         layer: &mut DecoderLayer,
         compute: &mut Compute<'_>,
-    ) -> Result<(Vec<MatrixReport>, Vec<Projection>)> {
+    ) -> Result<(LayerReport, Vec<Projection>)> {
         let (mut reports, mut unwritten) = (Vec::new(), Vec::new());
+        let mut permutation = None;
         let passes = self.passes(compute);
         let propagates_dense = self.flow.propagation == Propagation::Dense;
         for (at, points) in passes.iter().enumerate() {
             let mut statistics = self.calibrator.observe(layer, points, compute)?;
             if propagates_dense && at + 1 == passes.len() {
                 self.calibrator.pass(layer, compute)?;
+            }
+            // Down's input is observed first or with all others, so nothing is pruned yet.
+            if points.contains(&Observation::DownInput) {
+                permutation = self.permute(layer, statistics.as_mut())?;
             }
             for &point in points {
                 let matrices = (layer.projections())
@@ -139,7 +164,14 @@ impl<'a> Pruner<'a> {
             .map(|projection| projection.full_name(layer.index()))
             .collect();
         reports.sort_by_key(|report| order.iter().position(|name| *name == report.name));
-        Ok((reports, unwritten))
+        let report = LayerReport {
+            layer: layer.index(),
+            seconds: 0.0,
+            sparsity: sparsity(&reports),
+            permutation,
+            matrices: reports,
+        };
+        Ok((report, unwritten))
     }
 
     /// Masks some matrices of a layer.
@@ -293,13 +325,11 @@ impl<'a> Pruner<'a> {
 impl Editor for Pruner<'_> {
     fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
         let start = Instant::now();
-        let (matrices, unwritten) = self.calibrate_and_prune(&mut layer, compute)?;
-        let (index, sparsity) = (layer.index(), sparsity(&matrices));
+        let (report, unwritten) = self.calibrate_and_prune(&mut layer, compute)?;
+        let (index, sparsity) = (report.layer, report.sparsity);
         self.layers.push(LayerReport {
-            layer: index,
             seconds: start.elapsed().as_secs_f64(),
-            sparsity,
-            matrices,
+            ..report
         });
         self.save_and_pass(&layer, &unwritten, compute)?;
         if let Some(report) = self.layers.last_mut() {

@@ -8,7 +8,7 @@
 use super::column_squares::ColumnSquares;
 use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
 use crate::bytes::ByteSize;
-use crate::linalg::columns;
+use crate::linalg::{columns, permute};
 
 /// The kind of statistics that collects [`ColumnMoments`].
 #[derive(Debug, Clone, Copy)]
@@ -122,6 +122,12 @@ impl MergedStatistics for ColumnMoments {
         }
         self.samples += 1;
         self.tokens += tokens;
+    }
+
+    fn permute(&mut self, order: &[usize]) {
+        self.squares.permute(order);
+        permute::permute(&mut self.sums, order);
+        permute::permute(&mut self.spreads, order);
     }
 }
 

@@ -7,7 +7,7 @@
 
 use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
 use crate::bytes::ByteSize;
-use crate::linalg::columns;
+use crate::linalg::{columns, permute};
 
 /// The kind of statistics that collects [`ColumnSquares`].
 #[derive(Debug, Clone, Copy)]
@@ -78,6 +78,10 @@ impl MergedStatistics for ColumnSquares {
             let norm = sum.sqrt() as f32;
             *mean = *mean * decay + norm * norm / samples;
         }
+    }
+
+    fn permute(&mut self, order: &[usize]) {
+        permute::permute(&mut self.mean, order);
     }
 }
 

@@ -111,6 +111,13 @@ impl InPlaceStatistics for InputGram {
     fn finish(&mut self) {
         self.gram.finish();
     }
+
+    fn permute(&mut self, order: &[usize]) {
+        self.columns.permute(order);
+        self.gram.permute(order);
+        // What was derived is of the old order.
+        self.all_prepared().clear();
+    }
 }
 
 #[cfg(test)]

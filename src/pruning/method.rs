@@ -9,8 +9,10 @@ use super::column_squares::ColumnSquares;
 use super::input_gram::InputGram;
 use super::mask::Mask;
 use super::options::{MethodOption, MethodOptions};
+use super::select::Score;
 use super::statistics::{Statistics, StatisticsKind};
 use super::target::{Pattern, Target};
+use super::wanda;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
@@ -67,6 +69,23 @@ pub trait PruningMethod: Debug + Sync {
     /// Bytes that [`PruningMethod::prune`] holds for one matrix, beyond the mask, a few numbers per column and two rows per thread.
     fn working_bytes(&self, _out_features: usize, _in_features: usize) -> ByteSize {
         ByteSize::ZERO
+    }
+
+    /// The score of a weight by which input channels are permuted; the method's own, where it has one. By default Wanda's, or the
+    /// magnitude without statistics.
+    ///
+    /// # Errors
+    /// Fails on statistics that are not finite, naming matrix and column.
+    fn importance(
+        &self,
+        _dense: &StoredMatrix,
+        request: &Request<'_>,
+    ) -> Result<Box<Score<'static>>> {
+        if request.statistics.is_none() {
+            return Ok(Box::new(|_| ()));
+        }
+        let norms = wanda::input_norms(request)?;
+        Ok(Box::new(move |row| wanda::score(row, &norms)))
     }
 
     /// Chooses the weights to remove from `weight` `[out_features, in_features]`, and changes the others where the method does
