@@ -21,7 +21,7 @@ use crate::data::DatasetSpec;
 use crate::generation::Sampling;
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Flow, ObservationOrder, Propagation, Selection};
-use crate::pruning::{self, MethodOptions, Technique};
+use crate::pruning::{self, MethodOptions, Pattern, Technique};
 use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
@@ -195,6 +195,9 @@ pub struct SparsitySettings {
     /// `--refine`: a refinement behind the method.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refine: Option<String>,
+    /// `--permute-channels`.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub permute_channels: bool,
     /// `--propagate`.
     pub propagate: Propagation,
     /// `--true-sequential`.
@@ -227,6 +230,10 @@ impl SparsitySettings {
             method,
             options: self.options.clone(),
             refinement: refinement.transpose()?,
+            permutes: match self.selection.sparsity_type {
+                Pattern::NOfM { m, .. } if self.permute_channels => Some(m),
+                _ => None,
+            },
         };
         technique.check()?;
         Ok(technique)
@@ -261,6 +268,7 @@ impl Default for SparsitySettings {
             prune_method: PRUNE_METHOD.to_string(),
             options: MethodOptions::default(),
             refine: None,
+            permute_channels: false,
             propagate: Propagation::default(),
             true_sequential: false,
             allocate: Allocation::default(),

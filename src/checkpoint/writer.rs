@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
+use anyhow::Context;
 use sha2::{Digest, Sha256};
 
 use super::layout::Layout;
@@ -194,6 +195,26 @@ impl CheckpointWriter {
             rewritten: true,
         });
         Ok(())
+    }
+
+    /// Writes the vector `name` of the source with its elements in another order: `order[new] = old`.
+    ///
+    /// # Errors
+    /// Fails as [`CheckpointWriter::write`], and when the source cannot be read or has another number of elements.
+    pub fn write_permuted(&mut self, name: &str, order: &[usize]) -> anyhow::Result<()> {
+        let entry = self.source.entry(name);
+        let entry = entry.with_context(|| format!("tensor `{name}` is not in the source"))?;
+        let size = entry.bytes as usize / order.len().max(1);
+        anyhow::ensure!(
+            entry.bytes == (size * order.len()) as u64,
+            "tensor `{name}` has {} bytes, which are not {} elements",
+            entry.bytes,
+            order.len()
+        );
+        let mut old = vec![0; entry.bytes as usize];
+        self.source.read(entry, 0, &mut old)?;
+        let elements = order.iter().map(|&from| &old[from * size..][..size]);
+        self.write(name, &elements.collect::<Vec<_>>().concat())
     }
 
     /// Waits until all written tensors are on the disk, before a layer is recorded as done. Returns their SHA-256 in hex, by name.

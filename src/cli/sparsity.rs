@@ -49,6 +49,13 @@ pub(super) struct SparsityArgs {
     #[arg(long)]
     dsnot_mlp: bool,
 
+    /// Permute the intermediate channels of each MLP, so that N:M groups of down_proj keep more importance
+    ///
+    /// The rows of gate_proj and up_proj and the columns of down_proj are written in another order, which does not change the function
+    /// of the MLP. Needs an N:M pattern, and all three matrices among those that are pruned.
+    #[arg(long)]
+    permute_channels: bool,
+
     /// Layers that the samples have passed before they reach the next one
     #[arg(long, value_name = "LAYERS", value_enum, default_value_t)]
     propagate: PropagateArg,
@@ -134,6 +141,7 @@ impl SparsityArgs {
                 dsnot_mlp: self.dsnot_mlp,
             },
             refine: self.refine.clone(),
+            permute_channels: self.permute_channels,
             propagate: match self.propagate {
                 PropagateArg::Pruned => Propagation::Pruned,
                 PropagateArg::Dense => Propagation::Dense,

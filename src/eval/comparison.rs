@@ -19,6 +19,7 @@ impl<'a> Against<'a> {
             width_dropped: None,
             is_pruned_copy: false,
             changed_by: None,
+            permuted: false,
             merged_by: None,
             kept_identical: true,
             kept: 0,

@@ -11,6 +11,9 @@ use crate::checkpoint::{Checkpoint, MERGING_FILE};
 use crate::eval;
 use crate::failure::Failure;
 use crate::model::{KeptLayers, ModelConfig};
+use crate::pruning::{self, PruningMethod};
+use crate::run::inspection::InspectedLayer;
+use crate::run::manifest::PruningReport;
 use crate::run::merging::MergeReport;
 use crate::run::pruning_record::PRUNING_FILE;
 use crate::run::{Events, Inspection, Manifest, PruningRecord};
@@ -34,7 +37,13 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         comparison.dense_bytes = dense.total_bytes();
         comparison.layers_dropped = kept.map_or_else(Vec::new, |(_, dropped)| dropped);
         comparison.width_dropped = width_dropped(folder, &config);
-        comparison.changed_by = method_that_changes_weights(folder);
+        let pruning = pruning_of(folder);
+        let changes = |pruning: &PruningReport| {
+            pruning.changes_weights
+                && (!moves_only(pruning) || !attention_differs(&inspection.layers))
+        };
+        comparison.permuted = pruning.as_ref().is_some_and(|of| of.permutes_channels);
+        comparison.changed_by = pruning.filter(changes).map(|pruning| pruning.method);
         comparison.merged_by = merge(folder, events);
     }
     inspection.pruning = pruning_record(folder, &inspection, events);
@@ -88,13 +97,39 @@ fn pruning_record(
     }
 }
 
-/// The method of the run that wrote a model folder, if the record of the run says that it changes the weights it keeps.
-fn method_that_changes_weights(model: &Path) -> Option<String> {
+/// Returns whether a run moved the weights it kept and changed none of them.
+fn moves_only(pruning: &PruningReport) -> bool {
+    let (method, refinement) = match pruning.method.split_once('+') {
+        Some((method, refinement)) => (method, pruning::refinement(refinement)),
+        None => (pruning.method.as_str(), None),
+    };
+    let changes = pruning::method(method).is_none_or(PruningMethod::changes_weights);
+    pruning.permutes_channels
+        && !changes
+        && !refinement.is_some_and(|refinement| refinement.changes_weights())
+}
+
+/// Returns whether a kept weight of attention, which no permutation moves, differs from the dense model's.
+fn attention_differs(layers: &[InspectedLayer]) -> bool {
+    let mut matrices = layers.iter().flat_map(|layer| &layer.matrices);
+    matrices.any(|matrix| {
+        matrix.name.contains(".self_attn.") && matrix.changed.is_some_and(|changed| changed > 0)
+    })
+}
+
+/// The pruning settings of the run that wrote a model folder, from the record of the run, or else from the one beside the weights.
+fn pruning_of(model: &Path) -> Option<PruningReport> {
+    match run_record(model) {
+        Some(manifest) => manifest.pruning,
+        None => Some(published::read_record(model)?.ok()?.pruning),
+    }
+}
+
+/// The record of the run that wrote a model folder.
+fn run_record(model: &Path) -> Option<Manifest> {
     let record = model.canonicalize().ok()?.parent()?.join("run.json");
     let record = read_whole(&record, LARGEST_RECORD).ok()?;
-    let manifest: Manifest = serde_json::from_slice(&record).ok()?;
-    let pruning = manifest.pruning?;
-    pruning.changes_weights.then_some(pruning.method)
+    serde_json::from_slice(&record).ok()
 }
 
 /// The merge that wrote a model folder, from the record beside the weights.

@@ -10,7 +10,7 @@ use super::recorder::Recorder;
 use super::settle::Job;
 use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, OwnFiles, Reopened};
 use crate::job::folder::memory_log;
-use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected};
+use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected, permute};
 use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
 use crate::run::state::SCHEMA;
 use crate::run::{Events, Moment, Phase, RunState};
@@ -37,7 +37,9 @@ impl<'a> Outputs<'a> {
             None => create(job, recorder)?,
         };
         if let (Some(writer), Some(pruning)) = (&mut writer, &job.pruning) {
-            let names = pruning.targets.tensors();
+            let mut names = pruning.targets.tensors();
+            let (technique, config) = (&pruning.technique, &job.model.config);
+            names.extend(permute::biases(technique, &pruning.targets, config));
             writer.will_write(names.iter().map(String::as_str));
         }
         if let Some(run) = &job.folder.run {
@@ -220,7 +222,8 @@ fn reopen(job: &Job, events: &dyn Events) -> Result<Option<OpenedFiles>> {
         events.warn(format!(
             "`{bad}` is not on the disk as it was written: layer {layers} and all after it are done again"
         ));
-        let names: Vec<String> = again.iter().map(|name| expected::tensor_of(name)).collect();
+        let tensors = |name: &String| [expected::tensor_of(name), expected::bias_of(name)];
+        let names: Vec<String> = again.iter().flat_map(tensors).collect();
         writer.forget(names.iter().map(String::as_str));
         if let Some(masks) = &mut saved {
             masks.forget(again.iter().map(String::as_str));

@@ -211,6 +211,9 @@ impl Job {
         {
             command.push("--no-width-refit".to_string());
         }
+        if by_name.contains_key("permute_channels") {
+            command.push("--permute-channels".to_string());
+        }
         Ok(command)
     }
 }

@@ -139,6 +139,7 @@ impl Job {
             sparsity_ratio: targets.sparsity_ratio,
             sparsity_type: targets.pattern.to_string(),
             changes_weights: pruning.technique.changes_weights(),
+            permutes_channels: pruning.technique.permutes.is_some(),
             allocation: pruning.allocation.clone(),
             include: selection.include.clone(),
             exclude: selection.exclude.clone(),

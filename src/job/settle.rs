@@ -282,8 +282,12 @@ impl Job {
             technique, targets, ..
         }) = self.pruning.as_ref().filter(|of| !drops_only(of))
         {
+            let permuted = match technique.permutes {
+                Some(_) => ", channels permuted",
+                None => "",
+            };
             events.note(format!(
-                "pruning      {} {:.4} {}",
+                "pruning      {} {:.4} {}{permuted}",
                 technique.name(),
                 targets.sparsity_ratio,
                 targets.pattern

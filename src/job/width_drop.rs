@@ -13,11 +13,12 @@ use anyhow::{Context, Result};
 use serde_json::{Map, Value};
 
 use super::folder::RunFolder;
+use super::given::Given;
 use super::layer_drop::ScoringPass;
 use super::opened::{OpenedModel, WholeModel};
 use super::outputs::Outputs;
 use super::record::parameters;
-use super::settle::{Given, Job, Settled};
+use super::settle::{Job, Settled};
 use super::streams::Streams;
 use crate::bytes::read_settings;
 use crate::checkpoint::{
@@ -192,7 +193,7 @@ fn pass(
             kind: Some(STATISTICS),
             kept: working_bytes(&model.config, to, model.dtype()),
         }),
-        dense: None,
+        ..Given::default()
     };
     let Settled::Job(job) = Job::settle_opened(narrowing, model, given, events)? else {
         return Err(anyhow::anyhow!("a pass that drops width has no record"));

@@ -167,6 +167,39 @@ impl GramMatrix {
         square
     }
 
+    /// Puts rows and columns into another order, `order[new] = old`, with a copy of the sums. Call [`GramMatrix::finish`] before.
+    pub fn permute(&mut self, order: &[usize]) {
+        let width = self.width;
+        let old = std::mem::take(&mut self.sums);
+        // The first sum of every panel.
+        let mut starts = Vec::new();
+        let mut start = 0;
+        for rows in panels(width) {
+            starts.push(start);
+            start += rows.len() * (width - rows.start);
+        }
+        let at = |row: usize, column: usize| {
+            let (row, column) = (row.min(column), row.max(column));
+            let first = row / PANEL * PANEL;
+            old[starts[row / PANEL] + (row - first) * (width - first) + column - first]
+        };
+        let mut sums = vec![0.0; old.len()];
+        let mut rest = &mut sums[..];
+        for rows in panels(width) {
+            let columns = width - rows.start;
+            let (own, others) = rest.split_at_mut(rows.len() * columns);
+            rest = others;
+            let first = rows.start;
+            let lines = own.par_chunks_mut(columns).enumerate();
+            lines.for_each(|(line, sums)| {
+                for (sum, &column) in sums.iter_mut().zip(&order[first..]) {
+                    *sum = at(order[first + line], column);
+                }
+            });
+        }
+        self.sums = sums;
+    }
+
     /// Adds the rows that wait to the sums.
     fn fold(&mut self) {
         let (kernel, width) = (self.kernel, self.width);
@@ -272,6 +305,23 @@ mod tests {
             .for_each(|part| gram.add_rows(part));
         gram.finish();
         gram
+    }
+
+    #[test]
+    fn a_permuted_matrix_has_the_sums_of_the_permuted_columns() {
+        for width in [1, 37, 450] {
+            let before = gram(&rows(40, width), width, 40, Products::F32);
+            let order: Vec<usize> = (0..width).map(|at| (at * 7 + 3) % width).collect();
+            let mut after = gram(&rows(40, width), width, 40, Products::F32);
+            after.permute(&order);
+            let (before, after) = (before.square(), after.square());
+            for i in 0..width {
+                for j in 0..width {
+                    let old = before[order[i] * width + order[j]];
+                    assert_eq!(after[i * width + j], old, "{width} {i} {j}");
+                }
+            }
+        }
     }
 
     #[test]

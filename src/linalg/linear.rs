@@ -12,6 +12,7 @@ use rayon::prelude::*;
 
 use super::matvec;
 use super::parts::{LEAST_COLUMNS, largest_part, parts};
+use super::permute;
 use super::product::{self, Factor, Kernel, PackedWeight, ProductJob};
 use super::profile::Part;
 use super::stored::StoredMatrix;
@@ -77,6 +78,29 @@ impl Linear {
     pub fn weight_mut(&mut self) -> &mut Weight {
         self.packed = OnceLock::new();
         &mut self.weight
+    }
+
+    /// Puts the output features of a weight in memory, and of the bias, into another order: `order[new] = old`.
+    ///
+    /// # Panics
+    /// Panics when `order` does not name every output feature once.
+    pub fn permute_outputs(&mut self, order: &[usize]) {
+        if let Some(weight) = self.weight_mut().held_mut() {
+            weight.permute_rows(order);
+            if let Some(bias) = &mut self.bias {
+                permute::permute(bias, order);
+            }
+        }
+    }
+
+    /// Puts the input features of a weight in memory into another order: `order[new] = old`.
+    ///
+    /// # Panics
+    /// Panics when `order` does not have one place per input feature.
+    pub fn permute_inputs(&mut self, order: &[usize]) {
+        if let Some(weight) = self.weight_mut().held_mut() {
+            weight.permute_columns(order);
+        }
     }
 
     /// The bias, as f32.

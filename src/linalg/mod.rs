@@ -3,6 +3,7 @@
 //! This room does not know models, files or pruning methods. All products of the program go through [`Linear`] or
 //! [`matmul::matmul`], so kernels can change without a change of layers.
 
+pub mod assignment;
 pub mod attention;
 pub mod buffer_pool;
 pub mod columns;
@@ -17,6 +18,7 @@ pub mod matmul;
 mod matvec;
 pub mod parts;
 pub mod peak;
+pub mod permute;
 pub mod product;
 pub mod profile;
 mod rectangles;

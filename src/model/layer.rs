@@ -197,6 +197,18 @@ impl DecoderLayer {
             .expect("callers name linears of the layer's family")
     }
 
+    /// Puts the intermediate channels of the MLP into another order, `order[new] = old`: the rows of gate and up with their biases, and
+    /// the columns of down. The function stays the same but for the order of down's sums. The three weights must be in memory.
+    ///
+    /// # Panics
+    /// Panics when `order` does not name every channel once.
+    pub fn permute_intermediate(&mut self, order: &[usize]) {
+        for projection in [Projection::Gate, Projection::Up] {
+            self.linear_mut(projection).permute_outputs(order);
+        }
+        self.linear_mut(Projection::Down).permute_inputs(order);
+    }
+
     /// Passes one sample through the layer: `[seqlen, hidden_size]` in, the same shape out.
     ///
     /// The pass runs on a thread of the pool, as that of [`DecoderLayer::capture`] does. A layer has dozens of loops; starting each of

@@ -16,7 +16,7 @@ use super::calibrate::Calibrator;
 use super::output_error;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
-use crate::linalg::{Products, columns};
+use crate::linalg::{Products, columns, permute};
 use crate::model::{DecoderLayer, ModelConfig, Observation};
 use crate::pruning::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
 use crate::run::Events;
@@ -75,6 +75,12 @@ impl MergedStatistics for ActivationSums {
     fn merge(&mut self, numbers: &[f64]) {
         for (sum, number) in self.sums.iter_mut().zip(numbers) {
             *sum += number;
+        }
+    }
+
+    fn permute(&mut self, order: &[usize]) {
+        for sums in self.sums.chunks_exact_mut(self.in_features.max(1)) {
+            permute::permute(sums, order);
         }
     }
 }

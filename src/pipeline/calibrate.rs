@@ -59,6 +59,14 @@ impl LayerStatistics {
         }
     }
 
+    /// Puts the columns of an observed input into another order: `order[new] = old`.
+    pub(super) fn permute(&mut self, point: Observation, order: &[usize]) {
+        if let Some(statistics) = &mut self.points[point as usize] {
+            statistics.permute(order);
+        }
+        self.rows.permute(point, order);
+    }
+
     /// X `[tokens, in_features]` of a projection: a few of the rows behind [`LayerStatistics::of`].
     pub(super) fn rows(&self, projection: Projection) -> &[f32] {
         self.rows.of(projection)
@@ -209,6 +217,10 @@ impl<'a> Calibrator<'a> {
             clock,
             events,
         }
+    }
+
+    pub(super) fn config(&self) -> &'a ModelConfig {
+        self.config
     }
 
     pub(super) fn has_samples(&self) -> bool {

@@ -22,9 +22,16 @@ pub fn tensor_of(matrix: &str) -> String {
     format!("{matrix}.weight")
 }
 
+/// The bias of a matrix, which may not exist.
+pub fn bias_of(matrix: &str) -> String {
+    format!("{matrix}.bias")
+}
+
 /// The matrix of a tensor.
 pub fn matrix_of(tensor: &str) -> &str {
-    tensor.strip_suffix(".weight").unwrap_or(tensor)
+    let matrix = tensor.strip_suffix(".weight");
+    let matrix = matrix.or_else(|| tensor.strip_suffix(".bias"));
+    matrix.unwrap_or(tensor)
 }
 
 /// The content of these layers that verification must find in the output.
@@ -59,7 +66,10 @@ pub fn check_verification(technique: &Technique, level: VerifyLevel) -> Result<(
     if level == VerifyLevel::Full && technique.changes_weights() {
         let name = technique.name();
         return Err(Failure::usage(format!("--verify full does not fit {name}"))
-            .detail("it compares kept weights with the source, and this method changes them")
+            .detail(match technique.permutes {
+                Some(_) => "it compares kept weights with the source at their place, and --permute-channels moves them",
+                None => "it compares kept weights with the source, and this method changes them",
+            })
             .hint("use --verify quick")
             .into());
     }
@@ -84,6 +94,7 @@ mod tests {
             layer: index,
             seconds: 1.0,
             sparsity: 0.5,
+            permutation: None,
             matrices: vec![matrix("q", Some(2)), matrix("k", None)],
         }
     }

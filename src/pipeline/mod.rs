@@ -2,6 +2,7 @@
 //!
 //! | file | story |
 //! | --- | --- |
+//! | `permute` | another order of an MLP's channels before it is pruned |
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `activations` | an editor that changes nothing: it measures the inputs of linears |
 //! | `allocation` | ratios of layers from what was measured of them |
@@ -30,6 +31,7 @@ pub mod layer_ratios;
 pub mod layer_scores;
 pub mod output;
 mod output_error;
+pub mod permute;
 #[cfg(test)]
 mod plan_tests;
 pub mod prune;

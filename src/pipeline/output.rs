@@ -60,6 +60,17 @@ impl Output<'_> {
             .with_context(|| format!("writing `{name}`"))
     }
 
+    /// Writes vectors of the source in another order: `order[new] = old`.
+    pub(super) fn write_permuted(&mut self, names: &[String], order: &[usize]) -> Result<()> {
+        let Some(sink) = &mut self.sink else {
+            return Ok(());
+        };
+        names.iter().try_for_each(|name| {
+            let written = sink.write_permuted(name, order);
+            written.with_context(|| format!("writing `{name}`"))
+        })
+    }
+
     /// Writes matrices of a layer, waits for the disk, then records the layer as finished. `layers` holds the reports up to this one.
     pub(super) fn save(
         &mut self,

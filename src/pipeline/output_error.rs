@@ -19,7 +19,7 @@ use anyhow::Result;
 
 use crate::bytes::ByteSize;
 use crate::linalg::profile::Part;
-use crate::linalg::{Linear, ProductContext};
+use crate::linalg::{Linear, ProductContext, permute};
 use crate::model::{ModelConfig, Observation, Projection};
 
 /// Tokens kept per layer, at most: 25 MiB of input rows for Llama-2-7B's shape.
@@ -136,6 +136,11 @@ impl InputRows {
                 rows.extend_from_slice(&point.rows);
             }
         }
+    }
+
+    /// Puts the columns of an input into another order: `order[new] = old`.
+    pub(super) fn permute(&mut self, point: Observation, order: &[usize]) {
+        permute::permute_columns(&mut self.0[point as usize], order);
     }
 
     /// X `[tokens, in_features]` of a projection.

@@ -15,11 +15,12 @@ use super::calibrate::{Calibrator, LayerStatistics};
 use super::flow::{Flow, ObservationOrder, Propagation};
 use super::output::Output;
 use super::output_error::DenseOutput;
+use super::permute::permute;
 use super::targets::TargetPlan;
 use crate::linalg::{StoredMatrix, Weight};
 use crate::model::{DecoderLayer, Observation, Projection};
 use crate::pruning::{Mask, Request, Statistics, StatisticsKind, Target, Technique};
-use crate::run::manifest::{LayerReport, MatrixReport};
+use crate::run::manifest::{LayerReport, MatrixReport, PermutationReport};
 use crate::run::memory_settings::StatisticsHeld;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, Side};
@@ -47,6 +48,7 @@ struct PrunedMatrices {
     reports: Vec<MatrixReport>,
     /// Those that are not yet written.
     unwritten: Vec<Projection>,
+    permutation: Option<PermutationReport>,
 }
 
 /// The editor of a pruning run.
@@ -112,6 +114,25 @@ impl<'a> Pruner<'a> {
         }
     }
 
+    /// Permutes the channels of a layer where the technique says so, before any matrix is pruned.
+    fn permute(
+        &mut self,
+        layer: &mut DecoderLayer,
+        statistics: Option<&mut LayerStatistics>,
+    ) -> Result<Option<PermutationReport>> {
+        let (technique, targets, events) = (self.technique, self.targets, self.events);
+        let config = self.calibrator.config();
+        let permuted = self.clock.measure(Phase::Score, || {
+            permute(layer, technique, targets, config, statistics, events)
+        })?;
+        let Some(permuted) = permuted else {
+            return Ok(None);
+        };
+        self.output
+            .write_permuted(&permuted.biases, &permuted.order)?;
+        Ok(Some(permuted.report))
+    }
+
     /// Observes the inputs of a layer and masks its matrices.
     fn calibrate_and_prune(
         &mut self,
@@ -125,6 +146,10 @@ impl<'a> Pruner<'a> {
             let mut statistics = self.calibrator.observe(layer, points, compute)?;
             if propagates_dense && at + 1 == passes.len() {
                 self.calibrator.pass(layer, compute)?;
+            }
+            // Down's input is observed first or with all others, so nothing is pruned yet.
+            if points.contains(&Observation::DownInput) {
+                done.permutation = self.permute(layer, statistics.as_mut())?;
             }
             for &point in points {
                 self.prune_matrices(layer, point, statistics.as_ref(), compute, &mut done)?;
@@ -168,6 +193,7 @@ impl<'a> Pruner<'a> {
         let PrunedMatrices {
             mut reports,
             unwritten,
+            permutation,
         } = done;
         let order: Vec<String> = (layer.projections())
             .map(|projection| projection.full_name(layer.index()))
@@ -178,6 +204,7 @@ impl<'a> Pruner<'a> {
             layer: index,
             seconds: start.elapsed().as_secs_f64(),
             sparsity,
+            permutation,
             matrices: reports,
         });
         self.save_and_pass(layer, &unwritten, compute)?;

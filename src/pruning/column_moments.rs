@@ -8,7 +8,7 @@
 use super::column_squares::ColumnSquares;
 use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank};
 use crate::bytes::ByteSize;
-use crate::linalg::{Products, columns};
+use crate::linalg::{Products, columns, permute};
 
 /// The kind of statistics that collects [`ColumnMoments`].
 #[derive(Debug, Clone, Copy)]
@@ -141,6 +141,12 @@ impl MergedStatistics for ColumnMoments {
         }
         self.samples += 1;
         self.tokens += tokens;
+    }
+
+    fn permute(&mut self, order: &[usize]) {
+        self.squares.permute(order);
+        permute::permute(&mut self.sums, order);
+        permute::permute(&mut self.spreads, order);
     }
 }
 

@@ -7,7 +7,7 @@
 
 use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank};
 use crate::bytes::ByteSize;
-use crate::linalg::{Products, columns};
+use crate::linalg::{Products, columns, permute};
 
 /// The kind of statistics that collects [`ColumnSquares`].
 #[derive(Debug, Clone, Copy)]
@@ -82,6 +82,10 @@ impl MergedStatistics for ColumnSquares {
             let norm = sum.sqrt() as f32;
             *mean = *mean * decay + norm * norm / samples;
         }
+    }
+
+    fn permute(&mut self, order: &[usize]) {
+        permute::permute(&mut self.mean, order);
     }
 }
 

@@ -125,6 +125,13 @@ impl InPlaceStatistics for InputGram {
     fn forget_derived(&self) {
         self.all_prepared().clear();
     }
+
+    fn permute(&mut self, order: &[usize]) {
+        self.columns.permute(order);
+        self.gram.permute(order);
+        // What was derived is of the old order.
+        self.all_prepared().clear();
+    }
 }
 
 #[cfg(test)]

@@ -9,8 +9,10 @@ use super::column_squares::ColumnSquares;
 use super::input_gram::InputGram;
 use super::mask::Mask;
 use super::options::{MethodOption, MethodOptions};
+use super::select::Score;
 use super::statistics::{Statistics, StatisticsKind};
 use super::target::{Pattern, Target};
+use super::wanda;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
@@ -72,6 +74,23 @@ pub trait PruningMethod: Debug + Sync {
     /// Floating-point operations of [`PruningMethod::prune`] in products and factorisations, for the estimate of time.
     fn operations(&self, _out_features: usize, _in_features: usize) -> f64 {
         0.0
+    }
+
+    /// The score of a weight by which input channels are permuted; the method's own, where it has one. By default Wanda's, or the
+    /// magnitude without statistics.
+    ///
+    /// # Errors
+    /// Fails on statistics that are not finite, naming matrix and column.
+    fn importance(
+        &self,
+        _dense: &StoredMatrix,
+        request: &Request<'_>,
+    ) -> Result<Box<Score<'static>>> {
+        if request.statistics.is_none() {
+            return Ok(Box::new(|_| ()));
+        }
+        let norms = wanda::input_norms(request)?;
+        Ok(Box::new(move |row| wanda::score(row, &norms)))
     }
 
     /// Chooses the weights to remove from `weight` `[out_features, in_features]`, and changes the others where the method does

@@ -10,6 +10,7 @@
 //! | `statistics`, `column_squares` | statistics of a linear's input: the two ways to collect them, and Wanda's |
 //! | `select` | scores → mask |
 //! | `width` | scores of whole input channels, and the refit of those that stay |
+//! | `permutation` | scores → an order of columns for N:M patterns |
 //! | `target`, `mask` | ratio and pattern; the bits of a mask |
 
 mod admm;
@@ -25,6 +26,7 @@ pub mod magnitude;
 pub mod mask;
 pub mod method;
 pub mod options;
+pub mod permutation;
 pub mod refinement;
 pub mod refit_weights;
 pub mod ria;
@@ -43,6 +45,7 @@ pub use input_gram::InputGram;
 pub use mask::Mask;
 pub use method::{PruningMethod, Removes, Request, prune};
 pub use options::{MethodOption, MethodOptions};
+pub use permutation::ChannelOrder;
 pub use refinement::Refinement;
 pub use statistics::{
     InPlaceStatistics, MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank,

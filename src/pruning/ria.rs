@@ -9,8 +9,8 @@
 //! `ria` compares scores over the whole matrix with the reference's threshold (up to and including the score at position
 //! `int(elements · ratio)`), `ria-per-row` within each output row, as the reference's `--per_outneuron` does. N:M: the N lowest of
 //! each aligned group of M, ties to the lower column. Sums run in f64 and are rounded to f32; the reference sums in the dtype of
-//! the weights, f16. A column or row without weights has a sum of 0 and scores 0. The reference's channel permutation and weight update
-//! are not implemented.
+//! the weights, f16. A column or row without weights has a sum of 0 and scores 0. The reference's channel permutation
+//! is in `permutation.rs`, for the channels where it is exact; its weight update is not implemented.
 
 use anyhow::Result;
 use rayon::prelude::*;
@@ -19,7 +19,7 @@ use super::column_squares::ColumnSquaresKind;
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
 use super::options::MethodOptions;
-use super::select::{lowest_of_matrix, lowest_of_rows};
+use super::select::{Score, lowest_of_matrix, lowest_of_rows};
 use super::statistics::StatisticsKind;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
@@ -70,14 +70,22 @@ impl PruningMethod for Ria {
         ByteSize::of(in_features, PARTS * part + 2 * size_of::<f32>())
     }
 
-    fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
+    fn importance(
+        &self,
+        dense: &StoredMatrix,
+        request: &Request<'_>,
+    ) -> Result<Box<Score<'static>>> {
         let squares = request.mean_squares()?;
-        let columns = column_sums(weight); // c_j: [in_features]
+        let columns = column_sums(dense); // c_j: [in_features]
         let activations: Vec<f32> = squares.iter().map(|s| s.sqrt().sqrt()).collect(); // (√s_j)^½
-        let score = |row: &mut [f32]| score(row, &columns, &activations);
+        Ok(Box::new(move |row| score(row, &columns, &activations)))
+    }
+
+    fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
+        let score = self.importance(weight, request)?;
         match self {
-            Self::Matrix => lowest_of_matrix(weight, request, &score),
-            Self::Rows => lowest_of_rows(weight, request, &score),
+            Self::Matrix => lowest_of_matrix(weight, request, &*score),
+            Self::Rows => lowest_of_rows(weight, request, &*score),
         }
     }
 }

@@ -71,6 +71,14 @@ pub enum Statistics {
 }
 
 impl Statistics {
+    /// Puts the columns into another order, `order[new] = old`, after all samples.
+    pub fn permute(&mut self, order: &[usize]) {
+        match self {
+            Self::Merged(statistics) => statistics.permute(order),
+            Self::InPlace(statistics) => statistics.permute(order),
+        }
+    }
+
     /// The accumulator as its own type, which the method that asked for it knows.
     pub fn downcast<T: 'static>(&self) -> Option<&T> {
         let any: &dyn Any = match self {
@@ -95,6 +103,9 @@ pub trait MergedStatistics: Any + Send + Sync {
 
     /// Merges the numbers of the next sample's part. Called in the order of the samples.
     fn merge(&mut self, numbers: &[f64]);
+
+    /// Puts the columns into another order, `order[new] = old`. Called after all samples.
+    fn permute(&mut self, order: &[usize]);
 }
 
 /// The part of one sample. It counts only once the sample is whole: a part that was interrupted is dropped.
@@ -125,4 +136,7 @@ pub trait InPlaceStatistics: Any + Send + Sync {
 
     /// Frees the values that methods have derived from the statistics.
     fn forget_derived(&self) {}
+
+    /// Puts the columns into another order, `order[new] = old`. Called after [`InPlaceStatistics::finish`].
+    fn permute(&mut self, order: &[usize]);
 }

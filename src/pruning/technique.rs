@@ -5,6 +5,7 @@ use anyhow::Result;
 use super::mask::Mask;
 use super::method::{self, PruningMethod, Removes, Request};
 use super::options::{MethodOption, MethodOptions};
+use super::permutation;
 use super::refinement::{AsPruned, Refinement};
 use super::statistics::StatisticsKind;
 use crate::bytes::ByteSize;
@@ -20,6 +21,8 @@ pub struct Technique {
     pub options: MethodOptions,
     /// The refinement.
     pub refinement: Option<&'static dyn Refinement>,
+    /// The input channels of down_proj are permuted for groups of so many columns before pruning (`permutation.rs`).
+    pub permutes: Option<usize>,
 }
 
 impl Technique {
@@ -29,6 +32,7 @@ impl Technique {
             method,
             options: MethodOptions::default(),
             refinement: None,
+            permutes: None,
         }
     }
 
@@ -76,9 +80,20 @@ impl Technique {
         self.method.removes(&self.options)
     }
 
-    /// States that kept weights change.
+    /// States that a kept weight may differ from the source's weight at its place: it changes, or comes from another place.
     pub fn changes_weights(&self) -> bool {
-        self.method.changes_weights() || self.refinement.is_some_and(Refinement::changes_weights)
+        self.method.changes_weights()
+            || self.refinement.is_some_and(Refinement::changes_weights)
+            || self.permutes.is_some()
+    }
+
+    /// Bytes of the search for an order of this many input channels, and of putting their statistics into this order.
+    pub fn permuting_bytes(&self, channels: usize) -> ByteSize {
+        let Some(m) = self.permutes else {
+            return ByteSize::ZERO;
+        };
+        let statistics = self.statistics().map(|kind| kind.bytes(channels));
+        permutation::working_bytes(channels, m).max(statistics.unwrap_or_default())
     }
 
     /// Bytes for one matrix, beyond the mask, a few numbers per column and two rows per thread.

@@ -228,7 +228,7 @@ mod tests {
     }
 
     fn statistics(rows: &[f32]) -> InputGram {
-        let mut statistics = InputGram::new(4);
+        let mut statistics = InputGram::new(4, crate::linalg::Products::F32);
         statistics.add_rows(rows);
         statistics.end_sample();
         statistics.finish();

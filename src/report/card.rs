@@ -346,6 +346,7 @@ mod tests {
             sparsity_ratio: 0.5,
             sparsity_type: sparsity_type.to_string(),
             changes_weights: false,
+            permutes_channels: false,
             include: Vec::new(),
             exclude: Vec::new(),
             matrices: 14,

@@ -377,7 +377,14 @@ fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Ve
             }
             (None, method) => {
                 let method = method.as_deref().unwrap_or_default();
-                format!("verdict: {dense} pruned by {method}, which changes the weights it keeps")
+                match comparison.permuted {
+                    true => format!(
+                        "verdict: {dense} pruned by {method}, with the channels of its MLPs permuted; weights at another place count as changed"
+                    ),
+                    false => format!(
+                        "verdict: {dense} pruned by {method}, which changes the weights it keeps"
+                    ),
+                }
             }
         },
         (true, has_zeros) if !comparison.layers_dropped.is_empty() => {

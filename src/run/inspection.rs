@@ -175,6 +175,10 @@ pub struct DenseComparison {
     /// The method that changed the kept weights, from the record of the run; absent where the record names none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changed_by: Option<String>,
+    /// The channels of its MLPs have another order than the dense model's, by the record of the run. Weights of gate_proj, up_proj and
+    /// down_proj lie at other places, and were compared place by place.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub permuted: bool,
     /// The merge that made this model, from the record beside its weights; absent for other models.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merged_by: Option<String>,
@@ -207,11 +211,19 @@ impl DenseComparison {
         self.is_pruned_copy
             || self.merged_by.is_some()
             || (self.changed_by.is_some() || self.width_dropped.is_some() && self.kept_identical)
-                && self.untouched_differing.is_empty()
+                && self
+                    .untouched_differing
+                    .iter()
+                    .all(|name| self.permuted && is_permuted_bias(name))
                 && self.missing.is_empty()
                 && self.added.is_empty()
                 && (self.unlike.is_empty() || self.width_dropped.is_some())
     }
+}
+
+/// Returns whether a tensor is a bias that takes the order of an MLP's channels.
+fn is_permuted_bias(name: &str) -> bool {
+    name.ends_with(".mlp.gate_proj.bias") || name.ends_with(".mlp.up_proj.bias")
 }
 
 /// A weight that is neither pruned nor equal to the dense model's.

@@ -206,6 +206,9 @@ pub struct PruningReport {
     /// True if the method changes the weights it keeps.
     #[serde(default)]
     pub changes_weights: bool,
+    /// True if the channels of every pruned MLP have an order of their own, which is not the source's.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub permutes_channels: bool,
     /// The allocation of the ratios, where they were measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocation: Option<AllocationReport>,
@@ -284,8 +287,20 @@ pub struct LayerReport {
     pub seconds: f64,
     /// Zeros over weights of its seven linears.
     pub sparsity: f64,
+    /// The new order of its MLP's channels; absent without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub permutation: Option<PermutationReport>,
     /// Its matrices, in the order of the reference.
     pub matrices: Vec<MatrixReport>,
+}
+
+/// The worth of a new order of the channels between an MLP's matrices: sums of the scores that the pattern keeps in down_proj.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PermutationReport {
+    /// In the order of the source.
+    pub kept_before: f64,
+    /// In the order that is written.
+    pub kept_after: f64,
 }
 
 /// One matrix.

@@ -5,6 +5,7 @@
 mod allocation;
 mod compare;
 mod families;
+mod permutation;
 mod reference;
 mod repairs;
 

@@ -15,7 +15,7 @@ use crate::disk;
 use crate::failure::Failure;
 use crate::job::recorder::Recorder;
 use crate::pipeline::LayerJournal;
-use crate::pipeline::expected::{pruned, tensor_of};
+use crate::pipeline::expected::{bias_of, pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::merging::{MergedTensor, ModelPerplexity};
 use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
@@ -239,6 +239,7 @@ impl RunState {
         let names: Vec<String> = pruned(&gone).map(|matrix| matrix.name.clone()).collect();
         for name in &names {
             self.tensors.remove(&tensor_of(name));
+            self.tensors.remove(&bias_of(name));
         }
         names
     }
@@ -276,6 +277,7 @@ mod tests {
             layer: index,
             seconds: 1.0,
             sparsity: 0.5,
+            permutation: None,
             matrices: vec![matrix("q", Some(2)), matrix("k", None)],
         }
     }

@@ -35,11 +35,13 @@ pub(super) fn can_share(cell: &PlannedCell) -> Result<bool> {
     let settings = &cell.settings;
     let sparsity = settings.sparsity.as_ref().context("a cell prunes")?;
     let kind = sparsity.technique()?.statistics();
-    // Measured ratios and dropped layers give each cell a model or a pass of its own.
+    // Measured ratios and a smaller model give each cell a model or a pass of its own, an order of channels gives it other statistics.
     Ok(sparsity.propagate == Propagation::Dense
         && kind.is_some_and(|kind| kind.rank().is_some())
         && sparsity.allocate == Allocation::Uniform
-        && settings.layer_drop.is_none())
+        && !sparsity.permute_channels
+        && settings.layer_drop.is_none()
+        && settings.width_drop.is_none())
 }
 
 /// A cell that is settled, and its position among all that were asked for.

@@ -272,6 +272,18 @@ impl<'r> Host<'r> {
             statistics.sum::<ByteSize>() + working.max().unwrap_or_default()
         };
         let most = (0..widths.len()).map(of_input).max();
+        // The channels are permuted when down's input is observed, before any statistics go.
+        let kinds = run.statistics();
+        let held = widths.map(|width| kinds.map_or(ByteSize::ZERO, |kind| kind.bytes(width)));
+        let held = match is_apart {
+            true => held[widths.len() - 1],
+            false => held.into_iter().sum(),
+        };
+        let permuting = run
+            .techniques()
+            .filter(|technique| technique.permutes.is_some())
+            .map(|technique| held + technique.permuting_bytes(config.intermediate_size));
+        let most = most.max(permuting.max());
         footprint::score(config, run.dtypes.layers, run.threads, settings)
             + most.unwrap_or_default()
     }

@@ -99,7 +99,7 @@ impl Golden {
                     "8 does not divide 172 columns: the original zeroes the whole last group, we refuse",
                 ),
                 ("float32", "ria") if self.name.contains("reallocation") => {
-                    Some("channel permutation is not built")
+                    Some("its masks are no N:M masks; `permutation` repeats it")
                 }
                 ("float32", "ria") if self.name.contains("update") => {
                     Some("a weight update behind RIA's mask is not built")

@@ -56,6 +56,14 @@ impl InPlaceStatistics for Gram {
     fn end_sample(&mut self) {
         self.samples += 1;
     }
+
+    fn permute(&mut self, order: &[usize]) {
+        let old = self.sums.clone();
+        for (at, sum) in self.sums.iter_mut().enumerate() {
+            let (row, column) = (order[at / self.width], order[at % self.width]);
+            *sum = old[row * self.width + column];
+        }
+    }
 }
 
 #[derive(Debug)]

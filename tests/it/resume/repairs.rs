@@ -7,7 +7,7 @@ use super::{of_layers, outcome, with_fault};
 use crate::support::Place;
 
 /// What a run adds to the common flags.
-const RUNS: [&str; 9] = [
+const RUNS: [&str; 11] = [
     "--prune-method sparsegpt --sparsity-ratio 0.5",
     "--prune-method sparsegpt --blocksize 32 --percdamp 0.1 --sparsity-type 2:4",
     "--prune-method sparsegpt --sparsity-ratio 0.5 --true-sequential",
@@ -17,6 +17,8 @@ const RUNS: [&str; 9] = [
     "--sparsity-ratio 0.6 --refine weights",
     "--sparsity-ratio 0.6 --refine dsnot --dsnot-mlp",
     "--sparsity-ratio 0.6 --allocate owl",
+    "--sparsity-type 2:4 --permute-channels",
+    "--prune-method sparsegpt --sparsity-type 2:4 --permute-channels",
 ];
 
 fn flags(run: &str, more: &str) -> String {

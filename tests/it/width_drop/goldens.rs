@@ -7,6 +7,7 @@ use candle_core::{DType, Device};
 use prune::bytes::hex;
 use prune::checkpoint::Checkpoint;
 use prune::data::Tokenizer;
+use prune::linalg::Products;
 use prune::model::{
     DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer, Projection,
 };
@@ -84,8 +85,8 @@ fn scores_of_channels_are_flaps() -> Result<()> {
         let layer = DecoderLayer::load(&checkpoint, &config, index)?;
         let width = |projection: Projection| projection.shape(&config).1;
         let mut inputs = Inputs {
-            of_o: InputGram::new(width(Projection::O)),
-            of_down: InputGram::new(width(Projection::Down)),
+            of_o: InputGram::new(width(Projection::O), Products::F32),
+            of_down: InputGram::new(width(Projection::Down), Products::F32),
         };
         for state in &mut hidden {
             layer.capture(state, &mut context, &mut inputs)?;
