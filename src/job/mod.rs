@@ -37,6 +37,7 @@ mod opened;
 mod outputs;
 pub mod plan;
 mod planned;
+mod planned_texts;
 mod profile;
 pub mod prune;
 mod published;

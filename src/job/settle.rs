@@ -10,21 +10,21 @@ use super::folder::RunFolder;
 use super::given::{Given, Sharing};
 use super::opened::OpenedModel;
 use super::planned::Planning;
+use super::planned_texts::{plan_early, texts_and_plan};
 use super::resolved::{Pruning, allocates, prunes_nothing};
 use super::same_run;
-use super::texts::{TextSources, Texts};
+use super::texts::Texts;
 use super::{allocate, layer_drop, width_drop};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::data::Calibration;
-use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::disk::{self, Room};
 use crate::failure::Failure;
 use crate::pipeline::{Flow, Observed, RunShape, SaveMasks};
 use crate::report;
 use crate::run::manifest::PerplexityReport;
-use crate::run::{Events, Manifest, Moment, Plan, RunState};
-use crate::runtime::{Side, memory};
+use crate::run::{Events, Manifest, Plan, RunState};
+use crate::runtime::Side;
 use crate::settings::{EvalSides, Settings};
 
 /// A run that can begin.
@@ -373,7 +373,11 @@ fn smaller(
 
 /// The models that a run has yet to measure. A dense model whose layers were scored was measured then; that of a sweep of runs may
 /// have been measured by an earlier one.
-fn sides_left(eval: EvalSides, model: &OpenedModel, is_dense_known: bool) -> &'static [Side] {
+pub(super) fn sides_left(
+    eval: EvalSides,
+    model: &OpenedModel,
+    is_dense_known: bool,
+) -> &'static [Side] {
     let is_known = is_dense_known || model.part_of.is_some();
     match (eval, &model.part_of) {
         (EvalSides::Both, _) if is_known => EvalSides::Pruned.sides(),
@@ -430,83 +434,4 @@ pub(super) fn nothing_to_resume(folder: &RunFolder) -> Failure {
         None => Failure::usage("--resume needs the folder of the model that is unfinished")
             .hint("add --save DIR, and leave --no-save-model out"),
     }
-}
-
-/// Plans a run before its texts are found, so that a run that cannot fit fails early. A refused run is planned again with the memory
-/// of its tokenizer: it is refused again, with advice that is enough for the whole run.
-fn plan_early(
-    planning: &Planning<'_>,
-    shape: &mut RunShape<'_>,
-    model: &OpenedModel,
-) -> Result<()> {
-    let Err(refusal) = planning.plan(shape) else {
-        return Ok(());
-    };
-    if shape.samples + shape.windows > 0
-        && let Ok(size) = TokenizerSize::of(&model.folder)
-    {
-        shape.tokenizing = footprint::load_tokenizer(size);
-        shape.retained = footprint::retained(size, model.threads);
-        planning.plan(shape)?;
-    }
-    Err(refusal)
-}
-
-/// Tokenizes the texts and plans the run with them. `shape` is the run before its texts are known, `dense` another run's record of the
-/// dense perplexity: where this run would measure another one, the plan has room for that.
-///
-/// # Errors
-/// Fails as [`tokenize`], and where the run does not fit.
-fn texts_and_plan(
-    settings: &Settings,
-    model: &OpenedModel,
-    planning: &Planning<'_>,
-    mut shape: RunShape<'_>,
-    dense: Option<&Manifest>,
-    events: &dyn Events,
-) -> Result<(Arc<Texts>, Plan)> {
-    plan_early(planning, &mut shape, model)?;
-    let texts = tokenize(settings, model, planning, &mut shape, events)?;
-    memory::release_freed();
-    model.clock.mark(Moment::ModelLoaded, events);
-    if shape.samples > 0 {
-        shape.samples = texts.samples();
-    }
-    if shape.windows > 0 {
-        shape.windows = texts.windows();
-    }
-    let mut plan = planning.plan(&shape)?;
-    let is_usable = |dense: &Manifest| {
-        same_run::dense_of(dense, &texts, model, &settings.device, &plan).is_some()
-    };
-    if dense.is_some_and(|dense| !is_usable(dense)) {
-        shape.sides = sides_left(settings.evaluation.eval, model, false);
-        plan = planning.plan(&shape)?;
-    }
-    Ok((Arc::new(texts), plan))
-}
-
-/// Tokenizes the texts. Their memory is planned before the tokenizer is loaded. Only a loaded tokenizer tells whether texts can be
-/// cut; if they cannot, the memory of a single call is planned, too.
-///
-/// # Errors
-/// Fails when tokenizing does not fit, and for texts that are missing, too short or cannot be read.
-fn tokenize(
-    settings: &Settings,
-    model: &OpenedModel,
-    planning: &Planning<'_>,
-    shape: &mut RunShape<'_>,
-    events: &dyn Events,
-) -> Result<Texts> {
-    let sources = TextSources::find(settings, model, events)?;
-    (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InPieces)?;
-    planning.plan(shape)?;
-    let Some(tokenizer) = sources.tokenizer(model)? else {
-        return Ok(Texts::default());
-    };
-    if !tokenizer.is_bounded() {
-        (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InOneCall)?;
-        planning.plan(shape)?;
-    }
-    sources.tokenize(settings, model, &tokenizer, events)
 }

@@ -25,9 +25,12 @@ use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 /// The largest number that the MLP channels of a narrower model are a multiple of: what GPUs multiply fast.
 const MULTIPLE: usize = 64;
 
-/// The number that the MLP channels of a narrower model are a multiple of: the largest power of two up to 64 that divides the source's.
+/// The number that the MLP channels of a narrower model are a multiple of: the largest power of two up to 64 that divides the source's
+/// and is at most a sixteenth of it, so that small models have steps, too.
 pub fn multiple_of(intermediate_size: usize) -> usize {
-    MULTIPLE.min(1 << intermediate_size.trailing_zeros().min(usize::BITS - 2))
+    let dividing = 1 << intermediate_size.trailing_zeros().min(usize::BITS - 2);
+    let sixteenth = 1 << (intermediate_size / 16).max(1).ilog2();
+    MULTIPLE.min(dividing).min(sixteenth)
 }
 
 /// The units that stay of `units` without a share: the nearest multiple, at least one.
@@ -294,7 +297,7 @@ mod tests {
 
     #[test]
     fn channels_stay_a_multiple() {
-        assert_eq!([14336, 172, 96, 7].map(multiple_of), [64, 4, 32, 1]);
+        assert_eq!([14336, 172, 96, 7].map(multiple_of), [64, 4, 4, 1]);
         assert_eq!(units_left(172, 0.2, 4), 136); // 34.4 of 43 fours
         assert_eq!(units_left(14336, 0.2, 64), 11456); // 179.2 of 224
         assert_eq!(units_left(4, 0.2, 1), 3);

@@ -33,23 +33,15 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
         merges::settings(merge, &mut row);
     }
     if let Some(drop) = &manifest.layer_drop {
-        let [before, after] = drop.parameters.map(|weights| weights as f64 / 1e6);
         row("layers dropped", drop.in_words());
-        row(
-            "parameters",
-            format!("{before:.1} M before, {after:.1} M after"),
-        );
+        row("parameters", before_and_after(drop.parameters));
         let scores = drop.deciding_scores().iter();
         let scores: Vec<String> = scores.map(|score| format!("{score:.4}")).collect();
         row("scores of layers", scores.join(", "));
     }
     if let Some(drop) = &manifest.width_drop {
-        let [before, after] = drop.parameters.map(|weights| weights as f64 / 1e6);
         row("width dropped", drop.in_words());
-        row(
-            "parameters",
-            format!("{before:.1} M before, {after:.1} M after"),
-        );
+        row("parameters", before_and_after(drop.parameters));
     }
     if let Some(pruning) = &manifest.pruning {
         let (ratio, pattern) = (pruning.sparsity_ratio, &pruning.sparsity_type);
@@ -117,6 +109,11 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
     row("program", format!("prune {}", manifest.prune_version));
     row("command", manifest.arguments.join(" "));
     rows
+}
+
+fn before_and_after(parameters: [u64; 2]) -> String {
+    let [before, after] = parameters.map(|weights| weights as f64 / 1e6);
+    format!("{before:.1} M before, {after:.1} M after")
 }
 
 fn protocol(text: &TextProtocol) -> String {

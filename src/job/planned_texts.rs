@@ -1,0 +1,95 @@
+//! Texts and plan of a run: what a text needs is known when its tokenizer is, so both are made together.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::opened::OpenedModel;
+use super::planned::Planning;
+use super::same_run;
+use super::settle::sides_left;
+use super::texts::{TextSources, Texts};
+use crate::data::footprint::{self, Encoding, TokenizerSize};
+use crate::pipeline::RunShape;
+use crate::run::{Events, Manifest, Moment, Plan};
+use crate::runtime::memory;
+use crate::settings::Settings;
+
+/// Plans a run before its texts are found, so that a run that cannot fit fails early. A refused run is planned again with the memory
+/// of its tokenizer: it is refused again, with advice that is enough for the whole run.
+pub(super) fn plan_early(
+    planning: &Planning<'_>,
+    shape: &mut RunShape<'_>,
+    model: &OpenedModel,
+) -> Result<()> {
+    let Err(refusal) = planning.plan(shape) else {
+        return Ok(());
+    };
+    if shape.samples + shape.windows > 0
+        && let Ok(size) = TokenizerSize::of(&model.folder)
+    {
+        shape.tokenizing = footprint::load_tokenizer(size);
+        shape.retained = footprint::retained(size, model.threads);
+        planning.plan(shape)?;
+    }
+    Err(refusal)
+}
+
+/// Tokenizes the texts and plans the run with them. `shape` is the run before its texts are known, `dense` another run's record of the
+/// dense perplexity: where this run would measure another one, the plan has room for that.
+///
+/// # Errors
+/// Fails as [`tokenize`], and where the run does not fit.
+pub(super) fn texts_and_plan(
+    settings: &Settings,
+    model: &OpenedModel,
+    planning: &Planning<'_>,
+    mut shape: RunShape<'_>,
+    dense: Option<&Manifest>,
+    events: &dyn Events,
+) -> Result<(Arc<Texts>, Plan)> {
+    plan_early(planning, &mut shape, model)?;
+    let texts = tokenize(settings, model, planning, &mut shape, events)?;
+    memory::release_freed();
+    model.clock.mark(Moment::ModelLoaded, events);
+    if shape.samples > 0 {
+        shape.samples = texts.samples();
+    }
+    if shape.windows > 0 {
+        shape.windows = texts.windows();
+    }
+    let mut plan = planning.plan(&shape)?;
+    let is_usable = |dense: &Manifest| {
+        same_run::dense_of(dense, &texts, model, &settings.device, &plan).is_some()
+    };
+    if dense.is_some_and(|dense| !is_usable(dense)) {
+        shape.sides = sides_left(settings.evaluation.eval, model, false);
+        plan = planning.plan(&shape)?;
+    }
+    Ok((Arc::new(texts), plan))
+}
+
+/// Tokenizes the texts. Their memory is planned before the tokenizer is loaded. Only a loaded tokenizer tells whether texts can be
+/// cut; if they cannot, the memory of a single call is planned, too.
+///
+/// # Errors
+/// Fails when tokenizing does not fit, and for texts that are missing, too short or cannot be read.
+fn tokenize(
+    settings: &Settings,
+    model: &OpenedModel,
+    planning: &Planning<'_>,
+    shape: &mut RunShape<'_>,
+    events: &dyn Events,
+) -> Result<Texts> {
+    let sources = TextSources::find(settings, model, events)?;
+    (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InPieces)?;
+    planning.plan(shape)?;
+    let Some(tokenizer) = sources.tokenizer(model)? else {
+        return Ok(Texts::default());
+    };
+    if !tokenizer.is_bounded() {
+        (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InOneCall)?;
+        planning.plan(shape)?;
+    }
+    sources.tokenize(settings, model, &tokenizer, events)
+}
