@@ -29,6 +29,7 @@ pub mod selftest;
 pub mod settings;
 #[cfg(feature = "synthetic")]
 pub mod synthetic;
+pub mod training;
 pub mod vocabulary;
 
 #[cfg(target_endian = "big")]

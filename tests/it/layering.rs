@@ -26,6 +26,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("placement", &["run"]),
     ("model", &["checkpoint", "linalg", "run"]),
     ("pruning", &["linalg"]),
+    ("training", &["linalg"]),
     ("recipe", &["run"]),
     ("merging", &["recipe", "linalg"]),
     ("adapter", &["checkpoint", "linalg", "run"]),
