@@ -20,6 +20,7 @@ pub mod model;
 pub mod pipeline;
 pub mod placement;
 pub mod pruning;
+pub mod quantized;
 pub mod recipe;
 pub mod report;
 pub mod run;

@@ -6,7 +6,7 @@
 //! | `eval` | the same without outputs and editor |
 //! | `grid` | `prune sweep`: the main job for every cell of a grid, and the table |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
-//! | `generate`, `inspect`, `plan`, `demo` | the other commands |
+//! | `generate`, `inspect`, `plan`, `demo`, `quantize` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
 //! | `texts` | texts found, then turned into token ids |
@@ -37,6 +37,7 @@ mod planned;
 mod profile;
 pub mod prune;
 mod published;
+mod quantize;
 mod record;
 mod recorder;
 mod resolved;
@@ -51,3 +52,4 @@ pub use inspect::inspect;
 pub use merge::{merge, peft_methods};
 pub use plan::plan;
 pub use prune::prune;
+pub use quantize::quantize;

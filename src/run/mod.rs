@@ -18,6 +18,7 @@ pub mod phase;
 pub mod plan;
 pub mod profile;
 pub mod pruning_record;
+pub mod quantization;
 pub mod state;
 pub mod verification;
 
@@ -33,4 +34,5 @@ pub use meter::Meter;
 pub use phase::{Moment, Phase};
 pub use plan::{HiddenStatesStorage, Plan};
 pub use pruning_record::PruningRecord;
+pub use quantization::QuantizationReport;
 pub use state::RunState;

@@ -34,6 +34,7 @@ mod oracle;
 mod origin;
 mod plan;
 mod publishing;
+mod quantize;
 mod report;
 mod resume;
 mod run_folder;
