@@ -8,14 +8,18 @@ pub mod attention;
 pub mod buffer_pool;
 pub mod columns;
 pub mod convert;
+pub mod dynamic_map;
 pub mod elementwise;
 pub mod exp;
 pub mod factor;
+#[cfg(test)]
+pub(crate) mod golden;
 pub mod gram;
 pub mod kernel;
 pub mod linear;
 pub mod matmul;
 mod matvec;
+pub mod nf4;
 pub mod parts;
 pub mod peak;
 pub mod permute;
