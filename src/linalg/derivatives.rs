@@ -137,8 +137,8 @@ pub fn cross_entropy_backward(
     vocab_size: usize,
     scale: f32,
 ) -> f64 {
-    struct Softmax<'a>(&'a mut [f32], f32);
-    impl WithSimd for Softmax<'_> {
+    struct LogitSoftmax<'a>(&'a mut [f32], f32);
+    impl WithSimd for LogitSoftmax<'_> {
         /// ln Σ e^z.
         type Output = f64;
         #[inline(always)]
@@ -168,7 +168,7 @@ pub fn cross_entropy_backward(
             };
             let target = *target as usize;
             let chosen = f64::from(logits[target]);
-            let log_sum = Arch::new().dispatch(Softmax(logits, scale));
+            let log_sum = Arch::new().dispatch(LogitSoftmax(logits, scale));
             logits[target] -= scale;
             log_sum - chosen
         })

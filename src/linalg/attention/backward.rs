@@ -31,7 +31,7 @@ use super::super::buffer_pool::BufferPool;
 use super::super::product::{Kernel, Line, Strided, Values};
 use super::super::rectangles::{self, Rectangle};
 use super::Heads;
-use block::{Lengths, Scratch};
+use block::{GradientScratch, PackedLengths};
 
 /// Queries of a block.
 const QUERIES: usize = 128;
@@ -78,7 +78,7 @@ pub fn backward_scratch_bytes(
     seqlen: usize,
     threads: usize,
 ) -> usize {
-    let lengths = Lengths::of(kernel, head_dim, seqlen);
+    let lengths = PackedLengths::of(kernel, head_dim, seqlen);
     let packed = lengths.query_lines() + lengths.blocks * lengths.key_lines();
     let floats = lengths.queries * (seqlen + lengths.keys + head_dim + 1);
     threads * (packed * size_of::<Line>() + floats * size_of::<f32>())
@@ -119,7 +119,7 @@ pub fn causal_backward(
     if seqlen == 0 {
         return;
     }
-    let source = Source {
+    let source = BackwardInputs {
         kernel,
         heads,
         seqlen,
@@ -140,7 +140,7 @@ pub fn causal_backward(
         .zip(dv.chunks_exact_mut(seqlen * head_dim))
         .map(|(dk, dv)| (dk, dv, rectangles.by_ref().take(blocks.len()).collect()))
         .collect();
-    let scratch = BufferPool::<Scratch>::new();
+    let scratch = BufferPool::<GradientScratch>::new();
     tasks
         .into_par_iter()
         .enumerate()
@@ -148,7 +148,7 @@ pub fn causal_backward(
         .for_each(|(head, (dk, dv, rectangles))| {
             let rectangles: Vec<Rectangle<'_>> = rectangles;
             scratch.lend(
-                || Scratch::new(&source),
+                || GradientScratch::new(&source),
                 |scratch| {
                     dk.fill(0.0);
                     dv.fill(0.0);
@@ -192,14 +192,14 @@ fn add_heads(heads: Heads, partial: &[f32], out: &mut [f32]) {
 }
 
 /// The inputs of all tasks.
-struct Source<'a> {
+struct BackwardInputs<'a> {
     kernel: Kernel,
     heads: Heads,
     seqlen: usize,
     inputs: AttentionInputs<'a>,
 }
 
-impl<'a> Source<'a> {
+impl<'a> BackwardInputs<'a> {
     /// A head's part of a matrix over all query heads, from a token on.
     fn of_query(&self, values: &'a [f32], head: usize, token: usize) -> Strided<'a> {
         let Heads {

@@ -6,7 +6,8 @@
 //! dx = dh + norm'(x, dq·Wq + dk·Wk + dv·Wv)    with dq, dk, dv from dc = dh·Wo, rotated back
 //! ```
 //!
-//! The gradient of a rotation is the rotation by the negative angle. Products have the kernels of the forward pass (`linalg/gradient.rs`).
+//! Attention takes all heads at once, whatever the memory settings say of heads; the MLP takes `mlp_tokens` tokens at once. The gradient
+//! of a rotation is the rotation by the negative angle. Products have the kernels of the forward pass (`linalg/gradient.rs`).
 
 use anyhow::{Result, ensure};
 use candle_core::Tensor;
@@ -24,9 +25,9 @@ use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
 use crate::linalg::profile::Part;
 use crate::linalg::{ProductContext, elementwise, tensor};
 
-/// Sizes of a layer and a sample.
+/// PassSizes of a layer and a sample.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
+struct PassSizes {
     seqlen: usize,
     hidden_size: usize,
     intermediate_size: usize,
@@ -36,7 +37,7 @@ struct Sizes {
     keys: usize,
 }
 
-impl Sizes {
+impl PassSizes {
     fn new(heads: Heads, hidden_size: usize, intermediate_size: usize, seqlen: usize) -> Self {
         Self {
             seqlen,
@@ -96,7 +97,7 @@ pub fn backward_elements(
     seqlen: usize,
     mlp_tokens: usize,
 ) -> usize {
-    Sizes::new(heads, hidden_size, intermediate_size, seqlen)
+    PassSizes::new(heads, hidden_size, intermediate_size, seqlen)
         .buffers(heads, mlp_tokens)
         .iter()
         .sum()
@@ -112,7 +113,7 @@ fn cut<const N: usize>(mut rest: &mut [f32], lengths: [usize; N]) -> [&mut [f32]
 }
 
 /// The activations of attention that the backward pass needs.
-struct Activations<'a> {
+struct Recomputed<'a> {
     /// `[seqlen, hidden_size]`
     normed: &'a mut [f32],
     q: &'a mut [f32],
@@ -169,14 +170,14 @@ impl DecoderLayer {
         let hidden_size = self.norms()[0].len();
         let intermediate_size = self.linear(Projection::Gate).out_features();
         let (heads, seqlen) = (self.heads(), x.len() / hidden_size);
-        let sizes = Sizes::new(heads, hidden_size, intermediate_size, seqlen);
+        let sizes = PassSizes::new(heads, hidden_size, intermediate_size, seqlen);
         let mlp_tokens = context.settings.mlp_tokens;
         let LayerContext {
             rotary, workspace, ..
         } = context;
         let ([normed, q, k, v, attended, between, shared], products) =
             workspace.buffers(sizes.buffers(heads, mlp_tokens));
-        let mut activations = Activations {
+        let mut activations = Recomputed {
             normed,
             q,
             k,
@@ -217,11 +218,11 @@ impl DecoderLayer {
     fn recompute(
         &self,
         x: &[f32],
-        activations: &mut Activations<'_>,
+        activations: &mut Recomputed<'_>,
         rotary: &super::super::Rotary,
         products: &mut ProductContext,
     ) -> Result<()> {
-        let Activations {
+        let Recomputed {
             normed,
             q,
             k,
@@ -306,13 +307,13 @@ impl DecoderLayer {
         &self,
         x: &[f32],
         dx: &mut [f32],
-        activations: &mut Activations<'_>,
+        activations: &mut Recomputed<'_>,
         [dcontext, dq, dk, dv, partial]: [&mut [f32]; 5],
         gradients: &mut LayerGradients,
         rotary: &super::super::Rotary,
         products: &mut ProductContext,
     ) -> Result<()> {
-        let Activations {
+        let Recomputed {
             normed,
             q,
             k,

@@ -8,10 +8,10 @@ use super::super::super::exp;
 use super::super::super::product::{Factors, Kernel, Line, Strided, Values};
 use super::super::super::rectangles::Rectangle;
 use super::super::Heads;
-use super::{KEYS, QUERIES, Source};
+use super::{BackwardInputs, KEYS, QUERIES};
 
 /// Lines of packed factors, of the largest blocks.
-pub(super) struct Lengths {
+pub(super) struct PackedLengths {
     pub(super) queries: usize,
     pub(super) keys: usize,
     pub(super) blocks: usize,
@@ -29,7 +29,7 @@ pub(super) struct Lengths {
     scores_turned: usize,
 }
 
-impl Lengths {
+impl PackedLengths {
     pub(super) fn of(kernel: Kernel, head_dim: usize, seqlen: usize) -> Self {
         let (queries, keys) = (QUERIES.min(seqlen), KEYS.min(seqlen));
         let along = |lines: &dyn Fn(usize) -> usize| -> usize {
@@ -65,8 +65,8 @@ fn slabs(kernel: Kernel, inner: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// The scratch of a thread.
-pub(super) struct Scratch {
-    lengths: Lengths,
+pub(super) struct GradientScratch {
+    lengths: PackedLengths,
     /// `[queries, seqlen]`: scores, then probabilities, of a block of queries and all keys it sees.
     pub(super) probabilities: Vec<f32>,
     /// `[queries, keys]`: gradients of the probabilities, then of the scores, of a block of keys.
@@ -85,10 +85,10 @@ pub(super) struct Scratch {
     pub(super) scores: Vec<Line>,
 }
 
-impl Scratch {
-    pub(super) fn new(source: &Source<'_>) -> Self {
+impl GradientScratch {
+    pub(super) fn new(source: &BackwardInputs<'_>) -> Self {
         let (head_dim, seqlen) = (source.heads.head_dim, source.seqlen);
-        let lengths = Lengths::of(source.kernel, head_dim, seqlen);
+        let lengths = PackedLengths::of(source.kernel, head_dim, seqlen);
         let lines = bytemuck::allocation::zeroed_vec;
         Self {
             probabilities: vec![0.0; lengths.queries * seqlen],
@@ -108,7 +108,7 @@ impl Scratch {
     }
 
     /// Packs the keys and values of a query head.
-    pub(super) fn pack_keys(&mut self, source: &Source<'_>, head: usize) {
+    pub(super) fn pack_keys(&mut self, source: &BackwardInputs<'_>, head: usize) {
         let Heads {
             num_heads,
             num_key_value_heads,
@@ -138,7 +138,7 @@ impl Scratch {
     }
 
     /// Packs a block of queries, and of the gradients of contexts.
-    fn pack_queries(&mut self, source: &Source<'_>, head: usize, rows: &Range<usize>) {
+    fn pack_queries(&mut self, source: &BackwardInputs<'_>, head: usize, rows: &Range<usize>) {
         let (kernel, head_dim) = (source.kernel, source.heads.head_dim);
         for (values, lines, turned) in [
             (source.inputs.q, &mut self.q, &mut self.q_turned),
@@ -164,7 +164,7 @@ impl Scratch {
     /// Computes dq of a block of queries, and adds its share of dk and dv of the head.
     pub(super) fn block(
         &mut self,
-        source: &Source<'_>,
+        source: &BackwardInputs<'_>,
         head: usize,
         dk: &mut [f32],
         dv: &mut [f32],
@@ -222,7 +222,7 @@ impl Scratch {
     }
 
     /// Computes the probabilities of a block of queries; returns the length of their rows.
-    fn soften(&mut self, source: &Source<'_>, rows: &Range<usize>, scale: f32) -> usize {
+    fn soften(&mut self, source: &BackwardInputs<'_>, rows: &Range<usize>, scale: f32) -> usize {
         let (kernel, head_dim) = (source.kernel, source.heads.head_dim);
         let queries = rows.len();
         let seen = source
@@ -244,7 +244,7 @@ impl Scratch {
                 seen,
             );
         }
-        Arch::new().dispatch(Soften {
+        Arch::new().dispatch(ScoreSoftmax {
             scores: probabilities,
             seen,
             first_seen: rows.start + 1,
@@ -254,7 +254,7 @@ impl Scratch {
     }
 
     /// dc_i·c_i of a block of queries.
-    fn add_contexts(&mut self, source: &Source<'_>, head: usize, rows: &Range<usize>) {
+    fn add_contexts(&mut self, source: &BackwardInputs<'_>, head: usize, rows: &Range<usize>) {
         let Heads {
             num_heads,
             head_dim,
@@ -306,7 +306,7 @@ fn along_head(
 }
 
 /// The softmax of rows of scores, compiled for the CPU's registers.
-struct Soften<'a> {
+struct ScoreSoftmax<'a> {
     /// `[queries, seen]`
     scores: &'a mut [f32],
     seen: usize,
@@ -315,7 +315,7 @@ struct Soften<'a> {
     scale: f32,
 }
 
-impl WithSimd for Soften<'_> {
+impl WithSimd for ScoreSoftmax<'_> {
     type Output = ();
 
     #[inline(always)]

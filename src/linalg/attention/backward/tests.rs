@@ -150,7 +150,7 @@ fn scratch_is_as_large_as_its_formula() {
                 head_dim,
             };
             let [q, k, v, dc] = waves(heads, seqlen);
-            let source = Source {
+            let source = BackwardInputs {
                 kernel,
                 heads,
                 seqlen,
@@ -162,7 +162,7 @@ fn scratch_is_as_large_as_its_formula() {
                     context_gradient: &dc,
                 },
             };
-            let scratch = Scratch::new(&source);
+            let scratch = GradientScratch::new(&source);
             let lines = [
                 &scratch.q,
                 &scratch.q_turned,
