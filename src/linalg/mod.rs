@@ -8,15 +8,18 @@ pub mod attention;
 pub mod buffer_pool;
 pub mod columns;
 pub mod convert;
+pub mod derivatives;
 pub mod dynamic_map;
 pub mod elementwise;
 pub mod exp;
 pub mod factor;
 #[cfg(test)]
 pub(crate) mod golden;
+pub mod gradient;
 pub mod gram;
 pub mod kernel;
 pub mod linear;
+pub mod low_rank;
 pub mod matmul;
 mod matvec;
 pub mod nf4;
@@ -34,6 +37,7 @@ pub mod weight;
 pub mod workspace;
 
 pub use linear::Linear;
+pub use low_rank::MaskedLowRank;
 pub use stored::{StoredDtype, StoredMatrix};
 pub use weight::{MatrixAtRest, ProductContext, Products, RowSource, Weight};
 pub use workspace::Workspace;
