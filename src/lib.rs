@@ -20,6 +20,7 @@ pub mod model;
 pub mod pipeline;
 pub mod placement;
 pub mod pruning;
+pub mod quantized;
 pub mod recipe;
 pub mod report;
 pub mod run;
@@ -29,6 +30,7 @@ pub mod selftest;
 pub mod settings;
 #[cfg(feature = "synthetic")]
 pub mod synthetic;
+pub mod training;
 pub mod vocabulary;
 
 #[cfg(target_endian = "big")]

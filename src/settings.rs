@@ -22,6 +22,7 @@ use crate::generation::Sampling;
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Flow, ObservationOrder, Propagation, Selection};
 use crate::pruning::{self, MethodOptions, Pattern, Technique};
+use crate::quantized::FourBitFormat;
 use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
@@ -414,6 +415,21 @@ pub struct PlanSettings {
     pub run: Settings,
     /// `--inventory`: the description of another machine.
     pub inventory: Option<PathBuf>,
+}
+
+/// Settings of `prune quantize`.
+#[derive(Debug, Clone)]
+pub struct QuantizeSettings {
+    /// The checkpoint, a folder or an id of the hub.
+    pub model: PathBuf,
+    /// `--to`.
+    pub to: FourBitFormat,
+    /// `--save`: the model's folder.
+    pub save: PathBuf,
+    /// `--force`: replace model files.
+    pub force: bool,
+    /// `--threads`.
+    pub threads: Option<u16>,
 }
 
 /// Models of `prune plan`.

@@ -66,7 +66,7 @@ pub struct ChangedElement {
 /// # Errors
 /// Fails when a file cannot be read, and when `other` has another dtype or shape.
 pub fn scan_tensor(
-    checkpoint: &Checkpoint,
+    checkpoint: &dyn WeightSource,
     entry: &TensorEntry,
     other: Option<(&Checkpoint, &TensorEntry)>,
 ) -> anyhow::Result<Scan> {

@@ -20,6 +20,7 @@ pub mod outcome;
 pub mod plan;
 mod progress;
 pub mod prune;
+pub mod quantize;
 pub mod report;
 #[cfg(feature = "selftest")]
 pub mod selftest;
@@ -109,6 +110,9 @@ enum Command {
     /// Show what a run would take: memory per phase and device, and time
     #[command(after_help = plan::EXAMPLES)]
     Plan(plan::PlanArgs),
+    /// Quantise a checkpoint to 4 bits, as bitsandbytes and transformers load it
+    #[command(after_help = quantize::EXAMPLES)]
+    Quantize(quantize::QuantizeArgs),
     /// Draw finished runs: pictures and one page
     Report(report::ReportArgs),
     /// Run a grid of methods, ratios and seeds, and tabulate it
@@ -140,6 +144,7 @@ impl Cli {
             Some(Command::Inspect(args)) => args.messages,
             Some(Command::Merge(args)) => args.messages,
             Some(Command::Plan(args)) => args.messages,
+            Some(Command::Quantize(args)) => args.messages,
             Some(Command::Report(args)) => args.messages,
             Some(Command::Sweep(args)) => args.run.messages,
             Some(_) => MessageArgs::default(),
@@ -213,6 +218,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         Some(Command::Generate(args)) => generate::command(args, console),
         Some(Command::Inspect(args)) => inspect::command(args, console),
         Some(Command::Plan(args)) => plan::command(args, console),
+        Some(Command::Quantize(args)) => quantize::command(args, console),
         Some(Command::Report(args)) => report::command(args, console),
         Some(Command::Completions(args)) => shell::completions(args, command(), console),
         Some(Command::Man) => shell::man(command(), console),

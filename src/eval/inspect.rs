@@ -10,7 +10,7 @@ use safetensors::Dtype;
 
 use super::comparison::Against;
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Checkpoint, GROUP_SIZES, Scan, TensorEntry, scan_tensor};
+use crate::checkpoint::{Checkpoint, GROUP_SIZES, Scan, TensorEntry, WeightSource, scan_tensor};
 use crate::model::{ModelConfig, Projection};
 use crate::run::inspection::{
     DtypeShare, GroupZeros, InspectedLayer, InspectedMatrix, Inspection, OtherTensors,
@@ -25,26 +25,51 @@ const ACCOUNTS_FOR: f64 = 0.95;
 /// Kinds of tensors other than decoder linears, in the order of the report.
 const KINDS: [&str; 5] = ["embedding", "head", "norms", "biases", "others"];
 
-/// Reads every tensor of `model`, and compares it with that of `dense` if given.
+/// A checkpoint and its tensors as they are examined.
+#[derive(Clone)]
+pub struct Inspected<'a> {
+    /// The files.
+    pub checkpoint: &'a Checkpoint,
+    /// The reader of tensors: the checkpoint, or a 4-bit one as if it were dense.
+    pub source: &'a dyn WeightSource,
+    /// The tensors of the reader, in the order of the files.
+    pub tensors: Vec<&'a TensorEntry>,
+}
+
+impl<'a> Inspected<'a> {
+    /// A checkpoint as it is.
+    pub fn whole(checkpoint: &'a Checkpoint) -> Self {
+        Self {
+            checkpoint,
+            source: checkpoint,
+            tensors: checkpoint.tensors().collect(),
+        }
+    }
+}
+
+/// Reads every tensor of a model, and compares it with that of `dense` if given.
 ///
 /// # Errors
 /// Fails only when a file cannot be read. Everything else that is wrong with tensors is part of the result.
 pub fn inspect(
-    model: &Checkpoint,
+    inspected: &Inspected<'_>,
     config: &ModelConfig,
     dense: Option<&Checkpoint>,
     events: &dyn Events,
 ) -> Result<Inspection> {
+    let model = inspected.checkpoint;
+    let tensors = || inspected.tensors.iter().copied();
     let places = linears(config);
     let mut found: BTreeMap<(usize, Projection), InspectedMatrix> = BTreeMap::new();
     let mut other: Vec<OtherTensors> = KINDS.iter().map(|kind| nothing_of(kind)).collect();
     let mut against = dense.map(Against::new);
     let mut problems = Vec::new();
-    let mut meter = Meter::start(events, "inspect", model.total_bytes().0);
-    for entry in model.tensors() {
+    let bytes = tensors().map(|entry| entry.bytes).sum();
+    let mut meter = Meter::start(events, "inspect", bytes);
+    for entry in tensors() {
         let place = places.get(entry.name.as_str()).copied();
         let partner = against.as_mut().and_then(|against| against.partner(entry));
-        let scan = scan_tensor(model, entry, partner)?;
+        let scan = scan_tensor(inspected.source, entry, partner)?;
         if let Some(against) = &mut against {
             // Other types hold no weights that could be kept: they are compared as bytes.
             against.add(entry, place.is_some() && is_counted(entry.dtype), &scan);
@@ -93,7 +118,7 @@ pub fn inspect(
         model: model.folder().display().to_string(),
         num_hidden_layers: config.num_hidden_layers,
         hidden_size: config.hidden_size,
-        parameters: model.tensors().map(|entry| entry.elements() as u64).sum(),
+        parameters: tensors().map(|entry| entry.elements() as u64).sum(),
         bytes: model.total_bytes(),
         dtypes: dtypes_of(model),
         shards: model

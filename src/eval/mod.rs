@@ -4,5 +4,5 @@ mod comparison;
 pub mod inspect;
 pub mod perplexity;
 
-pub use inspect::inspect;
+pub use inspect::{Inspected, inspect};
 pub use perplexity::Perplexity;

@@ -176,7 +176,7 @@ impl Writer {
         sink: &mut Option<TextSink<'_>>,
     ) -> Result<GenerationReport> {
         self.announce(recorder);
-        let source: Arc<dyn WeightSource> = self.model.checkpoint.clone();
+        let source: Arc<dyn WeightSource> = self.model.source.clone();
         let clock = &self.model.clock;
         let mut generator = clock.measure(Phase::Read, || {
             let config = Arc::clone(&self.model.config);

@@ -1,6 +1,7 @@
 //! `prune inspect`: the sparsity of a checkpoint, and its comparison with the dense one.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::Result;
 
@@ -8,10 +9,11 @@ use super::record::parameters;
 use super::{located, published};
 use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::{Checkpoint, MERGING_FILE};
-use crate::eval;
+use crate::eval::{self, Inspected};
 use crate::failure::Failure;
 use crate::model::{KeptLayers, ModelConfig};
 use crate::pruning::{self, PruningMethod};
+use crate::quantized::QuantizedSource;
 use crate::run::inspection::InspectedLayer;
 use crate::run::manifest::PruningReport;
 use crate::run::merging::MergeReport;
@@ -21,7 +23,31 @@ use crate::run::{Events, Inspection, Manifest, PruningRecord};
 /// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense one `against`.
 pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Result<Inspection> {
     let model = open(folder)?;
-    let config = load_config(folder)?;
+    let (config, is_quantized) = load_config(folder)?;
+    if let (true, Some(dense)) = (is_quantized, against) {
+        return Err(
+            Failure::new(format!("`{}` is quantised to 4 bits", folder.display()))
+                .detail(format!(
+                    "--against `{}` compares weights bit for bit",
+                    dense.display()
+                ))
+                .hint("leave --against out, or compare the checkpoint that was quantised")
+                .into(),
+        );
+    }
+    let model = Arc::new(model);
+    let quantized = match is_quantized {
+        true => Some(QuantizedSource::open(Arc::clone(&model))?),
+        false => None,
+    };
+    let inspected = match &quantized {
+        Some(quantized) => Inspected {
+            checkpoint: &model,
+            source: quantized,
+            tensors: quantized.tensors().collect(),
+        },
+        None => Inspected::whole(&model),
+    };
     let dense = against.map(open).transpose()?;
     let kept = match &dense {
         Some(dense) => kept_layers(folder, &config, dense.folder()),
@@ -31,7 +57,12 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         (Some(dense), Some((kept, _))) => Some(dense.view(&|name| kept.rename(name))?),
         _ => None,
     };
-    let mut inspection = eval::inspect(&model, &config, part.as_ref().or(dense.as_ref()), events)?;
+    let mut inspection = eval::inspect(
+        &inspected,
+        &config,
+        part.as_ref().or(dense.as_ref()),
+        events,
+    )?;
     if let Some((comparison, dense)) = inspection.against.as_mut().zip(dense.as_ref()) {
         comparison.dense_parameters = parameters(dense);
         comparison.dense_bytes = dense.total_bytes();
@@ -160,7 +191,7 @@ fn open(folder: &Path) -> Result<Checkpoint> {
     }
 }
 
-fn load_config(folder: &Path) -> Result<ModelConfig> {
+fn load_config(folder: &Path) -> Result<(ModelConfig, bool)> {
     if !folder.join("config.json").is_file() {
         return Err(
             Failure::new(format!("there is no config.json in `{}`", folder.display()))
@@ -168,5 +199,5 @@ fn load_config(folder: &Path) -> Result<ModelConfig> {
                 .into(),
         );
     }
-    ModelConfig::load(folder)
+    located::config(folder)
 }

@@ -12,6 +12,7 @@ use crate::data::{DatasetSpec, Role};
 use crate::failure::Failure;
 use crate::hub::{Hub, HubRepo, HubSettings, ModelFiles};
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, stored_dtypes};
+use crate::quantized;
 use crate::run::Events;
 use crate::settings::ModelSettings;
 
@@ -32,7 +33,7 @@ impl ModelFiles for CheckpointFiles {
     }
 
     fn check_config(&self, folder: &Path) -> Result<()> {
-        ModelConfig::load(folder).map(drop)
+        config(folder).map(drop)
     }
 }
 
@@ -145,6 +146,19 @@ pub(super) fn headers(
     }
     let dtypes = stored_dtypes(&*source, &config);
     Ok((config, dtypes))
+}
+
+/// The shape of the model in a folder, and whether it is a 4-bit checkpoint that [`crate::quantized`] reads.
+///
+/// # Errors
+/// Fails as [`ModelConfig::load`], so for any other quantisation.
+pub(super) fn config(folder: &Path) -> Result<(ModelConfig, bool)> {
+    let mut json = ModelConfig::read_json(folder)?;
+    let is_quantized = quantized::config::is_four_bit(&json);
+    if let (true, Some(keys)) = (is_quantized, json.as_object_mut()) {
+        keys.remove(quantized::config::KEY);
+    }
+    Ok((ModelConfig::of_json(folder, &json)?, is_quantized))
 }
 
 /// The repository of a model on the hub; `None` for a local folder.

@@ -6,7 +6,7 @@
 //! | `eval` | the same without outputs and editor |
 //! | `grid` | `prune sweep`: the main job for every cell of a grid, and the table |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
-//! | `generate`, `inspect`, `plan`, `demo` | the other commands |
+//! | `generate`, `inspect`, `plan`, `demo`, `quantize` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
 //! | `given` | results of other runs, and the sweep that a run shares with them |
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
@@ -41,6 +41,7 @@ mod planned_texts;
 mod profile;
 pub mod prune;
 mod published;
+mod quantize;
 mod record;
 mod recorder;
 mod resolved;
@@ -56,3 +57,4 @@ pub use inspect::inspect;
 pub use merge::{merge, peft_methods};
 pub use plan::plan;
 pub use prune::prune;
+pub use quantize::quantize;

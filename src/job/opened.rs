@@ -15,6 +15,7 @@ use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig};
 use crate::pipeline::{Flow, RunShape};
+use crate::quantized::QuantizedSource;
 use crate::run::manifest::PerplexityReport;
 use crate::run::{Events, LayerDropReport, Moment, Phase, WidthDropReport};
 use crate::runtime::Clock;
@@ -24,8 +25,10 @@ use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check
 pub(super) struct OpenedModel {
     /// The files of the weights.
     pub(super) checkpoint: Arc<Checkpoint>,
-    /// The weights that a sweep reads: the checkpoint, or one with an adapter.
+    /// The weights that a sweep reads: the checkpoint, one with an adapter, or a 4-bit one as if it were dense.
     pub(super) source: Arc<dyn WeightSource>,
+    /// The view of a 4-bit checkpoint; `None` for any other.
+    pub(super) quantized: Option<Arc<QuantizedSource>>,
     /// The shape.
     pub(super) config: Arc<ModelConfig>,
     /// The model that this one is a part of; `None` for a checkpoint as it is.
@@ -89,17 +92,26 @@ impl OpenedModel {
         clock.mark(Moment::Start, events);
         let started_unix_seconds = machine::unix_seconds();
         let (folder, hub_model) = located::model(model, events)?;
-        let config = Arc::new(ModelConfig::load(&folder)?);
+        let (config, is_quantized) = located::config(&folder)?;
+        let config = Arc::new(config);
         let checkpoint = Arc::new(Checkpoint::open(&folder)?);
+        let mut source: Arc<dyn WeightSource> = checkpoint.clone();
+        let mut quantized = None;
+        if is_quantized {
+            let opened = Arc::new(QuantizedSource::open(checkpoint.clone())?);
+            source = opened.clone();
+            quantized = Some(opened);
+        }
         for layer in 0..config.num_hidden_layers {
-            DecoderLayer::check(&*checkpoint, &config, layer)?;
+            DecoderLayer::check(&*source, &config, layer)?;
         }
         warn_of_unused(&checkpoint, &config, events);
         let seqlen = check_seqlen(seqlen, &config)?;
         let threads = machine::start_workers(device.threads)?;
-        let stored = crate::model::stored_dtypes(&*checkpoint, &config).layers;
+        let stored = crate::model::stored_dtypes(&*source, &config).layers;
         Ok(Self {
-            source: checkpoint.clone(),
+            source,
+            quantized,
             checkpoint,
             config,
             part_of: None,
@@ -120,7 +132,26 @@ impl OpenedModel {
 
     /// The dtypes of the weights, for memory estimates.
     pub(super) fn dtypes(&self) -> Dtypes {
-        crate::model::stored_dtypes(&*self.checkpoint, &self.config)
+        crate::model::stored_dtypes(&*self.source, &self.config)
+    }
+
+    /// Refuses a 4-bit checkpoint where its weights are to be changed.
+    ///
+    /// # Errors
+    /// Fails for a checkpoint that is quantised.
+    pub(super) fn refuse_quantized(&self) -> Result<()> {
+        match &self.quantized {
+            None => Ok(()),
+            Some(quantized) => Err(Failure::new(format!(
+                "`{}` is quantised to 4 bits, and its weights cannot be pruned",
+                self.folder.display()
+            ))
+            .detail(format!("{} of its matrices are NF4", quantized.matrices()))
+            .hint(
+                "prune the unquantised checkpoint, then quantise the result: prune quantize --to nf4-double OUT/model --save OUT-4bit",
+            )
+            .into()),
+        }
     }
 
     /// The dtype of the decoder's matrices, of different ones the widest.

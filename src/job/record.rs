@@ -165,7 +165,13 @@ impl OpenedModel {
             commit: hub.map(|model| model.commit.clone()),
             identity: checkpoint.identity(),
             config: serde_json::to_value(&**config)?,
-            parameters: parameters(checkpoint),
+            parameters: match &self.quantized {
+                Some(quantized) => quantized
+                    .tensors()
+                    .map(|entry| entry.elements() as u64)
+                    .sum(),
+                None => parameters(checkpoint),
+            },
             bytes: checkpoint.total_bytes(),
         })
     }

@@ -86,6 +86,9 @@ impl Job {
     ) -> Result<Settled> {
         settings.seqlen = Some(model.seqlen);
         let prunes = settings.sparsity.is_some();
+        if prunes || settings.layer_drop.is_some() || given.observes.is_some() {
+            model.refuse_quantized()?;
+        }
         let mut folder = RunFolder::at(&[&model.folder], &settings.output, prunes)?;
         if folder.model.is_some() {
             check_sidecars(&model.folder)?;

@@ -282,6 +282,7 @@ fn multiply(
                 columns,
                 out,
                 stride: columns,
+                adds: false,
             }),
             Weight::AtRest(weight) => at_rest.push((weight, features.clone(), out)),
         }
@@ -301,6 +302,7 @@ fn multiply(
                 columns: part.len(),
                 out: &mut out[part.start..],
                 stride: features.len(),
+                adds: false,
             }];
             product::products(kernel, x, inner, &mut job, packed);
         }
@@ -312,7 +314,7 @@ fn multiply(
 }
 
 /// Upper bound of the rows that are read at once.
-fn rows_at_once(in_features: usize) -> usize {
+pub(super) fn rows_at_once(in_features: usize) -> usize {
     (ELEMENTS_AT_ONCE / in_features.max(1)).max(64)
 }
 

@@ -244,8 +244,6 @@ impl StoredMatrix {
     /// # Panics
     /// Panics when `pruned` does not have one bit per element, rounded up to bytes.
     pub fn zero_bits(&mut self, pruned: &[u8]) {
-        /// Elements of a task: whole bytes of bits.
-        const CHUNK: usize = 1 << 15;
         assert_eq!(
             pruned.len(),
             (self.rows * self.columns).div_ceil(8),
@@ -253,15 +251,35 @@ impl StoredMatrix {
         );
         let tasks = pruned.par_chunks(CHUNK / 8);
         match &mut self.values {
-            StoredValues::F32(values) => bytemuck::cast_slice_mut::<f32, u32>(values)
-                .par_chunks_mut(CHUNK)
-                .zip(tasks)
-                .for_each(|(values, bits)| keep_some(values, bits, &WORDS)),
+            StoredValues::F32(values) => zero_bits_of(values, pruned),
             StoredValues::F16(values) => {
                 keep_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK)
             }
             StoredValues::Bf16(values) => {
                 keep_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK)
+            }
+        }
+    }
+
+    /// The mask of the elements that equal zero, of either sign: one bit per element, 1 = zero, row-major without padding, least
+    /// significant bit first, as [`StoredMatrix::zero_bits`] takes it.
+    pub fn zeros_mask(&self) -> Vec<u8> {
+        match &self.values {
+            // The sign bit is ignored.
+            StoredValues::F32(values) => {
+                zeros_mask(bytemuck::cast_slice::<_, u32>(values), |bits| {
+                    bits << 1 == 0
+                })
+            }
+            StoredValues::F16(values) => {
+                zeros_mask(bytemuck::cast_slice::<_, u16>(values), |bits| {
+                    bits << 1 == 0
+                })
+            }
+            StoredValues::Bf16(values) => {
+                zeros_mask(bytemuck::cast_slice::<_, u16>(values), |bits| {
+                    bits << 1 == 0
+                })
             }
         }
     }
@@ -290,6 +308,36 @@ pub(super) fn widen_bf16(values: &[bf16], wide: &mut [f32]) {
     for (wide, value) in wide.iter_mut().zip(values) {
         *wide = f32::from_bits(u32::from(value.to_bits()) << 16);
     }
+}
+
+/// Elements of a task that sets zeros: whole bytes of bits.
+const CHUNK: usize = 1 << 15;
+
+/// Writes +0 wherever a bit is set, as [`StoredMatrix::zero_bits`] does.
+///
+/// # Panics
+/// Panics when `pruned` does not have one bit per element, rounded up to bytes.
+pub fn zero_bits_of(values: &mut [f32], pruned: &[u8]) {
+    assert_eq!(
+        pruned.len(),
+        values.len().div_ceil(8),
+        "a mask has a bit for every weight"
+    );
+    bytemuck::cast_slice_mut::<f32, u32>(values)
+        .par_chunks_mut(CHUNK)
+        .zip(pruned.par_chunks(CHUNK / 8))
+        .for_each(|(values, bits)| keep_some(values, bits, &WORDS));
+}
+
+/// One bit per element, 1 = zero.
+fn zeros_mask<T: Copy + Sync>(values: &[T], is_zero: impl Fn(T) -> bool + Sync) -> Vec<u8> {
+    let byte = |values: &[T]| {
+        let bits = values.iter().enumerate();
+        bits.fold(0u8, |byte, (bit, value)| {
+            byte | u8::from(is_zero(*value)) << bit
+        })
+    };
+    values.par_chunks(8).map(byte).collect()
 }
 
 fn keep_halves(values: &mut [u16], tasks: rayon::slice::Chunks<'_, u8>, chunk: usize) {

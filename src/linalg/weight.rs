@@ -68,6 +68,14 @@ impl Products {
         }
     }
 
+    /// The kernel for gradients of a weight of this dtype: products of activations as exact as those with the weight.
+    pub fn of_gradients(self, dtype: StoredDtype) -> Kernel {
+        match (self, dtype) {
+            (Self::Bf16(_), StoredDtype::F32 | StoredDtype::F16) => Kernel::Fused,
+            _ => self.of_activations(),
+        }
+    }
+
     /// The kernel for products of activations.
     pub fn of_activations(self) -> Kernel {
         match self {

@@ -74,15 +74,32 @@ impl ModelConfig {
     /// Fails when the file is missing, larger than any config or not JSON, for any architecture or option we do not compute, and for
     /// values out of range; each error names the key.
     pub fn load(folder: &Path) -> Result<Self> {
+        Self::of_json(folder, &Self::read_json(folder)?)
+    }
+
+    /// Parses `config.json` in a model folder, and checks nothing else.
+    ///
+    /// # Errors
+    /// Fails when the file is missing, larger than any config or not JSON.
+    pub fn read_json(folder: &Path) -> Result<Value> {
         let path = folder.join("config.json");
         let text = read_settings(&path).map_err(|error| {
             Failure::new(format!("cannot read `{}`: {error}", path.display()))
                 .hint("--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
         })?;
-        let json: Value = serde_json::from_str(&text).map_err(|error| {
+        let json = serde_json::from_str(&text).map_err(|error| {
             Failure::new(format!("`{}` is not JSON: {error}", path.display())).hint(TAKE_ANOTHER)
         })?;
-        Self::from_json(&json)
+        Ok(json)
+    }
+
+    /// Checks the parsed `config.json` of a folder, which may have been changed after it was read.
+    ///
+    /// # Errors
+    /// Fails as [`ModelConfig::load`]; the error names the folder.
+    pub fn of_json(folder: &Path, json: &Value) -> Result<Self> {
+        let path = folder.join("config.json");
+        Self::from_json(json)
             .map_err(|error| match error.downcast::<Failure>() {
                 Ok(failure) if failure.hint.is_none() => failure.hint(TAKE_ANOTHER).into(),
                 Ok(failure) => failure.into(),

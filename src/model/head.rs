@@ -160,6 +160,11 @@ impl Head {
         (&self.norm, self.rms_norm_eps)
     }
 
+    /// The head's linear.
+    pub(super) fn lm_head(&self) -> &Linear {
+        &self.lm_head
+    }
+
     /// Rows of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.lm_head.out_features()

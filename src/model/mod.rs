@@ -4,6 +4,7 @@
 //! family.
 
 mod attention_layout;
+pub mod backward;
 pub mod config;
 mod context;
 pub mod differentiable;
@@ -21,6 +22,7 @@ pub mod shapes;
 pub mod smaller;
 mod tensors;
 
+pub use backward::LayerGradients;
 pub use config::{ModelConfig, RopeScaling};
 pub use context::LayerContext;
 pub use embedding::{EMBEDDING, Embedding};

@@ -61,6 +61,31 @@ impl Rotary {
         num_heads: usize,
         head_dim: usize,
     ) -> Result<()> {
+        self.rotate(x, first, num_heads, head_dim, |(a, b), cos, sin| {
+            (a * cos - b * sin, a * sin + b * cos)
+        })
+    }
+
+    /// Rotates every head of `x` by the negative angle of its row, from position 0 on: the gradient of [`Rotary::apply`]. A pair (a, b)
+    /// becomes (a·cos + b·sin, b·cos − a·sin).
+    ///
+    /// # Errors
+    /// Fails when `x` has another shape, or positions beyond the tables.
+    pub fn apply_back(&self, x: &mut [f32], num_heads: usize, head_dim: usize) -> Result<()> {
+        self.rotate(x, 0, num_heads, head_dim, |(a, b), cos, sin| {
+            (a * cos + b * sin, b * cos - a * sin)
+        })
+    }
+
+    /// Replaces every pair of `x` by a function of it and its row of the tables.
+    fn rotate(
+        &self,
+        x: &mut [f32],
+        first: usize,
+        num_heads: usize,
+        head_dim: usize,
+        turn: impl Fn((f32, f32), f32, f32) -> (f32, f32) + Sync,
+    ) -> Result<()> {
         let (width, half) = (num_heads * head_dim, head_dim / 2);
         let seqlen = x.len() / width.max(1);
         ensure!(
@@ -77,7 +102,7 @@ impl Rotary {
                     for head in token.chunks_exact_mut(head_dim) {
                         let (first, second) = head.split_at_mut(half);
                         for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-                            (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
+                            (*a, *b) = turn((*a, *b), *cos, *sin);
                         }
                     }
                 }

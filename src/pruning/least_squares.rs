@@ -107,6 +107,7 @@ pub(super) fn multiply(rows: &[f32], s: &[f32], n: usize, out: &mut [f32], packe
         columns: n,
         out,
         stride: n,
+        adds: false,
     };
     products(f32_kernel(), rows, n, &mut [job], packed);
 }

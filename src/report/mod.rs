@@ -5,6 +5,7 @@
 //! | `table`, `log`, `memory_log` | the table at the end of a run, and the files of the Python original |
 //! | `profile` | the table of `--profile` |
 //! | `inspection` | the table of `prune inspect` |
+//! | `quantization` | the result of `prune quantize` |
 //! | `card`, `front_matter` | the model card beside the weights, and the facts it takes over from another |
 //! | `page` | the page of `prune report`, from one or several runs |
 //! | `grid` | the table of a sweep, and the parts of its page |
@@ -31,6 +32,7 @@ pub mod page;
 pub mod plan;
 pub mod plots;
 pub mod profile;
+pub mod quantization;
 mod settings;
 pub mod table;
 

@@ -232,7 +232,7 @@ fn staged() -> (Place, Server) {
 fn run(place: &Place, server: &Server, page: &Path, line: &str) -> Option<String> {
     let arguments = line.strip_prefix("prune ").expect("a command of prune");
     let is_pruning = arguments.starts_with("--model") || arguments.starts_with("sweep --model");
-    let writes = is_pruning || arguments.starts_with("merge");
+    let writes = is_pruning || arguments.starts_with("merge") || arguments.starts_with("quantize");
     let mut arguments = arguments.to_string();
     if is_pruning && !arguments.contains("--nsamples") {
         arguments += " --nsamples 2";

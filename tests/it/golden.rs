@@ -6,6 +6,7 @@ mod allocation;
 mod compare;
 mod families;
 mod permutation;
+mod recovery;
 mod reference;
 mod repairs;
 
@@ -35,7 +36,7 @@ const FOLDERS: [(&str, usize); 3] = [
     ("wikitext-llama-8m", 10),
 ];
 
-/// Folders of other forms: `families` has tests of its own, the others belong to methods and operations that are not built.
+/// Folders of other forms, which have tests of their own or belong to operations that are not built.
 const OTHER_FOLDERS: [&str; 4] = ["families", "merge", "methods", "recovery"];
 
 /// Runs that also measure the dense model beside the pruned one in the same sweep, once per model.

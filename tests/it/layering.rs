@@ -26,6 +26,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("placement", &["run"]),
     ("model", &["checkpoint", "linalg", "run"]),
     ("pruning", &["linalg"]),
+    ("training", &["linalg"]),
+    ("quantized", &["checkpoint", "linalg", "run"]),
     ("recipe", &["run"]),
     ("merging", &["recipe", "linalg"]),
     ("adapter", &["checkpoint", "linalg", "run"]),
@@ -104,6 +106,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "pipeline",
             "recipe",
             "generation",
+            "quantized",
         ],
     ),
     (
@@ -125,6 +128,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "merging",
             "adapter",
             "vocabulary",
+            "quantized",
             "merge",
             "demo",
             "report",
@@ -167,6 +171,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "recipe",
             "merging",
             "hub",
+            "quantized",
             // Hidden commands.
             "demo",
             "synthetic",

@@ -35,6 +35,7 @@ mod origin;
 mod permute;
 mod plan;
 mod publishing;
+mod quantize;
 mod report;
 mod resume;
 mod run_folder;

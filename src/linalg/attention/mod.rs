@@ -15,6 +15,7 @@
 //! Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
 //! h / (num_heads / num_key_value_heads), without a repeated copy.
 
+pub mod backward;
 mod blocks;
 mod one_query;
 mod panels;

@@ -47,7 +47,7 @@ pub use cut::{Product, packed_bytes};
 pub use fused::{InBlocks, UNROLLED, block_of_c, in_blocks, plus_block};
 pub(super) use interleave::interleave;
 pub use packed::{Factor, Factors, Line, PackedWeight, Strided, Values};
-pub use products::{Packed, ProductJob, products};
+pub use products::{Packed, ProductJob, products, products_of};
 
 /// A kernel of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -186,7 +186,7 @@ impl Kernel {
     }
 
     /// Packs rows of a factor, at most a slab of `inner`, with zeros up to whole blocks.
-    /// `rows` is f32, `[rows, inner]`, and `packed` has [`Kernel::row_lines`] lines.
+    /// `rows` is f32, `[rows, inner]` in any layout, and `packed` has [`Kernel::row_lines`] lines.
     pub fn pack_rows(self, rows: Strided<'_>, count: usize, inner: usize, packed: &mut [Line]) {
         match self {
             Self::Fused => fused::pack_rows(rows, count, inner, packed),

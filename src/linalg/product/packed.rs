@@ -5,6 +5,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use super::super::rectangles::extent;
 use super::Kernel;
 
 /// 64 bytes: a cache line, and the unit of the bf16 instructions.
@@ -172,6 +173,17 @@ impl<'a> Strided<'a> {
         }
     }
 
+    /// Returns whether the slice has all elements of `rows` rows of `inner` elements.
+    pub(super) fn holds(&self, rows: usize, inner: usize) -> bool {
+        let (outer, along) = if self.is_transposed {
+            (inner, rows)
+        } else {
+            (rows, inner)
+        };
+        along <= self.stride
+            && extent(outer, along, self.stride, 1).is_some_and(|all| all <= self.values.len())
+    }
+
     /// The part from a row and an element of `inner` on.
     #[must_use]
     pub fn at(self, row: usize, inner: usize) -> Self {
@@ -249,6 +261,8 @@ impl PackedWeight {
 pub enum Factor<'a> {
     /// `[columns, inner]` as stored, row-major; packed while it is multiplied.
     Stored(Values<'a>),
+    /// `[columns, inner]` in another layout, such as a matrix `[inner, columns]`; packed while it is multiplied.
+    Strided(Strided<'a>),
     /// Columns of a packed weight from a first one on, at which a product may begin ([`PackedWeight::begins_at`]).
     Packed(&'a PackedWeight, usize),
 }

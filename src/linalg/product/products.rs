@@ -1,4 +1,6 @@
 //! Products of a common X on all threads: C is cut into rectangles, one per task, and X is packed once.
+//!
+//! A forward pass multiplies by rows of W. A backward pass multiplies by its columns, and reads X by columns; only packing differs.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -18,10 +20,12 @@ pub struct ProductJob<'a> {
     pub weight: Factor<'a>,
     /// Rows of W.
     pub columns: usize,
-    /// `[tokens, columns]`, rows `stride` elements apart. The old content is ignored; elements between rows are kept.
+    /// `[tokens, columns]`, rows `stride` elements apart. Elements between rows are kept.
     pub out: &'a mut [f32],
     /// Elements from row to row of `out`.
     pub stride: usize,
+    /// True if the product is added to the old content of `out`, which is ignored otherwise.
+    pub adds: bool,
 }
 
 /// Packed factors and sums, reused by every product.
@@ -60,6 +64,7 @@ impl Packed {
 struct Task<'a> {
     weight: Factor<'a>,
     out: Rectangle<'a>,
+    adds: bool,
 }
 
 /// The factor that all jobs share.
@@ -89,9 +94,28 @@ pub fn products(
         inner > 0 && x.len().is_multiple_of(inner),
         "x must be [tokens, inner]"
     );
+    let rows = Strided::rows(Values::F32(x), inner);
+    products_of(kernel, rows, (x.len() / inner, inner), jobs, packed);
+}
+
+/// [`products`] of an x in any layout, `[tokens, inner]`, such as a matrix `[inner, tokens]` that is read by columns.
+///
+/// # Panics
+/// Panics when a slice does not have the size of its shape, when `inner` is 0, and when x is not f32.
+pub fn products_of(
+    kernel: Kernel,
+    x: Strided<'_>,
+    (tokens, inner): (usize, usize),
+    jobs: &mut [ProductJob<'_>],
+    packed: &mut Packed,
+) {
+    assert!(
+        inner > 0 && x.holds(tokens, inner) && matches!(x.values, Values::F32(_)),
+        "x must be [tokens, inner], f32"
+    );
     let x = Activations {
-        values: Strided::rows(Values::F32(x), inner),
-        tokens: x.len() / inner,
+        values: x,
+        tokens,
         inner,
     };
     if x.tokens == 0 {
@@ -113,6 +137,7 @@ pub fn products(
 fn check(kernel: Kernel, job: &ProductJob<'_>, x: Activations<'_>) {
     let fits = match job.weight {
         Factor::Stored(weight) => Some(weight.len()) == job.columns.checked_mul(x.inner),
+        Factor::Strided(weight) => weight.holds(job.columns, x.inner),
         Factor::Packed(weight, first) => {
             weight.kernel == kernel
                 && weight.inner == x.inner
@@ -147,9 +172,9 @@ fn cut_into_tasks<'t>(
         let column_ranges: Vec<_> = (0..cut.column_parts[index])
             .map(|part| cut.columns(index, part))
             .collect();
-        let weight = job.weight;
+        let (weight, adds) = (job.weight, job.adds);
         let rectangles = rectangles::cut(job.out, job.stride, &row_ranges, &column_ranges);
-        tasks.extend(rectangles.map(|out| Task { weight, out }));
+        tasks.extend(rectangles.map(|out| Task { weight, out, adds }));
     }
     tasks.retain(|task| !task.out.rows().is_empty() && !task.out.columns().is_empty());
     tasks
@@ -178,7 +203,8 @@ fn multiply_by_slabs(x: Activations<'_>, tasks: &mut [Task<'_>], packed: &mut Pa
                     columns: columns.len(),
                     inner: slab.len(),
                 };
-                fused::multiply(factors, &mut task.out, slab.start > 0);
+                let adds = task.adds || slab.start > 0;
+                fused::multiply(factors, &mut task.out, adds);
             });
         });
     }
@@ -214,7 +240,9 @@ fn multiply_in_scratch(
                 let packed_x = &lines[shape.packed_rows(tokens, slab.start)..]
                     [shape.packed_rows(first_row, slab.len())..];
                 let w = match task.weight {
-                    Factor::Stored(_) => pack_part(kernel, task, x.inner, slab.clone(), w),
+                    Factor::Stored(_) | Factor::Strided(_) => {
+                        pack_part(kernel, task, x.inner, slab.clone(), w)
+                    }
                     Factor::Packed(weight, first) => {
                         &weight.lines[shape.packed_columns(weight.columns, slab.start)..]
                             [shape.packed_columns(first + first_column, slab.len())..]
@@ -230,7 +258,12 @@ fn multiply_in_scratch(
                 kernel.multiply(factors, sums, columns, slab.start > 0);
             }
             for (row, sums) in sums.chunks_exact(columns).enumerate() {
-                task.out.row(row).copy_from_slice(sums);
+                let out = task.out.row(row);
+                if task.adds {
+                    out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+                } else {
+                    out.copy_from_slice(sums);
+                }
             }
         });
     });
@@ -263,12 +296,14 @@ fn pack_part<'l>(
     slab: Range<usize>,
     lines: &'l mut Vec<Line>,
 ) -> &'l [Line] {
-    let Factor::Stored(weight) = task.weight else {
-        unreachable!("`Fused` has only stored weights, and the other kernels pack only these");
+    let weight = match task.weight {
+        Factor::Stored(weight) => Strided::rows(weight, inner),
+        Factor::Strided(weight) => weight,
+        Factor::Packed(..) => unreachable!("a packed weight is not packed again"),
     };
     let columns = task.out.columns();
     let lines = resize(lines, kernel.column_lines(columns.len(), slab.len()));
-    let weight = Strided::rows(weight, inner).at(columns.start, slab.start);
+    let weight = weight.at(columns.start, slab.start);
     kernel.pack_columns(weight, columns.len(), slab.len(), lines);
     lines
 }

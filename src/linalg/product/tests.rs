@@ -6,6 +6,7 @@ use super::tiles::{rounded, take_part};
 use super::*;
 
 mod precision;
+mod turned;
 
 /// Reproducible numbers in (-1, 1).
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
@@ -62,6 +63,7 @@ fn product(
         columns,
         out,
         stride,
+        adds: false,
     }];
     products(kernel, x, inner, &mut jobs, packed);
 }
@@ -200,6 +202,7 @@ fn products_made_together_have_the_bits_of_each_alone() {
                 columns,
                 out,
                 stride: columns,
+                adds: false,
             })
             .collect();
         products(kernel, &x, inner, &mut jobs, &mut Packed::default());
@@ -319,6 +322,7 @@ fn packed_bytes_are_those_of_the_footprint() {
                         columns,
                         out,
                         stride: columns,
+                        adds: false,
                     })
                     .collect();
                 pool.install(|| products(kernel, &x, inner, &mut jobs, &mut packed));

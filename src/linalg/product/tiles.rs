@@ -44,13 +44,13 @@ pub(super) fn pack_rows<const PARTS: usize>(
     inner: usize,
     packed: &mut [Line],
 ) {
-    assert!(!rows.is_transposed, "X comes row by row");
     let Values::F32(values) = rows.values else {
         unreachable!("activations are f32");
     };
     let pack = PackRows::<PARTS> {
         values,
         stride: rows.stride,
+        is_transposed: rows.is_transposed,
         count,
         inner,
         packed,
@@ -67,6 +67,7 @@ pub(super) fn pack_rows<const PARTS: usize>(
 struct PackRows<'a, const PARTS: usize> {
     values: &'a [f32],
     stride: usize,
+    is_transposed: bool,
     count: usize,
     inner: usize,
     packed: &'a mut [Line],
@@ -85,6 +86,9 @@ impl<const PARTS: usize> PackRows<'_, PARTS> {
     /// Packs all rows. With `ROUNDS`, the CPU rounds in one instruction.
     #[inline(always)]
     fn run<const ROUNDS: bool>(self) {
+        if self.is_transposed {
+            return self.run_turned::<ROUNDS>();
+        }
         let tiles = self.count.div_ceil(SHAPE.rows) * SHAPE.rows / TILE;
         let lines = self
             .packed
@@ -107,6 +111,38 @@ impl<const PARTS: usize> PackRows<'_, PARTS> {
                     values[..rest.len()].copy_from_slice(rest);
                     split_row::<PARTS, ROUNDS>(&[values], in_tile, lines);
                     rest = &[];
+                }
+            }
+        }
+    }
+
+    /// Packs all rows of a matrix `[inner, count]`: the elements of a tile are turned first.
+    #[inline(always)]
+    fn run_turned<const ROUNDS: bool>(self) {
+        let tiles = self.count.div_ceil(SHAPE.rows) * SHAPE.rows / TILE;
+        let lines = self
+            .packed
+            .chunks_exact_mut(tile_lines::<PARTS>(self.inner));
+        for (tile, lines) in lines.enumerate().take(tiles) {
+            let first = tile * TILE;
+            let present = self.count.saturating_sub(first).min(TILE);
+            for (step, lines) in lines.chunks_exact_mut(PARTS * TILE_LINES).enumerate() {
+                let k = step * DEPTH;
+                let mut turned = [[0.0; DEPTH]; TILE];
+                // The last columns of padding would begin behind the matrix.
+                let some = if present == 0 {
+                    0
+                } else {
+                    DEPTH.min(self.inner - k)
+                };
+                for at in 0..some {
+                    let values = &self.values[(k + at) * self.stride + first..][..present];
+                    for (turned, value) in turned.iter_mut().zip(values) {
+                        turned[at] = *value;
+                    }
+                }
+                for (in_tile, values) in turned.iter().enumerate() {
+                    split_row::<PARTS, ROUNDS>(std::slice::from_ref(values), in_tile, lines);
                 }
             }
         }

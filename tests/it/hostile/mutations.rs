@@ -114,7 +114,12 @@ fn open(folder: &Path) -> Result<(), TestCaseError> {
         }
     }
     let _ = Head::check(&checkpoint, &config);
-    let _ = prune::eval::inspect(&checkpoint, &config, Some(&checkpoint), &Silent);
+    let _ = prune::eval::inspect(
+        &prune::eval::Inspected::whole(&checkpoint),
+        &config,
+        Some(&checkpoint),
+        &Silent,
+    );
     for entry in checkpoint.tensors() {
         prop_assert!(entry.bytes <= 1 << 20, "{entry:?}");
         let mut bytes = vec![0; entry.bytes as usize];

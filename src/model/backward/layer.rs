@@ -1,0 +1,376 @@
+//! The vector-Jacobian product of a decoder layer: its activations are computed again from its input.
+//!
+//! ```text
+//! a = norm(x);  q, k, v;  c = attention(q, k, v);  h = x + c·Woᵀ;  m = norm(h);  y = h + (silu(g) ∘ u)·Wdownᵀ   (`layer`)
+//! dh = dy + norm'(h, dg·Wgate + du·Wup)        with dg, du from dy·Wdown, for some tokens at a time
+//! dx = dh + norm'(x, dq·Wq + dk·Wk + dv·Wv)    with dq, dk, dv from dc = dh·Wo, rotated back
+//! ```
+//!
+//! Attention takes all heads at once, whatever the memory settings say of heads; the MLP takes `mlp_tokens` tokens at once. The gradient
+//! of a rotation is the rotation by the negative angle. Products have the kernels of the forward pass (`linalg/gradient.rs`).
+
+use anyhow::{Result, ensure};
+use candle_core::Tensor;
+
+use super::super::family::Activation;
+use super::super::{DecoderLayer, LayerContext, Projection};
+use super::LayerGradients;
+use crate::linalg::attention::backward::{
+    AttentionGradients, AttentionInputs, causal_backward, partial_elements,
+};
+use crate::linalg::attention::{self, Heads};
+use crate::linalg::derivatives::{rms_norm_backward, silu_times_backward};
+use crate::linalg::linear::{LinearOutput, SingleToken, forward_all};
+use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
+use crate::linalg::profile::Part;
+use crate::linalg::{ProductContext, elementwise, tensor};
+
+/// PassSizes of a layer and a sample.
+#[derive(Debug, Clone, Copy)]
+struct PassSizes {
+    seqlen: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    /// Width of all queries.
+    queries: usize,
+    /// Width of all keys.
+    keys: usize,
+}
+
+impl PassSizes {
+    fn new(heads: Heads, hidden_size: usize, intermediate_size: usize, seqlen: usize) -> Self {
+        Self {
+            seqlen,
+            hidden_size,
+            intermediate_size,
+            queries: heads.num_heads * heads.head_dim,
+            keys: heads.num_key_value_heads * heads.head_dim,
+        }
+    }
+
+    /// Elements of the MLP's buffers for some tokens: the normed rows and their gradient, gate, up, and the gradient of their product.
+    fn mlp(&self, tokens: usize) -> [usize; 5] {
+        let (normed, wide) = (tokens * self.hidden_size, tokens * self.intermediate_size);
+        [normed, normed, wide, wide, wide]
+    }
+
+    /// Elements of the gradients of attention: of the context, of q, of k, of v, and of query heads.
+    fn attention(&self, heads: Heads) -> [usize; 5] {
+        let (queries, keys) = (self.seqlen * self.queries, self.seqlen * self.keys);
+        [
+            queries,
+            queries,
+            keys,
+            keys,
+            partial_elements(heads, self.seqlen),
+        ]
+    }
+
+    /// Elements of the buffers of the whole pass: normed states; q; k; v; the context; the states between attention and MLP, then the
+    /// gradient of the normed states; memory that MLP and attention use one after the other.
+    fn buffers(&self, heads: Heads, mlp_tokens: usize) -> [usize; 7] {
+        let (hidden, queries, keys) = (
+            self.seqlen * self.hidden_size,
+            self.seqlen * self.queries,
+            self.seqlen * self.keys,
+        );
+        let tokens = largest_part(self.seqlen, mlp_tokens, LEAST_ROWS);
+        let total = |sizes: [usize; 5]| sizes.iter().sum::<usize>();
+        let shared = total(self.mlp(tokens)).max(total(self.attention(heads)));
+        [hidden, queries, keys, keys, queries, hidden, shared]
+    }
+}
+
+/// Elements (f32) of activations and their gradients that exist at one time in [`DecoderLayer::backward`].
+///
+/// With L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries and all keys, and t tokens of the MLP at once:
+/// L·(2·H + 2·Q + 2·K) + max(t·(2·H + 3·I), L·(4·Q + 2·K)). The input, the gradient of the output and that of the input (L·H each) come
+/// in addition, as do [`LayerGradients`], packed factors of products, and the scratch of attention
+/// ([`backward_scratch_bytes`](attention::backward::backward_scratch_bytes)).
+///
+/// # Arguments
+/// * `mlp_tokens`: tokens of the MLP at once, of the memory settings
+pub fn backward_elements(
+    heads: Heads,
+    hidden_size: usize,
+    intermediate_size: usize,
+    seqlen: usize,
+    mlp_tokens: usize,
+) -> usize {
+    PassSizes::new(heads, hidden_size, intermediate_size, seqlen)
+        .buffers(heads, mlp_tokens)
+        .iter()
+        .sum()
+}
+
+/// Cuts a buffer into parts of these lengths.
+fn cut<const N: usize>(mut rest: &mut [f32], lengths: [usize; N]) -> [&mut [f32]; N] {
+    lengths.map(|length| {
+        let (part, behind) = std::mem::take(&mut rest).split_at_mut(length);
+        rest = behind;
+        part
+    })
+}
+
+/// The activations of attention that the backward pass needs.
+struct Recomputed<'a> {
+    /// `[seqlen, hidden_size]`
+    normed: &'a mut [f32],
+    q: &'a mut [f32],
+    k: &'a mut [f32],
+    v: &'a mut [f32],
+    context: &'a mut [f32],
+    /// The states between attention and MLP, `[seqlen, hidden_size]`.
+    between: &'a mut [f32],
+}
+
+impl DecoderLayer {
+    /// Returns the gradient of a loss with respect to the layer's input, and adds those of its weights to `gradients`.
+    ///
+    /// # Arguments
+    /// * `hidden`: the layer's input, `[seqlen, hidden_size]`
+    /// * `output_gradient`: the gradient with respect to the layer's output, in the same shape
+    ///
+    /// # Errors
+    /// Fails when a tensor has another shape or more tokens than the context was created for, and when a weight at rest cannot be read.
+    pub fn backward(
+        &self,
+        hidden: &Tensor,
+        output_gradient: &Tensor,
+        gradients: &mut LayerGradients,
+        context: &mut LayerContext,
+    ) -> Result<Tensor> {
+        let (_, width) = hidden.dims2()?;
+        let hidden_size = self.norms()[0].len();
+        ensure!(
+            width == hidden_size && hidden.dims() == output_gradient.dims(),
+            "hidden states are {:?} and their gradient {:?}; the layer needs both {hidden_size} wide",
+            hidden.dims(),
+            output_gradient.dims()
+        );
+        // Allocated here, because it outlives the pass.
+        let mut out = vec![0.0; hidden.elem_count()];
+        tensor::with_slice(hidden, |x| {
+            tensor::with_slice(output_gradient, |dy| {
+                // The pass runs on a thread of the pool, as that of `forward` does.
+                rayon::scope(|_| self.backward_rows(x, dy, &mut out, gradients, context))
+            })
+        })???;
+        tensor::from_vec(out, hidden.dims())
+    }
+
+    fn backward_rows(
+        &self,
+        x: &[f32],
+        dy: &[f32],
+        dx: &mut [f32],
+        gradients: &mut LayerGradients,
+        context: &mut LayerContext,
+    ) -> Result<()> {
+        let hidden_size = self.norms()[0].len();
+        let intermediate_size = self.linear(Projection::Gate).out_features();
+        let (heads, seqlen) = (self.heads(), x.len() / hidden_size);
+        let sizes = PassSizes::new(heads, hidden_size, intermediate_size, seqlen);
+        let mlp_tokens = context.settings.mlp_tokens;
+        let LayerContext {
+            rotary, workspace, ..
+        } = context;
+        let ([normed, q, k, v, attended, between, shared], products) =
+            workspace.buffers(sizes.buffers(heads, mlp_tokens));
+        let mut activations = Recomputed {
+            normed,
+            q,
+            k,
+            v,
+            context: attended,
+            between,
+        };
+        self.recompute(x, &mut activations, rotary, products)?;
+        dx.copy_from_slice(dy);
+        for part in parts(seqlen, mlp_tokens, LEAST_ROWS) {
+            let rows = part.start * hidden_size..part.end * hidden_size;
+            let buffers = cut(shared, sizes.mlp(part.len()));
+            let between = &activations.between[rows.clone()];
+            self.backward_mlp(
+                between,
+                &dy[rows.clone()],
+                &mut dx[rows],
+                buffers,
+                gradients,
+                products,
+            )?;
+        }
+        let buffers = cut(shared, sizes.attention(heads));
+        self.backward_attention(
+            x,
+            dx,
+            &mut activations,
+            buffers,
+            gradients,
+            rotary,
+            products,
+        )?;
+        products.watch.enter(Part::Elsewhere);
+        Ok(())
+    }
+
+    /// Computes attention as the forward pass does, and keeps its activations.
+    fn recompute(
+        &self,
+        x: &[f32],
+        activations: &mut Recomputed<'_>,
+        rotary: &super::super::Rotary,
+        products: &mut ProductContext,
+    ) -> Result<()> {
+        let Recomputed {
+            normed,
+            q,
+            k,
+            v,
+            context,
+            between,
+        } = activations;
+        let heads = self.heads();
+        products.watch.enter(Part::Qkv);
+        elementwise::rms_norm(x, self.norms()[0], self.rms_norm_eps(), normed);
+        let mut outputs = [
+            (Projection::Q, &mut **q),
+            (Projection::K, &mut **k),
+            (Projection::V, &mut **v),
+        ]
+        .map(|(projection, out)| LinearOutput {
+            linear: self.linear(projection),
+            features: 0..self.linear(projection).out_features(),
+            out,
+        });
+        forward_all(&mut outputs, normed, SingleToken::AsMany, products)?;
+        products.watch.enter(Part::Attention);
+        rotary.apply(q, 0, heads.num_heads, heads.head_dim)?;
+        rotary.apply(k, 0, heads.num_key_value_heads, heads.head_dim)?;
+        let columns = attention::Columns {
+            width: heads.num_heads * heads.head_dim,
+            first: 0,
+        };
+        let kernel = products.products.of_activations();
+        attention::causal_columns(kernel, heads, 0, q, k, v, context, columns);
+        products.watch.enter(Part::O);
+        let o = self.linear(Projection::O);
+        o.forward(context, between, SingleToken::AsMany, products)?;
+        elementwise::add(between, x);
+        Ok(())
+    }
+
+    /// Adds the MLP's part of the gradient with respect to `x`, its input before the norm, to `dx`.
+    fn backward_mlp(
+        &self,
+        x: &[f32],
+        dy: &[f32],
+        dx: &mut [f32],
+        [normed, dnormed, gate, up, product]: [&mut [f32]; 5],
+        gradients: &mut LayerGradients,
+        products: &mut ProductContext,
+    ) -> Result<()> {
+        products.watch.enter(Part::Mlp);
+        let norm = self.norms()[1];
+        elementwise::rms_norm(x, norm, self.rms_norm_eps(), normed);
+        let mut outputs = [(Projection::Gate, &mut *gate), (Projection::Up, &mut *up)].map(
+            |(projection, out)| LinearOutput {
+                linear: self.linear(projection),
+                features: 0..self.linear(projection).out_features(),
+                out,
+            },
+        );
+        forward_all(&mut outputs, normed, SingleToken::AsMany, products)?;
+        self.linear(Projection::Down)
+            .backward(dy, product, false, products)?;
+        match self.activation() {
+            Activation::Silu => silu_times_backward(gate, up, product),
+        }
+        self.add_gradient(Projection::Down, dy, product, gradients, products);
+        self.add_gradient(Projection::Gate, gate, normed, gradients, products);
+        self.add_gradient(Projection::Up, up, normed, gradients, products);
+        self.linear(Projection::Gate)
+            .backward(gate, dnormed, false, products)?;
+        self.linear(Projection::Up)
+            .backward(up, dnormed, true, products)?;
+        let weight = gradients.norm_mut(1);
+        rms_norm_backward(x, norm, self.rms_norm_eps(), dnormed, dx, weight);
+        Ok(())
+    }
+
+    /// Adds attention's part of the gradient with respect to `x`, the layer's input, to `dx`, the gradient of the states behind it.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "an input, its gradient, activations, buffers, and the parts of two contexts"
+    )]
+    fn backward_attention(
+        &self,
+        x: &[f32],
+        dx: &mut [f32],
+        activations: &mut Recomputed<'_>,
+        [dcontext, dq, dk, dv, partial]: [&mut [f32]; 5],
+        gradients: &mut LayerGradients,
+        rotary: &super::super::Rotary,
+        products: &mut ProductContext,
+    ) -> Result<()> {
+        let Recomputed {
+            normed,
+            q,
+            k,
+            v,
+            context,
+            between: dnormed,
+        } = activations;
+        let heads = self.heads();
+        products.watch.enter(Part::O);
+        self.add_gradient(Projection::O, dx, context, gradients, products);
+        self.linear(Projection::O)
+            .backward(dx, dcontext, false, products)?;
+        products.watch.enter(Part::Attention);
+        let inputs = AttentionInputs {
+            q,
+            k,
+            v,
+            context,
+            context_gradient: dcontext,
+        };
+        let out = AttentionGradients {
+            q: &mut *dq,
+            k: &mut *dk,
+            v: &mut *dv,
+        };
+        let kernel = products.products.of_activations();
+        causal_backward(kernel, heads, inputs, out, partial);
+        rotary.apply_back(dq, heads.num_heads, heads.head_dim)?;
+        rotary.apply_back(dk, heads.num_key_value_heads, heads.head_dim)?;
+        products.watch.enter(Part::Qkv);
+        let of = [
+            (Projection::Q, &*dq),
+            (Projection::K, &*dk),
+            (Projection::V, &*dv),
+        ];
+        for (at, (projection, gradient)) in of.into_iter().enumerate() {
+            self.add_gradient(projection, gradient, normed, gradients, products);
+            self.linear(projection)
+                .backward(gradient, dnormed, at > 0, products)?;
+        }
+        let (norm, weight) = (self.norms()[0], gradients.norm_mut(0));
+        rms_norm_backward(x, norm, self.rms_norm_eps(), dnormed, dx, weight);
+        Ok(())
+    }
+
+    /// Adds dyᵀ·x to the gradient of a matrix, unless it is frozen.
+    fn add_gradient(
+        &self,
+        projection: Projection,
+        dy: &[f32],
+        x: &[f32],
+        gradients: &mut LayerGradients,
+        products: &mut ProductContext,
+    ) {
+        if let Some(gradient) = gradients.weight_mut(projection) {
+            self.linear(projection)
+                .add_weight_gradient(dy, x, gradient, products);
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Checkpoints whose decoder linears are NF4, in the layout of bitsandbytes, which transformers loads.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `stored` | names and forms of the tensors of one matrix, and its `quant_state` |
+//! | `pass` | the writing of such a checkpoint, matrix by matrix |
+//! | `source` | [`QuantizedSource`], which reads it as if its matrices were dense |
+//!
+//! The codec itself is `linalg::nf4`. Embedding, head, norms and biases stay as they are.
+
+pub mod config;
+pub mod pass;
+pub mod source;
+pub mod stored;
+
+pub use pass::{QuantizePass, QuantizedTotals};
+pub use source::QuantizedSource;
+pub use stored::FourBitFormat;

@@ -1,0 +1,21 @@
+//! The result of `prune quantize` in words.
+
+use crate::run::QuantizationReport;
+
+/// The lines under a finished quantisation.
+pub fn text(report: &QuantizationReport) -> String {
+    let new_zeros = report.zeros_after.saturating_sub(report.zeros_before);
+    let share = |count: u64| 100.0 * count as f64 / report.weights.max(1) as f64;
+    format!(
+        "{} matrices in {}: {} instead of {}\n\
+         zeros        {:.2} % before, {:.2} % now: {new_zeros} small weights became 0, and all zeros stayed\n\
+         model        {}\n",
+        report.matrices,
+        report.format,
+        report.bytes_after,
+        report.bytes_before,
+        share(report.zeros_before),
+        share(report.zeros_after),
+        report.output
+    )
+}

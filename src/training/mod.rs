@@ -1,0 +1,23 @@
+//! The mathematics of recovery training: optimizers, learning rates, clipping, rounding.
+//!
+//! Every function works on slices: a flattened parameter in f32, its gradient, and the state of the optimizer as bytes. This room
+//! knows no models, files or devices. Weights that are stored in bf16 have f32 master values, which belong to the caller;
+//! [`rounding`] makes the stored values from them.
+//!
+//! Work is divided into parts of a fixed size, and sums have a fixed order. So results do not depend on threads.
+
+pub mod adamw;
+pub mod adamw8bit;
+pub mod clip;
+pub mod kept;
+pub mod optimizer;
+pub mod rounding;
+pub mod schedule;
+pub mod sgd;
+
+#[cfg(test)]
+mod adamw8bit_tests;
+
+pub use kept::KeptMask;
+pub use optimizer::{Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, TrainingStep};
+pub use schedule::{Schedule, ScheduleShape};
