@@ -21,11 +21,18 @@ use faer::traits::RealField;
 use faer::{Accum, Mat, MatMut, Par};
 use rayon::prelude::*;
 
+use crate::bytes::ByteSize;
+
 /// Parts of the work that may run at the same time. The number depends on the size alone, so that threads change no bit.
 const PARTS: usize = 8;
 
 /// Rows below which one thread computes alone: others would wait longer than they work.
 const ALONE: usize = 768;
+
+/// Bytes that these functions hold beside an f32 matrix `[n, n]`: two blocks of its columns.
+pub fn working_bytes(n: usize) -> ByteSize {
+    ByteSize::of(n.saturating_mul(2 * BLOCK), size_of::<f32>())
+}
 
 /// The parallelism for a matrix.
 fn parallelism(n: usize) -> Par {

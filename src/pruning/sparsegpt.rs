@@ -32,7 +32,7 @@ use super::target::Pattern;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
-use crate::linalg::factor::{NotPositive, inverse_factor};
+use crate::linalg::factor::{self, NotPositive, inverse_factor};
 use crate::linalg::gram::GramMatrix;
 use crate::linalg::update::{Update, subtract_product};
 
@@ -79,7 +79,9 @@ impl PruningMethod for SparseGpt {
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
         // U, the weights in f32 and a flag of each.
         let weights = out_features.saturating_mul(in_features);
-        GramMatrix::square_bytes(in_features) + ByteSize::of(weights, size_of::<f32>() + 1)
+        GramMatrix::square_bytes(in_features)
+            + factor::working_bytes(in_features)
+            + ByteSize::of(weights, size_of::<f32>() + 1)
     }
 
     fn operations(&self, out_features: usize, in_features: usize) -> f64 {
