@@ -35,6 +35,32 @@ use crate::run::{Events, WidthDropReport};
 use crate::runtime::Side;
 use crate::settings::{EvalSides, OutputSettings, Settings, WidthDropSettings, WidthOf};
 
+/// Refuses a number of heads that transformers does not load: it asks that `hidden_size` is a multiple of it, with `head_dim` too.
+fn check_heads(asked: &WidthDropSettings, config: &ModelConfig, groups: usize) -> Result<()> {
+    let (hidden, all) = (config.hidden_size, config.num_attention_heads);
+    let group = all / config.num_key_value_heads.max(1);
+    let loads = |groups: &usize| hidden.is_multiple_of(groups * group);
+    if groups == config.num_key_value_heads || loads(&groups) {
+        return Ok(());
+    }
+    let (share, of) = (asked.drop_width.0, asked.width_of.name());
+    let failure = Failure::usage(format!(
+        "--drop-width {share} --width-of {of} would keep {} of {all} heads, and transformers loads only numbers of heads that divide \
+         hidden_size {hidden}",
+        groups * group
+    ));
+    let fewer = (1..groups).rev().find(loads);
+    Err(match fewer {
+        Some(fewer) => failure.hint(format!(
+            "use --width-of mlp, or --drop-width {:.3} for {} heads",
+            1.0 - fewer as f64 / config.num_key_value_heads as f64,
+            fewer * group
+        )),
+        None => failure.hint("use --width-of mlp"),
+    }
+    .into())
+}
+
 /// The sizes that the flags ask for.
 ///
 /// # Errors
@@ -65,6 +91,7 @@ pub(super) fn width(
         },
     };
     if (width.intermediate_size, width.num_key_value_heads) != (channels, heads) {
+        check_heads(asked, config, width.num_key_value_heads)?;
         return Ok(width);
     }
     let (unit, units) = match of {

@@ -215,6 +215,18 @@ fn impossible_shares_are_refused_with_a_fix() {
         "error: --drop-width 0.1 --width-of heads would drop nothing: a layer has 2 key/value heads",
         "hint: use --drop-width 0.251 or more",
     );
+    let eight = Place::with(&RandomCheckpoint {
+        num_attention_heads: 8,
+        num_key_value_heads: 4,
+        ..RandomCheckpoint::default()
+    });
+    refuses_command(
+        &eight,
+        &line("--drop-width 0.25 --width-of heads --save out"),
+        2,
+        "error: --drop-width 0.25 --width-of heads would keep 6 of 8 heads, and transformers loads only numbers of heads that divide",
+        "hint: use --width-of mlp, or --drop-width 0.500 for 4 heads",
+    );
     refuses_command(
         &place,
         &line("--drop-width 0.3"),
