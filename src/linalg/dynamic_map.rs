@@ -138,7 +138,7 @@ fn smallest_of(cell: usize, is_negative: bool) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::linalg::golden::golden_f32;
+    use crate::linalg::golden_tests::golden_f32;
 
     fn searched(map: &DynamicMap, x: f32) -> u8 {
         map.middles.partition_point(|&middle| middle < x) as u8

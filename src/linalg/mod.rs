@@ -14,7 +14,7 @@ pub mod elementwise;
 pub mod exp;
 pub mod factor;
 #[cfg(test)]
-pub(crate) mod golden;
+pub(crate) mod golden_tests;
 pub mod gradient;
 pub mod gram;
 pub mod kernel;

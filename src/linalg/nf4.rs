@@ -32,7 +32,7 @@ pub const NESTED_BLOCK: usize = 256;
 const TASK_BLOCKS: usize = 256;
 
 /// Partial sums of scales; see [`mean`].
-const LANES: usize = 16;
+const LANES: usize = 8;
 
 /// The values of the codes.
 pub const CODEBOOK: [f32; 16] = [

@@ -3,7 +3,7 @@
 use super::*;
 use crate::linalg::StoredDtype;
 use crate::linalg::convert::{narrow, widen};
-use crate::linalg::golden::{golden_f32, golden_tensor};
+use crate::linalg::golden_tests::{golden_f32, golden_tensor};
 
 const FILE: &str = "bnb.nf4.safetensors";
 const CASES: [&str; 7] = [

@@ -4,7 +4,7 @@ use super::adamw::AdamW;
 use super::adamw8bit::{AdamW8bit, BLOCK};
 use super::{Hyperparameters, KeptMask, Optimizer, TrainingStep};
 use crate::linalg::dynamic_map::DynamicMap;
-use crate::linalg::golden::{golden_f32, golden_tensor};
+use crate::linalg::golden_tests::{golden_f32, golden_tensor};
 
 const FILE: &str = "adamw8bit.cuda-model.safetensors";
 

@@ -56,7 +56,7 @@ impl Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::linalg::golden::golden_folder;
+    use crate::linalg::golden_tests::golden_folder;
 
     #[test]
     fn the_cosine_is_that_of_a_recorded_training() {

@@ -224,7 +224,7 @@ fn impossible_shares_are_refused_with_a_fix() {
         &eight,
         &line("--drop-width 0.25 --width-of heads --save out"),
         2,
-        "error: --drop-width 0.25 --width-of heads would keep 6 of 8 heads, and transformers loads only numbers of heads that divide",
+        "error: --drop-width 0.25 --width-of heads would keep 6 of 8 heads, and transformers loads only numbers of heads that divide hidden_size 64",
         "hint: use --width-of mlp, or --drop-width 0.500 for 4 heads",
     );
     refuses_command(
@@ -241,7 +241,7 @@ fn impossible_shares_are_refused_with_a_fix() {
     }
 }
 
-/// Perplexities of stories260k with a fifth of the MLP channels dropped, refitted and not.
+/// Perplexities of stories260k with channels and heads dropped, refitted and not.
 #[test]
 fn the_refit_lowers_the_perplexity_of_stories() -> Result<()> {
     let Some(shared) = support::shared() else {
@@ -252,7 +252,7 @@ fn the_refit_lowers_the_perplexity_of_stories() -> Result<()> {
         let model = shared.join("models/stories260k");
         let text = |name: &str| dataset(&shared, name);
         let line = format!(
-            "--model {} --drop-width 0.2 --dataset {} --eval-dataset {} --nsamples 32 --seqlen 512 --dtype f32 --eval both --save {name} {more}",
+            "--model {} --dataset {} --eval-dataset {} --nsamples 32 --seqlen 512 --dtype f32 --eval both --save {name} {more}",
             model.display(),
             text("stories.train.txt")?,
             text("stories.test.txt")?,
@@ -264,9 +264,10 @@ fn the_refit_lowers_the_perplexity_of_stories() -> Result<()> {
             [perplexity.dense, perplexity.pruned].map(|one| one.map(|of| of.perplexity));
         Ok([dense.context("both")?, pruned.context("both")?])
     };
-    for part in ["mlp", "heads", "both"] {
-        let [dense, refitted] = run(&format!("{part}-refit"), &format!("--width-of {part}"))?;
-        let [_, plain] = run(part, &format!("--width-of {part} --no-width-refit"))?;
+    for (part, share) in [("mlp", 0.2), ("heads", 0.5), ("both", 0.5)] {
+        let flags = format!("--width-of {part} --drop-width {share}");
+        let [dense, refitted] = run(&format!("{part}-refit"), &flags)?;
+        let [_, plain] = run(part, &format!("{flags} --no-width-refit"))?;
         println!("{part}: dense {dense:.4}, refitted {refitted:.4}, not refitted {plain:.4}");
         assert!(
             dense < refitted && refitted < plain,
