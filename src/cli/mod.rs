@@ -110,7 +110,7 @@ enum Command {
     /// Show what a run would take: memory per phase and device, and time
     #[command(after_help = plan::EXAMPLES)]
     Plan(plan::PlanArgs),
-    /// Quantise a checkpoint to 4 bits, as bitsandbytes and transformers load it
+    /// Quantise a checkpoint to 4 bits, in the layout of bitsandbytes
     #[command(after_help = quantize::EXAMPLES)]
     Quantize(quantize::QuantizeArgs),
     /// Draw finished runs: pictures and one page

@@ -154,7 +154,7 @@ mod tests {
         let mut w = wave(rows * columns, 0.53);
         w.iter_mut().step_by(3).for_each(|w| *w = -0.0);
         let (a, b) = (wave(rank * columns, 0.37), wave(rows * rank, 0.71));
-        let is_kept = |at: usize| at % 3 != 0 && w[at] != 0.0;
+        let is_kept = |at: usize| !at.is_multiple_of(3) && w[at] != 0.0;
         for dtype in [StoredDtype::F32, StoredDtype::Bf16] {
             let weight = StoredMatrix::from_f32(dtype, rows, columns, &w);
             let low_rank = MaskedLowRank::new(&weight, a.clone(), b.clone(), scale);

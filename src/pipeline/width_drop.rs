@@ -4,6 +4,7 @@
 //! One narrower layer is in memory at a time.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use anyhow::{Context, Result};
 
@@ -205,9 +206,8 @@ impl<'a> Narrower<'a> {
         let mut linears =
             BTreeMap::from([(Projection::O, o.linear), (Projection::Down, down.linear)]);
         for projection in layer.projections().collect::<Vec<_>>() {
-            if !linears.contains_key(&projection) {
-                let linear = self.narrow_outputs(layer, projection, &channels)?;
-                linears.insert(projection, linear);
+            if let Entry::Vacant(missing) = linears.entry(projection) {
+                missing.insert(self.narrow_outputs(layer, projection, &channels)?);
             }
         }
         self.narrowed.heads.push(channels.heads);

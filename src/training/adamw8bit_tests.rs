@@ -19,7 +19,7 @@ fn settings(safeguards: bool) -> Hyperparameters {
 /// The rule of the reference's vectors: a 32-bit integer mixer, uniform in ±0.5, times 2^-(i mod spread); every fifth is +0.
 fn gradient(count: usize, step: u64, spread: u64) -> Vec<f32> {
     let value = |i: u64| {
-        if i % 5 == 0 {
+        if i.is_multiple_of(5) {
             return 0.0;
         }
         let seeded = i * 2_654_435_761 + step * 40_503 + 12_345;

@@ -15,20 +15,23 @@ use crate::support::{Place, edit_json, refuses_command, rewrite, shared};
 type Tensors = BTreeMap<String, (TensorEntry, Vec<u8>)>;
 
 fn tensors(folder: &Path) -> Tensors {
-    let checkpoint = Checkpoint::open(folder).unwrap();
+    let checkpoint = Checkpoint::open(folder).expect("a file that can be read and written");
     let read = |entry: &TensorEntry| {
         let mut bytes = vec![0; entry.bytes as usize];
-        checkpoint.read(entry, 0, &mut bytes).unwrap();
+        checkpoint
+            .read(entry, 0, &mut bytes)
+            .expect("a file that can be read and written");
         (entry.name.clone(), (entry.clone(), bytes))
     };
     checkpoint.tensors().map(read).collect()
 }
 
 fn copy_folder(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for file in fs::read_dir(from).unwrap() {
-        let file = file.unwrap();
-        fs::copy(file.path(), to.join(file.file_name())).unwrap();
+    fs::create_dir_all(to).expect("a file that can be read and written");
+    for file in fs::read_dir(from).expect("a file that can be read and written") {
+        let file = file.expect("a file that can be read and written");
+        fs::copy(file.path(), to.join(file.file_name()))
+            .expect("a file that can be read and written");
     }
 }
 
@@ -41,13 +44,15 @@ fn pruned_stories(shared: &Path) -> Place {
         &shared.join(masks),
         "wanda-0.6-unstructured.masks.safetensors",
     );
-    let masks = masks.unwrap();
+    let masks = masks.expect("a file that can be read and written");
     let bits = |name: &str| {
         let entry = masks
             .entry(name)
             .or_else(|| masks.entry(name.strip_suffix(".weight")?))?;
         let mut bits = vec![0; entry.bytes as usize];
-        masks.read(entry, 0, &mut bits).unwrap();
+        masks
+            .read(entry, 0, &mut bits)
+            .expect("a file that can be read and written");
         Some(bits)
     };
     let mut matrices = 0;
@@ -69,11 +74,14 @@ fn pruned_stories(shared: &Path) -> Place {
 fn quantized(place: &Place, format: &str, from: &str, to: &str) -> QuantizationReport {
     let ran = place.run(&format!("quantize --to {format} {from} --save {to} --json"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    serde_json::from_str(&ran.stdout).unwrap()
+    serde_json::from_str(&ran.stdout).expect("a file that can be read and written")
 }
 
 fn config(folder: &Path) -> Value {
-    serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap()
+    serde_json::from_slice(
+        &fs::read(folder.join("config.json")).expect("a file that can be read and written"),
+    )
+    .expect("JSON")
 }
 
 #[test]
@@ -108,10 +116,11 @@ fn every_tensor_is_that_which_transformers_wrote() {
 fn perplexity(place: &Place, model: &str, texts: &str) -> f64 {
     let ran = place.run(&format!("eval {model} {texts} --json"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    let record: Value = serde_json::from_str(&ran.stdout).unwrap();
+    let record: Value =
+        serde_json::from_str(&ran.stdout).expect("a file that can be read and written");
     record["perplexity"]["dense"]["perplexity"]
         .as_f64()
-        .unwrap()
+        .expect("a file that can be read and written")
 }
 
 #[test]
@@ -128,29 +137,40 @@ fn the_perplexity_is_that_of_the_reference() {
         "--eval-dataset wikitext2:{} --seqlen 512 --dtype f32",
         text.display()
     );
-    let record = fs::read(shared.join("goldens/recovery/curve.lora-nf4.json")).unwrap();
-    let record: Value = serde_json::from_slice(&record).unwrap();
-    let expected = record["perplexity_base"].as_f64().unwrap();
+    let record = fs::read(shared.join("goldens/recovery/curve.lora-nf4.json"))
+        .expect("a file that can be read and written");
+    let record: Value =
+        serde_json::from_slice(&record).expect("a file that can be read and written");
+    let expected = record["perplexity_base"]
+        .as_f64()
+        .expect("a file that can be read and written");
     let found = perplexity(&place, "q", &texts);
     assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
 }
 
 /// Writes the model that `q` is when its matrices are restored, as `d`.
 fn dequantized(place: &Place) {
-    let base = std::sync::Arc::new(Checkpoint::open(&place.path("q")).unwrap());
-    let source = prune::quantized::QuantizedSource::open(base).unwrap();
+    let base = std::sync::Arc::new(
+        Checkpoint::open(&place.path("q")).expect("a file that can be read and written"),
+    );
+    let source =
+        prune::quantized::QuantizedSource::open(base).expect("a file that can be read and written");
     copy_folder(&place.path("m"), &place.path("d"));
     rewrite(place, |name, _, bytes| {
-        let entry = source.entry(name).unwrap();
+        let entry = source
+            .entry(name)
+            .expect("a file that can be read and written");
         assert_eq!(entry.bytes as usize, bytes.len());
-        source.read(entry, 0, bytes).unwrap();
+        source
+            .read(entry, 0, bytes)
+            .expect("a file that can be read and written");
         true
     });
     fs::rename(
         place.path("m/model.safetensors"),
         place.path("d/model.safetensors"),
     )
-    .unwrap();
+    .expect("a file that can be read and written");
 }
 
 #[test]
@@ -180,7 +200,8 @@ fn a_four_bit_model_computes_as_its_dequantised_one() {
         let [q, d] = ["q", "d"].map(|model| {
             let ran = place.run(&format!("inspect {model} --json"));
             assert_eq!(ran.code, 0, "{}", ran.stderr);
-            serde_json::from_str::<Inspection>(&ran.stdout).unwrap()
+            serde_json::from_str::<Inspection>(&ran.stdout)
+                .expect("a file that can be read and written")
         });
         assert_eq!(q.layers, d.layers);
         assert_eq!(q.parameters, d.parameters);
@@ -195,11 +216,18 @@ fn reads_may_begin_and_end_anywhere() {
         ..RandomCheckpoint::default()
     });
     quantized(&place, "nf4-double", "m", "q");
-    let base = std::sync::Arc::new(Checkpoint::open(&place.path("q")).unwrap());
-    let source = prune::quantized::QuantizedSource::open(base).unwrap();
-    let entry = source.entry("model.layers.0.mlp.down_proj.weight").unwrap();
+    let base = std::sync::Arc::new(
+        Checkpoint::open(&place.path("q")).expect("a file that can be read and written"),
+    );
+    let source =
+        prune::quantized::QuantizedSource::open(base).expect("a file that can be read and written");
+    let entry = source
+        .entry("model.layers.0.mlp.down_proj.weight")
+        .expect("a file that can be read and written");
     let mut whole = vec![0; entry.bytes as usize];
-    source.read(entry, 0, &mut whole).unwrap();
+    source
+        .read(entry, 0, &mut whole)
+        .expect("a file that can be read and written");
     let length = whole.len();
     for (start, end) in [
         (0, 0),
@@ -211,7 +239,9 @@ fn reads_may_begin_and_end_anywhere() {
         (length - 1, length),
     ] {
         let mut piece = vec![0; end - start];
-        source.read(entry, start as u64, &mut piece).unwrap();
+        source
+            .read(entry, start as u64, &mut piece)
+            .expect("a file that can be read and written");
         assert_eq!(piece, whole[start..end], "{start}..{end}");
     }
     let beyond = source.read(entry, length as u64, &mut [0]);
@@ -229,11 +259,14 @@ fn results_do_not_depend_on_threads_and_pruned_weights_stay_zero() {
         (two.zeros_before, two.zeros_after)
     );
     assert!(one.zeros_after >= one.zeros_before && 2 * one.zeros_before >= one.weights - 64);
-    let [one, two] = ["one", "two"]
-        .map(|folder| fs::read(place.path(folder).join("model.safetensors")).unwrap());
+    let [one, two] = ["one", "two"].map(|folder| {
+        fs::read(place.path(folder).join("model.safetensors"))
+            .expect("a file that can be read and written")
+    });
     assert!(one == two);
     let inspected = place.run("inspect one --json");
-    let inspection: Inspection = serde_json::from_str(&inspected.stdout).unwrap();
+    let inspection: Inspection =
+        serde_json::from_str(&inspected.stdout).expect("a file that can be read and written");
     assert!(
         inspection.sparsity.ratio >= 0.49,
         "{}",
@@ -299,7 +332,7 @@ fn what_cannot_be_quantised_or_pruned_is_refused() {
 fn damaged_parts_are_named() {
     let place = Place::new();
     quantized(&place, "nf4-double", "m", "q");
-    fs::remove_dir_all(place.path("m")).unwrap();
+    fs::remove_dir_all(place.path("m")).expect("a file that can be read and written");
     let q = "model.layers.1.self_attn.q_proj.weight";
     for (end, change) in [
         (".absmax", None),

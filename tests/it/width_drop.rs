@@ -268,7 +268,6 @@ fn the_refit_lowers_the_perplexity_of_stories() -> Result<()> {
         let flags = format!("--width-of {part} --drop-width {share}");
         let [dense, refitted] = run(&format!("{part}-refit"), &flags)?;
         let [_, plain] = run(part, &format!("{flags} --no-width-refit"))?;
-        println!("{part}: dense {dense:.4}, refitted {refitted:.4}, not refitted {plain:.4}");
         assert!(
             dense < refitted && refitted < plain,
             "{part}: {dense} {refitted} {plain}"

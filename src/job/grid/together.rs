@@ -105,7 +105,7 @@ pub(super) fn run(
 fn techniques(cells: &[Settings]) -> Result<Vec<Technique>> {
     let of = |settings: &Settings| -> Result<Technique> {
         let sparsity = settings.sparsity.as_ref().context("a cell prunes")?;
-        Ok(sparsity.technique()?)
+        sparsity.technique()
     };
     cells.iter().map(of).collect()
 }
@@ -177,7 +177,7 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
         measured.push(conclude(job, outputs, layers, results, &recorders[*at]));
     }
     for (((at, job), outputs), pruned) in jobs.iter().zip(&mut outputs).zip(measured) {
-        let finish = |pruned| finish(job, outputs, pruned, peak.clone(), &recorders[*at]);
+        let finish = |pruned| finish(job, outputs, pruned, peak, &recorders[*at]);
         let outcome = pruned.and_then(finish);
         if let Err(error) = &outcome
             && error.is::<Stopped>()
