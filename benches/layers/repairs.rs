@@ -55,6 +55,7 @@ pub(super) fn repairs(criterion: &mut Criterion<OfPeak>) {
                     columns: n,
                     out: &mut out,
                     stride: n,
+                    adds: false,
                 };
                 products(f32_kernel(), &rows, n, &mut [job], &mut packed);
             });
