@@ -10,7 +10,7 @@
 //!    Group g keeps with column c: a constant + Σ_rows max(t_g, x_c), t_g the K-th highest score of the group's other columns. This is
 //!    a linear sum assignment (`linalg/assignment.rs`).
 //!
-//! Gains are added in f32 over [`ROWS`] rows and in f64 beyond, in fixed parts, so results do not depend on threads. Scores are made anew
+//! Gains are added in f32 over `ROWS` rows and in f64 beyond, in fixed parts, so results do not depend on threads. Scores are made anew
 //! for every place and part of the rows: no copy of all scores exists. Where an order keeps no more than the columns as they are, the
 //! columns stay as they are; the reference has no such check. Ties in a sort fall to the lower column.
 
