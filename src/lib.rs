@@ -22,6 +22,7 @@ pub mod placement;
 pub mod pruning;
 pub mod quantized;
 pub mod recipe;
+pub mod recovery;
 pub mod report;
 pub mod run;
 pub mod runtime;

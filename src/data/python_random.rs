@@ -30,6 +30,12 @@ impl PythonRandom {
         self.generator.next_u32()
     }
 
+    /// `random.random()`: uniform in [0, 1), with 53 bits.
+    pub fn random(&mut self) -> f64 {
+        let (high, low) = (self.next_u32() >> 5, self.next_u32() >> 6);
+        (f64::from(high) * 67_108_864.0 + f64::from(low)) / 9_007_199_254_740_992.0
+    }
+
     /// `random.getrandbits(bits)` for at most 64 bits: the top bits of one output, or a whole output below the top bits of
     /// the next. 0 bits give 0 and consume nothing; more than 64 are read as 64.
     pub fn getrandbits(&mut self, bits: u32) -> u64 {

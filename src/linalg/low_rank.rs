@@ -9,10 +9,10 @@
 //! ```
 //!
 //! LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3. The mask inside the training is that of LoRS, Hu et al. 2025, arXiv:2501.08582. LoRS
-//! avoids G. Here G is the gradient of a whole weight, so that masked LoRA is the full gradient and two thin products; samples
-//! accumulate in G, and the factors change once per step.
+//! avoids G. Here G is the gradient of a whole weight for one sample, so that masked LoRA is the full gradient and two thin products.
 //!
-//! Memory of a matrix: W' in the dtype of the products, 4·out·in bytes of G, and out·in / 8 bytes of M. A and B take 4·rank·(out + in).
+//! Memory of a matrix: W' in the dtype of the products and out·in / 8 bytes of M. A, B and their gradients take 8·rank·(out + in). G takes
+//! 4·out·in, for one matrix at a time.
 
 use anyhow::Result;
 use rayon::prelude::*;
@@ -50,20 +50,8 @@ impl MaskedLowRank {
     /// # Panics
     /// Panics when the factors do not have the sizes of their shapes.
     pub fn new(weight: &StoredMatrix, a: Vec<f32>, b: Vec<f32>, scale: f32) -> Self {
-        let (out_features, in_features) = (weight.rows(), weight.columns());
-        let rank = a.len() / in_features.max(1);
-        assert!(
-            rank > 0 && a.len() == rank * in_features && b.len() == out_features * rank,
-            "A must be [rank, in], and B [out, rank]"
-        );
-        Self {
-            out_features,
-            in_features,
-            scale,
-            pruned: weight.zeros_mask(),
-            a,
-            b,
-        }
+        let shape = (weight.rows(), weight.columns());
+        Self::with_mask(shape, weight.zeros_mask(), [a, b], scale)
     }
 
     /// The rank of the change.
@@ -114,10 +102,40 @@ impl MaskedLowRank {
         Ok(changed)
     }
 
-    /// Masks `gradient` G in place, and writes the gradients of the factors.
+    /// The same change with the mask given: where the weight's own zeros are not it, as behind a quantisation.
+    ///
+    /// # Panics
+    /// Panics when a slice does not have the size of its shape.
+    pub fn with_mask(
+        (out_features, in_features): (usize, usize),
+        pruned: Vec<u8>,
+        [a, b]: [Vec<f32>; 2],
+        scale: f32,
+    ) -> Self {
+        let rank = a.len() / in_features.max(1);
+        assert!(
+            rank > 0 && a.len() == rank * in_features && b.len() == out_features * rank,
+            "A must be [rank, in], and B [out, rank]"
+        );
+        assert_eq!(
+            pruned.len(),
+            (out_features * in_features).div_ceil(8),
+            "a mask has a bit for every weight"
+        );
+        Self {
+            out_features,
+            in_features,
+            scale,
+            pruned,
+            a,
+            b,
+        }
+    }
+
+    /// Masks `gradient` G in place, and adds what it is for the factors to their gradients.
     ///
     /// # Arguments
-    /// * `gradient`: G `[out, in]` of all samples of a step; pruned elements become +0
+    /// * `gradient`: G `[out, in]` of some tokens; pruned elements become +0
     /// * `da`: `[rank, in]`
     /// * `db`: `[out, rank]`
     ///
@@ -135,8 +153,12 @@ impl MaskedLowRank {
         let g = View::strided(gradient, rows, columns, columns);
         let a = View::strided(&self.a, rank, columns, columns);
         let b = View::strided(&self.b, rows, rank, rank);
-        matmul(db, rank, self.scale, g, a.transposed(), Threads::All);
-        matmul(da, columns, self.scale, b.transposed(), g, Threads::All);
+        let (mut of_a, mut of_b) = (vec![0.0; da.len()], vec![0.0; db.len()]);
+        matmul(&mut of_b, rank, self.scale, g, a.transposed(), Threads::All);
+        matmul(&mut of_a, columns, self.scale, b.transposed(), g, Threads::All);
+        for (sums, more) in [(da, of_a), (db, of_b)] {
+            sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
+        }
     }
 }
 
@@ -185,7 +207,7 @@ mod tests {
             }
             let gradient = wave(w.len(), 0.19);
             let (mut g, mut da, mut db) =
-                (gradient.clone(), vec![9.0; a.len()], vec![9.0; b.len()]);
+                (gradient.clone(), vec![0.0; a.len()], vec![0.0; b.len()]);
             low_rank.project(&mut g, &mut da, &mut db);
             for (at, g) in g.iter().enumerate() {
                 // A gradient times 0 would be −0 where it is negative.

@@ -169,7 +169,27 @@ impl DecoderLayer {
         }
     }
 
-    /// Weights of the norms before attention and before the MLP.
+    /// Weights of the norms before attention and before the MLP, as f32.
+    pub fn norm_weights(&self) -> [&[f32]; 2] {
+        self.norms()
+    }
+
+    /// The names of the norms' tensors.
+    pub fn norm_names(&self) -> [String; 2] {
+        let index = self.index;
+        let name = |norm: &str| format!("model.layers.{index}.{norm}.weight");
+        self.family.norms.map(name)
+    }
+
+    /// Replaces the weights of a norm.
+    ///
+    /// # Panics
+    /// Panics when there are not as many values as before.
+    pub fn set_norm(&mut self, norm: usize, values: &[f32]) {
+        self.revision += 1;
+        self.norms[norm].copy_from_slice(values);
+    }
+
     pub(super) fn norms(&self) -> [&[f32]; 2] {
         self.norms.each_ref().map(Vec::as_slice)
     }

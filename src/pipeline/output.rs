@@ -60,6 +60,17 @@ impl Output<'_> {
             .with_context(|| format!("writing `{name}`"))
     }
 
+    /// Writes a whole tensor.
+    ///
+    /// # Errors
+    /// Fails when the disk refuses.
+    pub fn write_tensor(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        match &mut self.sink {
+            Some(sink) => (sink.write(name, bytes)).with_context(|| format!("writing `{name}`")),
+            None => Ok(()),
+        }
+    }
+
     /// Writes vectors of the source in another order: `order[new] = old`.
     pub(super) fn write_permuted(&mut self, names: &[String], order: &[usize]) -> Result<()> {
         let Some(sink) = &mut self.sink else {
@@ -72,7 +83,10 @@ impl Output<'_> {
     }
 
     /// Writes matrices of a layer, waits for the disk, then records the layer as finished. `layers` holds the reports up to this one.
-    pub(super) fn save(
+    ///
+    /// # Errors
+    /// Fails when the disk refuses.
+    pub fn save(
         &mut self,
         layer: &DecoderLayer,
         unwritten: &[Projection],

@@ -62,6 +62,20 @@ impl Mask {
         }
     }
 
+    /// The mask with these bits.
+    ///
+    /// # Panics
+    /// Panics when there is not a bit for every weight, rounded up to bytes.
+    pub fn from_bits(rows: usize, columns: usize, bits: Vec<u8>) -> Self {
+        let bytes = (rows * columns).div_ceil(8);
+        assert_eq!(bits.len(), bytes, "a mask has a bit for every weight");
+        Self {
+            rows,
+            columns,
+            bits,
+        }
+    }
+
     /// Builds a mask row by row on all threads.
     ///
     /// # Arguments

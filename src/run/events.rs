@@ -69,6 +69,21 @@ pub enum Event {
         #[serde(rename = "seconds", serialize_with = "seconds")]
         elapsed: Duration,
     },
+    /// A step of a training is over.
+    TrainingStep {
+        /// Its number, from 1; inside a layer where layers are trained one by one.
+        step: u64,
+        /// All steps.
+        steps: u64,
+        /// The layer that is trained; `None` for the whole model.
+        layer: Option<usize>,
+        /// The loss before the step's update.
+        loss: f64,
+        /// The learning rate.
+        rate: f64,
+        /// Tokens of the step.
+        tokens: u64,
+    },
     /// A fact for the user ("tokens from the cache").
     Note {
         /// The fact.

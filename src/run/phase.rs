@@ -35,6 +35,12 @@ pub enum Phase {
     /// Evaluation windows pass the pruned layer.
     #[serde(rename = "evaluate pruned", alias = "evaluate")]
     EvaluatePruned,
+    /// Examples pass a layer in training.
+    Forward,
+    /// Gradients pass a layer.
+    Backward,
+    /// Parameters change, and become the weights of a layer.
+    Update,
     /// The run waits for written weights.
     Write,
     /// Logits and losses of the evaluation windows.

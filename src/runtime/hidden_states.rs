@@ -181,7 +181,7 @@ pub fn check_spill_folder(folder: &Path) -> Result<()> {
 const NAMES: usize = 16;
 
 /// Creates a spill file that only its owner can read. It never opens an existing file and never follows a link.
-fn spill_file(folder: &Path, stream: &str) -> Result<File> {
+pub fn spill_file(folder: &Path, stream: &str) -> Result<File> {
     let refused = |error: std::io::Error| {
         Failure::new(format!(
             "cannot create a spill file in `{}`: {error}",

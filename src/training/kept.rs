@@ -2,6 +2,10 @@
 //!
 //! A pruned weight has bit 0. Its parameter and its states stay exactly +0, whatever its gradient is.
 
+use rayon::prelude::*;
+
+use super::adamw::TASK;
+
 /// Elements per byte of a mask.
 pub(super) const PER_BYTE: usize = 8;
 
@@ -62,11 +66,15 @@ impl KeptMask {
     /// Panics where there are not as many values as elements.
     pub fn apply(&self, values: &mut [f32]) {
         assert_eq!(values.len(), self.elements, "a mask of these values");
-        for (values, &byte) in values.chunks_mut(PER_BYTE).zip(&self.bits) {
-            for (at, value) in values.iter_mut().enumerate() {
-                *value = if byte >> at & 1 == 1 { *value } else { 0.0 };
+        let tasks = values.par_chunks_mut(TASK);
+        let tasks = tasks.zip(self.bits.par_chunks(TASK / PER_BYTE));
+        tasks.for_each(|(values, bits)| {
+            for (values, &byte) in values.chunks_mut(PER_BYTE).zip(bits) {
+                for (at, value) in values.iter_mut().enumerate() {
+                    *value = if byte >> at & 1 == 1 { *value } else { 0.0 };
+                }
             }
-        }
+        });
     }
 }
 

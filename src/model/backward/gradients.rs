@@ -1,20 +1,36 @@
 //! The gradients of a layer's weights, added up in f32 over the samples of a step.
 //!
-//! Memory: 4 bytes per element of each wanted matrix, so four times the elements of a layer for all weights. A caller that trains
-//! low-rank changes needs the same matrices, of one layer at a time ([`MaskedLowRank`](crate::linalg::MaskedLowRank)).
+//! A trained matrix has a gradient of its own size, 4 bytes per element. A low-rank change ([`MaskedLowRank`]) has those of its factors
+//! only: the gradient of the matrix exists for one matrix and one part of a sample at a time, is masked, and becomes those of the factors.
 
 use std::collections::BTreeMap;
 
 use super::super::{DecoderLayer, Projection};
 use crate::linalg::stored::zero_bits_of;
+use crate::linalg::{Linear, MaskedLowRank, ProductContext};
 
 /// Gradients of some matrices of a layer, and of its norms if these are wanted.
 #[derive(Debug, Clone, Default)]
 pub struct LayerGradients {
-    /// `[out_features, in_features]` each.
-    weights: BTreeMap<Projection, Vec<f32>>,
+    weights: BTreeMap<Projection, MatrixGradient>,
     /// Of the norms before attention and before the MLP, `[hidden_size]` each.
     norms: Option<[Vec<f32>; 2]>,
+    /// The gradient of one matrix, before it becomes those of factors.
+    scratch: Vec<f32>,
+}
+
+/// The gradient of one matrix.
+#[derive(Debug, Clone)]
+enum MatrixGradient {
+    /// `[out_features, in_features]`
+    Whole(Vec<f32>),
+    Factors {
+        change: MaskedLowRank,
+        /// `[rank, in_features]`
+        a: Vec<f32>,
+        /// `[out_features, rank]`
+        b: Vec<f32>,
+    },
 }
 
 impl LayerGradients {
@@ -25,14 +41,30 @@ impl LayerGradients {
     pub fn new(layer: &DecoderLayer, projections: impl IntoIterator<Item = Projection>) -> Self {
         let zeros = |projection| {
             let linear = layer.linear(projection);
-            vec![0.0; linear.out_features() * linear.in_features()]
+            MatrixGradient::Whole(vec![0.0; linear.out_features() * linear.in_features()])
         };
         Self {
             weights: projections
                 .into_iter()
                 .map(|projection| (projection, zeros(projection)))
                 .collect(),
-            norms: None,
+            ..Self::default()
+        }
+    }
+
+    /// Zeros for the factors of low-rank changes. The changes are those that the layer's weights contain.
+    pub fn of_factors(changes: BTreeMap<Projection, MaskedLowRank>) -> Self {
+        let zeros = |change: MaskedLowRank| MatrixGradient::Factors {
+            a: vec![0.0; change.a.len()],
+            b: vec![0.0; change.b.len()],
+            change,
+        };
+        Self {
+            weights: changes
+                .into_iter()
+                .map(|(projection, change)| (projection, zeros(change)))
+                .collect(),
+            ..Self::default()
         }
     }
 
@@ -48,7 +80,11 @@ impl LayerGradients {
     /// Sets all gradients to zero, for the next step.
     pub fn clear(&mut self) {
         let norms = self.norms.iter_mut().flatten();
-        for values in self.weights.values_mut().chain(norms) {
+        let weights = self.weights.values_mut().flat_map(|gradient| match gradient {
+            MatrixGradient::Whole(values) => vec![values],
+            MatrixGradient::Factors { a, b, .. } => vec![a, b],
+        });
+        for values in weights.chain(norms) {
             values.fill(0.0);
         }
     }
@@ -58,14 +94,20 @@ impl LayerGradients {
         self.weights.keys().copied()
     }
 
-    /// The gradient of a matrix `[out_features, in_features]`; `None` if it is frozen.
+    /// The gradient of a matrix `[out_features, in_features]`; `None` if it is frozen, or only its factors are trained.
     pub fn weight(&self, projection: Projection) -> Option<&[f32]> {
-        self.weights.get(&projection).map(Vec::as_slice)
+        match self.weights.get(&projection)? {
+            MatrixGradient::Whole(values) => Some(values),
+            MatrixGradient::Factors { .. } => None,
+        }
     }
 
-    /// The gradient of a matrix, for a change.
-    pub fn weight_mut(&mut self, projection: Projection) -> Option<&mut [f32]> {
-        self.weights.get_mut(&projection).map(Vec::as_mut_slice)
+    /// The gradients of the factors of a matrix: of A `[rank, in_features]` and of B `[out_features, rank]`; `None` if it has none.
+    pub fn factors(&self, projection: Projection) -> Option<[&[f32]; 2]> {
+        match self.weights.get(&projection)? {
+            MatrixGradient::Whole(_) => None,
+            MatrixGradient::Factors { a, b, .. } => Some([a, b]),
+        }
     }
 
     /// Gradients of the norms before attention and before the MLP; `None` if they are frozen.
@@ -79,7 +121,31 @@ impl LayerGradients {
         self.norms.as_mut().map(|norms| norms[norm].as_mut_slice())
     }
 
+    /// Adds dyᵀ·x to the gradient of a matrix, or what it is to its factors, unless the matrix is frozen.
+    pub(super) fn add(
+        &mut self,
+        (projection, linear): (Projection, &Linear),
+        dy: &[f32],
+        x: &[f32],
+        products: &mut ProductContext,
+    ) {
+        match self.weights.get_mut(&projection) {
+            None => {}
+            Some(MatrixGradient::Whole(values)) => {
+                linear.add_weight_gradient(dy, x, values, products);
+            }
+            Some(MatrixGradient::Factors { change, a, b }) => {
+                let elements = linear.out_features() * linear.in_features();
+                self.scratch.clear();
+                self.scratch.resize(elements, 0.0);
+                linear.add_weight_gradient(dy, x, &mut self.scratch, products);
+                change.project(&mut self.scratch, a, b);
+            }
+        }
+    }
+
     /// Writes +0 to the gradients of pruned weights. Their product with a mask could be −0, which an optimizer may not take for zero.
+    /// Factors are masked already.
     ///
     /// # Arguments
     /// * `pruned`: one bit per element, 1 = pruned, row-major without padding, least significant bit first
@@ -87,7 +153,7 @@ impl LayerGradients {
     /// # Panics
     /// Panics when `pruned` does not have one bit per element, rounded up to bytes.
     pub fn mask(&mut self, projection: Projection, pruned: &[u8]) {
-        if let Some(values) = self.weights.get_mut(&projection) {
+        if let Some(MatrixGradient::Whole(values)) = self.weights.get_mut(&projection) {
             zero_bits_of(values, pruned);
         }
     }

@@ -31,6 +31,32 @@ impl Head {
         scale: f32,
         context: &mut LayerContext,
     ) -> Result<(f64, Tensor)> {
+        let mut gradient = vec![0.0; hidden.elem_count()];
+        let loss = self.pass(hidden, targets, scale, Some(&mut gradient), context)?;
+        Ok((loss, tensor::from_vec(gradient, hidden.dims())?))
+    }
+
+    /// Returns Σ −ln p of the targets, in nat.
+    ///
+    /// # Errors
+    /// Fails as [`Head::loss_gradient`].
+    pub fn loss(
+        &self,
+        hidden: &Tensor,
+        targets: &[Option<u32>],
+        context: &mut LayerContext,
+    ) -> Result<f64> {
+        self.pass(hidden, targets, 1.0, None, context)
+    }
+
+    fn pass(
+        &self,
+        hidden: &Tensor,
+        targets: &[Option<u32>],
+        scale: f32,
+        mut gradient: Option<&mut [f32]>,
+        context: &mut LayerContext,
+    ) -> Result<f64> {
         let (seqlen, width) = hidden.dims2()?;
         let (norm, epsilon) = self.norm();
         ensure!(
@@ -48,7 +74,6 @@ impl Head {
             anyhow::bail!("token {target} is not in the vocabulary of {vocab_size}");
         }
         let at_most = logit_rows(context.settings().logits_bytes, vocab_size);
-        let mut gradient = vec![0.0; hidden.elem_count()];
         let mut pass = |hidden: &[f32]| -> Result<f64> {
             let mut loss = 0.0;
             for part in parts(seqlen, at_most, LEAST_ROWS) {
@@ -61,15 +86,16 @@ impl Head {
                 let lm_head = self.lm_head();
                 lm_head.forward(normed, logits, SingleToken::AsMany, products)?;
                 loss += cross_entropy_backward(logits, &targets[part], vocab_size, scale);
-                // The normed rows are free from here on.
-                lm_head.backward(logits, normed, false, products)?;
-                let out = &mut gradient[rows.clone()];
-                rms_norm_backward(&hidden[rows], norm, epsilon, normed, out, None);
+                if let Some(gradient) = &mut gradient {
+                    // The normed rows are free from here on.
+                    lm_head.backward(logits, normed, false, products)?;
+                    let out = &mut gradient[rows.clone()];
+                    rms_norm_backward(&hidden[rows], norm, epsilon, normed, out, None);
+                }
                 products.watch.enter(Part::Elsewhere);
             }
             Ok(loss)
         };
-        let loss = tensor::with_slice(hidden, |hidden| rayon::scope(|_| pass(hidden)))??;
-        Ok((loss, tensor::from_vec(gradient, &[seqlen, width])?))
+        tensor::with_slice(hidden, |hidden| rayon::scope(|_| pass(hidden)))?
     }
 }

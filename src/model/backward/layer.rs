@@ -286,9 +286,9 @@ impl DecoderLayer {
         match self.activation() {
             Activation::Silu => silu_times_backward(gate, up, product),
         }
-        self.add_gradient(Projection::Down, dy, product, gradients, products);
-        self.add_gradient(Projection::Gate, gate, normed, gradients, products);
-        self.add_gradient(Projection::Up, up, normed, gradients, products);
+        gradients.add((Projection::Down, self.linear(Projection::Down)), dy, product, products);
+        gradients.add((Projection::Gate, self.linear(Projection::Gate)), gate, normed, products);
+        gradients.add((Projection::Up, self.linear(Projection::Up)), up, normed, products);
         self.linear(Projection::Gate)
             .backward(gate, dnormed, false, products)?;
         self.linear(Projection::Up)
@@ -323,7 +323,7 @@ impl DecoderLayer {
         } = activations;
         let heads = self.heads();
         products.watch.enter(Part::O);
-        self.add_gradient(Projection::O, dx, context, gradients, products);
+        gradients.add((Projection::O, self.linear(Projection::O)), dx, context, products);
         self.linear(Projection::O)
             .backward(dx, dcontext, false, products)?;
         products.watch.enter(Part::Attention);
@@ -350,27 +350,12 @@ impl DecoderLayer {
             (Projection::V, &*dv),
         ];
         for (at, (projection, gradient)) in of.into_iter().enumerate() {
-            self.add_gradient(projection, gradient, normed, gradients, products);
+            gradients.add((projection, self.linear(projection)), gradient, normed, products);
             self.linear(projection)
                 .backward(gradient, dnormed, at > 0, products)?;
         }
         let (norm, weight) = (self.norms()[0], gradients.norm_mut(0));
         rms_norm_backward(x, norm, self.rms_norm_eps(), dnormed, dx, weight);
         Ok(())
-    }
-
-    /// Adds dyᵀ·x to the gradient of a matrix, unless it is frozen.
-    fn add_gradient(
-        &self,
-        projection: Projection,
-        dy: &[f32],
-        x: &[f32],
-        gradients: &mut LayerGradients,
-        products: &mut ProductContext,
-    ) {
-        if let Some(gradient) = gradients.weight_mut(projection) {
-            self.linear(projection)
-                .add_weight_gradient(dy, x, gradient, products);
-        }
     }
 }

@@ -1,0 +1,198 @@
+//! The frozen weights of layers, and the masks of the matrices that are trained.
+//!
+//! A layer is read ahead while another is in use, in the order of the caller: forwards, then backwards. As many layers as the plan has
+//! room for stay in memory. Where all kept weights are trained, the matrices stay at rest: their values are the parameters.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use anyhow::{Context, Result, anyhow};
+
+use super::parameters::{TrainedForm, TrainedPart};
+use crate::checkpoint::WeightSource;
+use crate::disk::positioned;
+use crate::model::{DecoderLayer, ModelConfig, Projection};
+use crate::runtime::hidden_states::spill_file;
+
+/// A layer's frozen weights.
+#[derive(Debug, Clone)]
+pub struct BaseLayer {
+    /// The layer.
+    pub layer: DecoderLayer,
+    /// Masks of the matrices with trained factors: one bit per element, 1 = pruned, least significant bit first.
+    pub pruned: BTreeMap<Projection, Vec<u8>>,
+}
+
+/// The masks of a model in a file, taken before its weights were quantised.
+#[derive(Debug)]
+pub struct MaskFile {
+    file: File,
+    /// Offset and bytes of each matrix inside a layer.
+    matrices: BTreeMap<Projection, (u64, usize)>,
+    layer_bytes: u64,
+}
+
+impl MaskFile {
+    /// Writes the zeros of a checkpoint's matrices to a file in `folder`, which has no name and goes with the process.
+    ///
+    /// # Errors
+    /// Fails when a matrix cannot be read or the file cannot be written.
+    pub fn of(
+        source: &dyn WeightSource,
+        config: &ModelConfig,
+        part: &TrainedPart,
+        folder: &Path,
+    ) -> Result<Self> {
+        let file = spill_file(folder, "masks")?;
+        let mut matrices = BTreeMap::new();
+        let mut layer_bytes = 0;
+        for &projection in &part.projections {
+            let bytes = projection.elements(config).div_ceil(8);
+            matrices.insert(projection, (layer_bytes, bytes));
+            layer_bytes += bytes as u64;
+        }
+        let masks = Self {
+            file,
+            matrices,
+            layer_bytes,
+        };
+        for index in 0..config.num_hidden_layers {
+            for (&projection, &(offset, _)) in &masks.matrices {
+                let (rows, columns) = projection.shape(config);
+                let name = projection.tensor_name(index);
+                let weight = crate::model::read_matrix(source, &name, rows, columns)?;
+                let at = index as u64 * masks.layer_bytes + offset;
+                positioned::write_all_at(&masks.file, &weight.zeros_mask(), at)
+                    .context("writing masks to the offload folder")?;
+            }
+        }
+        Ok(masks)
+    }
+
+    fn read(&self, index: usize, projection: Projection) -> Result<Vec<u8>> {
+        let (offset, bytes) = self.matrices.get(&projection).context("a trained matrix")?;
+        let mut mask = vec![0; *bytes];
+        let at = index as u64 * self.layer_bytes + offset;
+        positioned::read_exact_at(&self.file, &mut mask, at)
+            .context("reading masks from the offload folder")?;
+        Ok(mask)
+    }
+}
+
+/// Everything that reads a layer; a thread has a copy.
+#[derive(Clone)]
+struct Reader {
+    source: Arc<dyn WeightSource>,
+    config: Arc<ModelConfig>,
+    part: TrainedPart,
+    masks: Option<Arc<MaskFile>>,
+}
+
+impl Reader {
+    fn read(&self, index: usize) -> Result<BaseLayer> {
+        let mut pruned = BTreeMap::new();
+        let layer = match self.part.form {
+            TrainedForm::Weights => {
+                let mut layer = DecoderLayer::at_rest(&self.source, &self.config, index)?;
+                for projection in self.config.projections() {
+                    if !self.part.projections.contains(&projection) {
+                        layer.linear_mut(projection).weight_mut().hold()?;
+                    }
+                }
+                layer
+            }
+            TrainedForm::Factors { .. } => {
+                let layer = DecoderLayer::load(&*self.source, &self.config, index)?;
+                for &projection in &self.part.projections {
+                    let mask = match &self.masks {
+                        Some(masks) => masks.read(index, projection)?,
+                        None => {
+                            let weight = layer.linear(projection).weight().held();
+                            weight.context("a layer in memory")?.zeros_mask()
+                        }
+                    };
+                    pruned.insert(projection, mask);
+                }
+                layer
+            }
+        };
+        Ok(BaseLayer { layer, pruned })
+    }
+}
+
+/// The base of all layers.
+pub struct BaseLayers {
+    reader: Reader,
+    reads_ahead: bool,
+    /// The first layers, as many as may stay.
+    resident: Vec<Option<BaseLayer>>,
+    ahead: Option<(usize, JoinHandle<Result<BaseLayer>>)>,
+}
+
+impl BaseLayers {
+    /// Opens the layers of a source.
+    ///
+    /// # Arguments
+    /// * `masks`: the masks of the matrices; `None` takes the zeros of the source
+    /// * `resident`: the number of layers that stay in memory once they are read
+    /// * `reads_ahead`: a layer is read while another is in use
+    pub fn new(
+        source: Arc<dyn WeightSource>,
+        config: Arc<ModelConfig>,
+        part: TrainedPart,
+        masks: Option<Arc<MaskFile>>,
+        (resident, reads_ahead): (usize, bool),
+    ) -> Self {
+        let resident = resident.min(config.num_hidden_layers);
+        Self {
+            reader: Reader {
+                source,
+                config,
+                part,
+                masks,
+            },
+            reads_ahead,
+            resident: vec![None; resident],
+            ahead: None,
+        }
+    }
+
+    /// Returns the base of a layer, and begins to read `next`.
+    ///
+    /// # Errors
+    /// Fails when a tensor cannot be read.
+    pub fn take(&mut self, index: usize, next: Option<usize>) -> Result<BaseLayer> {
+        if let Some(Some(layer)) = self.resident.get(index) {
+            return Ok(layer.clone());
+        }
+        let layer = match self.ahead.take() {
+            Some((ahead, reading)) if ahead == index => reading
+                .join()
+                .map_err(|_| anyhow!("the reader of layer {index} panicked"))?,
+            _ => self.reader.read(index),
+        };
+        let layer = layer.with_context(|| format!("in model.layers.{index}"))?;
+        if let Some(place) = self.resident.get_mut(index) {
+            *place = Some(layer.clone());
+        }
+        if let Some(next) = next.filter(|_| self.reads_ahead) {
+            self.read_ahead(next);
+        }
+        Ok(layer)
+    }
+
+    fn read_ahead(&mut self, index: usize) {
+        if matches!(self.resident.get(index), Some(Some(_))) {
+            return;
+        }
+        let reader = self.reader.clone();
+        let reading = std::thread::Builder::new()
+            .name("reading ahead".to_string())
+            .spawn(move || reader.read(index));
+        // If the system refuses a thread, `take` reads the layer.
+        self.ahead = reading.ok().map(|reading| (index, reading));
+    }
+}

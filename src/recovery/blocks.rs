@@ -1,0 +1,273 @@
+//! An editor that trains one layer at a time to reproduce what the dense model computes there.
+//!
+//! ```text
+//! loss = mean over tokens and elements of (layer'(x) − y)²
+//! x    the sample behind the layers that are recovered already
+//! y    the dense model's own hidden state behind this layer        `dense`
+//!      or the dense layer's output for x                           `ebft`
+//! ```
+//!
+//! The second target is that of EBFT (Guo et al. 2024, arXiv:2402.12419). Memory is that of one layer, its gradients and optimizer states,
+//! and two sets of hidden states, which may be on disk. Every layer has its own optimizer and schedule.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use super::base::{BaseLayer, BaseLayers};
+use super::merger::{LayerOutput, zeros};
+use super::parameters::{LayerParameters, TrainedPart};
+use crate::checkpoint::WeightSource;
+use crate::failure::Failure;
+use crate::linalg::derivatives::squared_error_backward;
+use crate::linalg::tensor;
+use crate::model::{DecoderLayer, LayerContext, ModelConfig};
+use crate::run::recovery::BlockLoss;
+use crate::run::{Event, Events, Phase};
+use crate::runtime::{Clock, Compute, Editor, HiddenStates};
+use crate::training::clip::{clip_factor, scale, sum_of_squares};
+use crate::training::rounding::Bf16Rounding;
+use crate::training::{Optimizer, Schedule, TrainingStep};
+
+/// The target of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockTarget {
+    /// The dense model's own hidden state.
+    Dense,
+    /// The dense layer's output for the recovered input.
+    Ebft,
+}
+
+/// Trains the layers one after the other.
+pub struct BlockTrainer<'a> {
+    /// The dense model.
+    pub teacher: Arc<dyn WeightSource>,
+    /// The shape of both models.
+    pub config: Arc<ModelConfig>,
+    /// The frozen weights of layers.
+    pub base: BaseLayers,
+    /// What is trained.
+    pub part: &'a TrainedPart,
+    /// The target.
+    pub target: BlockTarget,
+    /// The rule of updates.
+    pub optimizer: Box<dyn Optimizer>,
+    /// The largest norm of a layer's gradients; `None` for no limit.
+    pub max_grad_norm: Option<f64>,
+    /// The learning rates of a layer's steps.
+    pub schedule: Schedule,
+    /// The samples of a step of a layer.
+    pub batch: &'a dyn Fn(usize, u64) -> Vec<usize>,
+    /// Seed of low-rank factors.
+    pub seed: u64,
+    /// The samples behind the recovered layers.
+    pub states: HiddenStates,
+    /// The samples behind the dense layers, or the targets of this layer.
+    pub targets: HiddenStates,
+    /// The rounding to bf16 of the written weights.
+    pub rounding: Bf16Rounding,
+    /// The receivers of layers.
+    pub output: LayerOutput<'a>,
+    /// Losses of the finished layers.
+    pub losses: Vec<BlockLoss>,
+    /// The clock of the run.
+    pub clock: &'a Clock,
+    /// The receiver of events.
+    pub events: &'a dyn Events,
+}
+
+/// Values, gradients and states of one layer.
+struct Trained {
+    parameters: LayerParameters,
+    states: Vec<Vec<u8>>,
+}
+
+impl Trained {
+    fn values(&self) -> Vec<Cow<'_, [f32]>> {
+        let values = self.parameters.values.iter();
+        values.map(|values| Cow::Borrowed(values.as_slice())).collect()
+    }
+}
+
+impl BlockTrainer<'_> {
+    /// Passes the dense samples through the dense layer, or makes the targets of the recovered ones.
+    fn make_targets(&mut self, index: usize, compute: &mut Compute<'_>) -> Result<()> {
+        let teacher = self.clock.measure(Phase::Read, || {
+            DecoderLayer::load(&*self.teacher, &self.config, index).context("in the teacher")
+        })?;
+        let context = compute.context();
+        for sample in 0..self.states.samples() {
+            self.events.check()?;
+            let input = match self.target {
+                BlockTarget::Dense => self.targets.get(sample)?,
+                BlockTarget::Ebft => self.states.get(sample)?,
+            };
+            let out = self
+                .clock
+                .measure(Phase::Propagate, || teacher.forward(&input, context))?;
+            self.targets.put(sample, out)?;
+        }
+        Ok(())
+    }
+
+    fn layer(&self, base: &BaseLayer, trained: &Trained) -> Result<DecoderLayer> {
+        self.part.applied(
+            &self.config,
+            base.clone(),
+            &trained.values(),
+            Bf16Rounding::Nearest,
+        )
+    }
+
+    /// One step on some samples. Returns their mean squared error before it.
+    fn step(
+        &mut self,
+        base: &BaseLayer,
+        trained: &mut Trained,
+        samples: &[usize],
+        at: TrainingStep,
+        context: &mut LayerContext,
+    ) -> Result<f64> {
+        let clock = self.clock;
+        let layer = clock.measure(Phase::Update, || self.layer(base, trained))?;
+        let mut gradients = self.part.gradients(&self.config, base, &trained.values());
+        let elements = samples.len() * self.states.seqlen() * self.config.hidden_size;
+        let factor = 1.0 / elements as f32;
+        let mut sum = 0.0;
+        for &sample in samples {
+            self.events.check()?;
+            let (x, y) = (self.states.get(sample)?, self.targets.get(sample)?);
+            let out = clock.measure(Phase::Forward, || layer.forward(&x, context))?;
+            let mut dy = vec![0.0; out.elem_count()];
+            sum += tensor::with_slice(&out, |out| {
+                tensor::with_slice(&y, |y| squared_error_backward(out, y, factor, &mut dy))
+            })??;
+            let dy = tensor::from_vec(dy, x.dims())?;
+            clock.measure(Phase::Backward, || {
+                layer.backward(&x, &dy, &mut gradients, context)
+            })?;
+        }
+        let LayerParameters { values, kept } = &mut trained.parameters;
+        let mut collected = self.part.collected(&self.config, &gradients, kept)?;
+        let squares = collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
+        if !(sum.is_finite() && squares.is_finite()) {
+            return Err(not_finite(layer.index(), at).into());
+        }
+        let factor = self
+            .max_grad_norm
+            .and_then(|limit| clip_factor(squares.sqrt(), limit));
+        clock.measure(Phase::Update, || {
+            for (place, values) in values.iter_mut().enumerate() {
+                let gradient = &mut collected[place];
+                if let Some(factor) = factor {
+                    scale(gradient, factor);
+                }
+                let state = &mut trained.states[place];
+                self.optimizer
+                    .update(at, values, gradient, kept[place].as_ref(), state);
+            }
+        });
+        Ok(sum / elements as f64)
+    }
+
+    /// Trains one layer.
+    fn train(&mut self, base: &BaseLayer, compute: &mut Compute<'_>) -> Result<Trained> {
+        let parameters = self.part.initial(&self.config, base, self.seed)?;
+        let states = parameters.values.iter();
+        let states = states.map(|values| vec![0; self.optimizer.state_bytes(values.len())]);
+        let mut trained = Trained {
+            states: states.collect(),
+            parameters,
+        };
+        let index = base.layer.index();
+        let mut loss = BlockLoss {
+            layer: index,
+            first: f64::NAN,
+            last: f64::NAN,
+            losses: Vec::new(),
+        };
+        for step in 0..self.schedule.steps {
+            let samples = (self.batch)(index, step);
+            let at = TrainingStep {
+                number: step + 1,
+                rate: self.schedule.rate_of(step),
+            };
+            let error = self.step(base, &mut trained, &samples, at, compute.context())?;
+            loss.losses.push(error);
+            self.events.emit(Event::TrainingStep {
+                step: step + 1,
+                steps: self.schedule.steps,
+                layer: Some(index),
+                loss: error,
+                rate: at.rate,
+                tokens: (samples.len() * self.states.seqlen()) as u64,
+            });
+        }
+        loss.first = loss.losses.first().copied().unwrap_or(f64::NAN);
+        loss.last = loss.losses.last().copied().unwrap_or(f64::NAN);
+        self.losses.push(loss);
+        Ok(trained)
+    }
+}
+
+fn not_finite(layer: usize, at: TrainingStep) -> Failure {
+    Failure::new(format!(
+        "loss or gradients of layer {layer} are not finite in step {}, with a learning rate of {:e}",
+        at.number, at.rate
+    ))
+    .detail("no parameter was changed by this step; finished layers are kept")
+    .hint(format!("use a smaller rate, like --lr {:e}", at.rate / 10.0))
+}
+
+impl Editor for BlockTrainer<'_> {
+    fn edit(&mut self, layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
+        let (start, index) = (Instant::now(), layer.index());
+        drop(layer);
+        self.make_targets(index, compute)?;
+        let base = self.base.take(index, None)?;
+        let before = zeros(self.part, &base)?;
+        let trained = self.train(&base, compute)?;
+        let recovered =
+            self.part
+                .applied(&self.config, base, &trained.values(), self.rounding)?;
+        drop(trained);
+        self.output
+            .finish(self.part, &recovered, &before, start, self.events)?;
+        self.forward_states(&recovered, compute)?;
+        Ok(recovered)
+    }
+
+    fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
+        if self.target == BlockTarget::Dense {
+            self.make_targets(layer.index(), compute)?;
+        }
+        self.forward_states(layer, compute)
+    }
+
+    fn has_samples(&self) -> bool {
+        true
+    }
+}
+
+impl BlockTrainer<'_> {
+    /// Passes the samples through a recovered layer, unless no layer follows.
+    fn forward_states(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
+        if layer.index() + 1 == self.config.num_hidden_layers {
+            self.states.clear();
+            self.targets.clear();
+            return Ok(());
+        }
+        let context = compute.context();
+        for sample in 0..self.states.samples() {
+            self.events.check()?;
+            let x = self.states.get(sample)?;
+            let out = self
+                .clock
+                .measure(Phase::Propagate, || layer.forward(&x, context))?;
+            self.states.put(sample, out)?;
+        }
+        Ok(())
+    }
+}

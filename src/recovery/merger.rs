@@ -1,0 +1,156 @@
+//! An editor that turns trained parameters into the layers of a checkpoint: it merges, writes and passes them on.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use super::base::BaseLayer;
+use super::parameters::{ParameterName, TrainedPart};
+use super::shelf::Shelf;
+use crate::linalg::{StoredDtype, StoredMatrix};
+use crate::model::{DecoderLayer, ModelConfig};
+use crate::pipeline::Output;
+use crate::pruning::Mask;
+use crate::run::manifest::{LayerReport, MatrixReport};
+use crate::run::{Event, Events};
+use crate::runtime::{Compute, Editor};
+use crate::training::rounding::Bf16Rounding;
+
+/// Writes trained layers. The base of a layer is read again, because the sweep's own layer lacks the masks.
+pub struct Merger<'a> {
+    /// What was trained.
+    pub part: &'a TrainedPart,
+    /// The model's shape.
+    pub config: &'a Arc<ModelConfig>,
+    /// The values; the best ones where they were kept.
+    pub shelf: &'a Shelf,
+    /// Reads the base of a layer.
+    pub base: super::BaseLayers,
+    /// The rounding to bf16.
+    pub rounding: Bf16Rounding,
+    /// The receivers of layers.
+    pub output: LayerOutput<'a>,
+    /// The receiver of events.
+    pub events: &'a dyn Events,
+}
+
+impl Editor for Merger<'_> {
+    fn edit(&mut self, layer: DecoderLayer, _: &mut Compute<'_>) -> Result<DecoderLayer> {
+        let (start, index) = (Instant::now(), layer.index());
+        drop(layer);
+        let base = self.base.take(index, None)?;
+        let values = self.shelf.best_values(index)?;
+        let before = zeros(self.part, &base)?;
+        let merged = self.part.applied(self.config, base, &values, self.rounding)?;
+        self.output
+            .finish(self.part, &merged, &before, start, self.events)?;
+        Ok(merged)
+    }
+
+    fn pass(&mut self, _: &DecoderLayer, _: &mut Compute<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn has_samples(&self) -> bool {
+        false
+    }
+}
+
+/// The number of zeros of each trained matrix before the training.
+///
+/// # Errors
+/// Fails when a matrix at rest cannot be read.
+pub(super) fn zeros(part: &TrainedPart, base: &BaseLayer) -> Result<Vec<u64>> {
+    let count = |&projection: &crate::model::Projection| -> Result<u64> {
+        if let Some(pruned) = base.pruned.get(&projection) {
+            return Ok(pruned.iter().map(|byte| u64::from(byte.count_ones())).sum());
+        }
+        let mut weight = base.layer.linear(projection).weight().clone();
+        weight.hold()?;
+        Ok(weight.held().context("a weight that was read")?.count_zeros())
+    };
+    part.projections.iter().map(count).collect()
+}
+
+/// The receivers of finished layers, and their reports.
+pub struct LayerOutput<'a> {
+    /// Writer and journal.
+    pub output: Output<'a>,
+    /// The reports of finished layers.
+    pub layers: Vec<LayerReport>,
+    /// The dtype of stored norms.
+    pub norms: StoredDtype,
+}
+
+impl LayerOutput<'_> {
+    /// Writes a trained layer, and records it.
+    ///
+    /// # Arguments
+    /// * `before`: the zeros of each trained matrix before the training
+    ///
+    /// # Errors
+    /// Fails when a file cannot be written, and when the run is asked to stop.
+    pub fn finish(
+        &mut self,
+        part: &TrainedPart,
+        layer: &DecoderLayer,
+        before: &[u64],
+        start: Instant,
+        events: &dyn Events,
+    ) -> Result<()> {
+        let mut matrices = Vec::new();
+        for (&projection, &zeros_before) in part.projections.iter().zip(before) {
+            let weight = layer.linear(projection).weight().held();
+            let weight = weight.context("a trained matrix is in memory")?;
+            let mask = Mask::from_bits(weight.rows(), weight.columns(), weight.zeros_mask());
+            matrices.push(MatrixReport {
+                name: projection.full_name(layer.index()),
+                shape: [weight.rows(), weight.columns()],
+                zeros_before,
+                zeros: weight.count_zeros(),
+                pruned: Some(mask.count()),
+                mask_sha256: Some(mask.sha256()),
+                relative_output_error: None,
+            });
+        }
+        let sum = |of: &dyn Fn(&MatrixReport) -> u64| matrices.iter().map(of).sum::<u64>();
+        let weights = sum(&|matrix| (matrix.shape[0] * matrix.shape[1]) as u64);
+        let sparsity = sum(&|matrix| matrix.zeros) as f64 / weights as f64;
+        self.layers.push(LayerReport {
+            layer: layer.index(),
+            seconds: start.elapsed().as_secs_f64(),
+            sparsity,
+            permutation: None,
+            matrices,
+        });
+        if part.norms {
+            for (norm, name) in layer.norm_names().into_iter().enumerate() {
+                let values = layer.norm_weights()[norm];
+                let stored = StoredMatrix::from_f32(self.norms, 1, values.len(), values);
+                self.output.write_tensor(&name, stored.as_bytes())?;
+            }
+        }
+        self.output.save(layer, &part.projections, &self.layers)?;
+        events.emit(Event::LayerPruned {
+            layer: layer.index(),
+            sparsity,
+            elapsed: start.elapsed(),
+        });
+        events.check()?;
+        Ok(())
+    }
+}
+
+/// The name of the parameter in an adapter of peft: `model.layers.0.self_attn.q_proj.lora_A.weight`.
+pub fn adapter_name(name: ParameterName, layer: usize) -> Option<String> {
+    match name {
+        ParameterName::A(projection) => {
+            Some(format!("{}.lora_A.weight", projection.full_name(layer)))
+        }
+        ParameterName::B(projection) => {
+            Some(format!("{}.lora_B.weight", projection.full_name(layer)))
+        }
+        ParameterName::Weight(_) | ParameterName::Norm(_) => None,
+    }
+}

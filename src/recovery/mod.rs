@@ -1,0 +1,30 @@
+//! Recovery training: what a pruned model lost is trained back, layer by layer, and its zeros stay zero.
+//!
+//! | file | story |
+//! | --- | --- |
+//! | `parameters` | what is trained in a layer: kept weights or low-rank factors, and norms; the layer that they make |
+//! | `base` | the frozen weights of a layer and its mask, read ahead in both directions |
+//! | `shelf` | values, gradients and optimizer states of all layers, in memory or in a file |
+//! | `states` | the hidden states of a step: each layer's input for every example |
+//! | `trainer` | one step over the whole model: forward sweep, head, reverse sweep, clipping, update |
+//! | `blocks` | an editor that trains one layer to reproduce its dense counterpart |
+//! | `merger` | an editor that writes trained layers |
+//!
+//! A step reads the weights of a layer twice, whatever the number of examples: all examples pass a layer before the next one is read.
+//! Memory is that of one layer, its gradients and the hidden states, which may be on disk. With parameters in a file nothing grows with
+//! the depth.
+
+mod base;
+mod blocks;
+mod merger;
+mod parameters;
+mod shelf;
+mod states;
+mod trainer;
+
+pub use base::{BaseLayer, BaseLayers, MaskFile};
+pub use blocks::{BlockTarget, BlockTrainer};
+pub use merger::Merger;
+pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};
+pub use shelf::{Place, Shelf};
+pub use trainer::{Example, StepOutcome, Trainer, TrainerParts};

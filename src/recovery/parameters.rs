@@ -1,0 +1,303 @@
+//! The trained parameters of a layer, and the layer that they make.
+//!
+//! ```text
+//! weights   W' = M ∘ master            master [out, in] in f32, rounded to the dtype of the checkpoint
+//! factors   W' = M ∘ (W + s·B·A)       A [rank, in], B [out, rank], s = alpha / rank
+//! ```
+//!
+//! M is the mask of the weights that were not zero before the training. Factors begin as in peft: A uniform in ±1/√in, B zero, so the
+//! first W' is W (Hu et al. 2021, arXiv:2106.09685, §4.1). All layers of a model have the same shapes, so one list describes each.
+
+use std::borrow::Cow;
+
+use anyhow::{Context, Result};
+
+use super::base::BaseLayer;
+use crate::data::PythonRandom;
+use crate::linalg::{MaskedLowRank, StoredDtype, StoredMatrix, Weight, convert};
+use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Projection};
+use crate::training::KeptMask;
+use crate::training::rounding::{Bf16Rounding, round_to_bf16};
+
+/// The form of a trained matrix.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum TrainedForm {
+    /// All kept weights.
+    Weights,
+    /// Low-rank factors under the mask.
+    Factors {
+        /// Rows of A.
+        rank: usize,
+        /// s·rank.
+        alpha: f64,
+    },
+}
+
+/// The part of each layer that is trained.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainedPart {
+    /// The matrices, in the order of a layer.
+    pub projections: Vec<Projection>,
+    /// Their form.
+    pub form: TrainedForm,
+    /// The weights of both norms, too.
+    pub norms: bool,
+}
+
+/// The name of a parameter inside a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ParameterName {
+    /// The kept weights of a matrix.
+    Weight(Projection),
+    /// A of a matrix.
+    A(Projection),
+    /// B of a matrix.
+    B(Projection),
+    /// The norm before attention (0) or before the MLP (1).
+    Norm(usize),
+}
+
+/// A parameter of every layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ParameterSpec {
+    /// Its name.
+    pub name: ParameterName,
+    /// Rows and columns; a norm is one row.
+    pub shape: [usize; 2],
+}
+
+impl ParameterSpec {
+    /// The number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape[0] * self.shape[1]
+    }
+
+    /// Returns whether a mask belongs to it.
+    pub fn has_mask(&self) -> bool {
+        matches!(self.name, ParameterName::Weight(_))
+    }
+}
+
+/// The values of a layer's parameters in the order of their specs, and the masks of those that have one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerParameters {
+    /// f32 values, row-major.
+    pub values: Vec<Vec<f32>>,
+    /// Masks of kept weights.
+    pub kept: Vec<Option<KeptMask>>,
+}
+
+impl TrainedPart {
+    /// The parameters of a layer, in their order.
+    pub fn parameters(&self, config: &ModelConfig) -> Vec<ParameterSpec> {
+        let of_matrix = |&projection: &Projection| {
+            let (out, inner) = projection.shape(config);
+            let spec = |name, shape| ParameterSpec { name, shape };
+            match self.form {
+                TrainedForm::Weights => {
+                    vec![spec(ParameterName::Weight(projection), [out, inner])]
+                }
+                TrainedForm::Factors { rank, .. } => vec![
+                    spec(ParameterName::A(projection), [rank, inner]),
+                    spec(ParameterName::B(projection), [out, rank]),
+                ],
+            }
+        };
+        let norms = [0, 1].map(|norm| ParameterSpec {
+            name: ParameterName::Norm(norm),
+            shape: [1, config.hidden_size],
+        });
+        let matrices = self.projections.iter().flat_map(of_matrix);
+        matrices
+            .chain(norms.into_iter().filter(|_| self.norms))
+            .collect()
+    }
+
+    /// The parameters of a layer before the training.
+    ///
+    /// # Arguments
+    /// * `base`: the layer, with its matrices in memory or at rest
+    /// * `seed`: that of the factors; those of every matrix have their own stream
+    ///
+    /// # Errors
+    /// Fails when a matrix at rest cannot be read.
+    pub fn initial(
+        &self,
+        config: &ModelConfig,
+        base: &BaseLayer,
+        seed: u64,
+    ) -> Result<LayerParameters> {
+        let mut all = LayerParameters {
+            values: Vec::new(),
+            kept: Vec::new(),
+        };
+        for spec in self.parameters(config) {
+            let (values, kept) = match spec.name {
+                ParameterName::Weight(projection) => {
+                    let mut weight = base.layer.linear(projection).weight().clone();
+                    weight.hold()?;
+                    let weight = weight.held().context("a weight that was read")?;
+                    let mut values = vec![0.0; weight.elements()];
+                    weight.widen_rows(0, &mut values);
+                    let kept = KeptMask::of_nonzero(&values);
+                    // −0 of the checkpoint becomes +0.
+                    kept.apply(&mut values);
+                    (values, Some(kept))
+                }
+                ParameterName::A(projection) => {
+                    let stream = (base.layer.index() * 16 + projection as usize) as u64;
+                    let mut random = PythonRandom::new(seed ^ (stream + 1) << 20);
+                    let bound = 1.0 / (spec.shape[1] as f64).sqrt();
+                    let value = |_| ((2.0 * random.random() - 1.0) * bound) as f32;
+                    ((0..spec.elements()).map(value).collect(), None)
+                }
+                ParameterName::B(_) => (vec![0.0; spec.elements()], None),
+                ParameterName::Norm(norm) => (base.layer.norm_weights()[norm].to_vec(), None),
+            };
+            all.values.push(values);
+            all.kept.push(kept);
+        }
+        Ok(all)
+    }
+
+    /// Turns the base of a layer into the layer that these values make. Matrices are rounded to their stored dtype.
+    ///
+    /// # Errors
+    /// Fails when a matrix at rest cannot be read, and when there is too little memory.
+    pub fn applied(
+        &self,
+        config: &ModelConfig,
+        base: BaseLayer,
+        values: &[Cow<'_, [f32]>],
+        rounding: Bf16Rounding,
+    ) -> Result<DecoderLayer> {
+        let BaseLayer {
+            mut layer,
+            mut pruned,
+        } = base;
+        let specs = self.parameters(config);
+        for (at, (spec, of)) in specs.iter().zip(values).enumerate() {
+            match spec.name {
+                ParameterName::Weight(projection) => {
+                    let weight = layer.linear_mut(projection).weight_mut();
+                    *weight = stored(of, spec.shape, weight.dtype(), rounding)?.into();
+                }
+                ParameterName::A(projection) => {
+                    let pruned = pruned.remove(&projection).unwrap_or_default();
+                    // B follows A.
+                    let b = values.get(at + 1).context("A has a B")?;
+                    let change = self.change(config, projection, pruned, [of, b]);
+                    let weight = layer.linear_mut(projection).weight_mut();
+                    let dtype = weight.dtype();
+                    let held = weight.held().context("a base of factors is in memory")?;
+                    *weight = match (dtype, rounding) {
+                        (StoredDtype::Bf16, Bf16Rounding::Stochastic { .. }) => {
+                            let wide = change.applied_to(held, StoredDtype::F32)?;
+                            let mut values = vec![0.0; wide.elements()];
+                            wide.widen_rows(0, &mut values);
+                            stored(&values, [wide.rows(), wide.columns()], dtype, rounding)?.into()
+                        }
+                        _ => Weight::from(change.applied_to(held, dtype)?),
+                    };
+                }
+                ParameterName::B(_) => {}
+                ParameterName::Norm(norm) => layer.set_norm(norm, of),
+            }
+        }
+        Ok(layer)
+    }
+
+    /// The low-rank change of a matrix.
+    fn change(
+        &self,
+        config: &ModelConfig,
+        projection: Projection,
+        pruned: Vec<u8>,
+        [a, b]: [&[f32]; 2],
+    ) -> MaskedLowRank {
+        let scale = match self.form {
+            TrainedForm::Factors { rank, alpha } => (alpha / rank as f64) as f32,
+            TrainedForm::Weights => 1.0,
+        };
+        let factors = [a.to_vec(), b.to_vec()];
+        MaskedLowRank::with_mask(projection.shape(config), pruned, factors, scale)
+    }
+
+    /// Zero gradients of a layer's parameters.
+    pub fn gradients(
+        &self,
+        config: &ModelConfig,
+        base: &BaseLayer,
+        values: &[Cow<'_, [f32]>],
+    ) -> LayerGradients {
+        let BaseLayer { layer, pruned } = base;
+        let gradients = match self.form {
+            TrainedForm::Weights => LayerGradients::new(layer, self.projections.iter().copied()),
+            TrainedForm::Factors { .. } => {
+                let pairs = self.projections.iter().zip(values.chunks(2));
+                let changes = pairs.map(|(&projection, factors)| {
+                    let pruned = pruned.get(&projection).cloned().unwrap_or_default();
+                    let factors = [&*factors[0], &*factors[1]];
+                    (projection, self.change(config, projection, pruned, factors))
+                });
+                LayerGradients::of_factors(changes.collect())
+            }
+        };
+        match self.norms {
+            true => gradients.with_norms(layer),
+            false => gradients,
+        }
+    }
+
+    /// The gradients of the parameters in their order, those of pruned weights +0.
+    ///
+    /// # Errors
+    /// Fails when a parameter has no gradient, which would be a bug.
+    pub fn collected(
+        &self,
+        config: &ModelConfig,
+        gradients: &LayerGradients,
+        kept: &[Option<KeptMask>],
+    ) -> Result<Vec<Vec<f32>>> {
+        let specs = self.parameters(config);
+        let of = |spec: &ParameterSpec| match spec.name {
+            ParameterName::Weight(projection) => gradients.weight(projection),
+            ParameterName::A(projection) => gradients.factors(projection).map(|[a, _]| a),
+            ParameterName::B(projection) => gradients.factors(projection).map(|[_, b]| b),
+            ParameterName::Norm(norm) => gradients.norms().map(|norms| norms[norm]),
+        };
+        let collected = specs.iter().zip(kept).map(|(spec, kept)| {
+            let gradient = of(spec);
+            let mut gradient = gradient
+                .with_context(|| format!("{:?} has no gradient", spec.name))?
+                .to_vec();
+            if let Some(kept) = kept {
+                kept.apply(&mut gradient);
+            }
+            Ok(gradient)
+        });
+        collected.collect()
+    }
+}
+
+/// Rounds f32 values to a stored matrix.
+fn stored(
+    values: &[f32],
+    [rows, columns]: [usize; 2],
+    dtype: StoredDtype,
+    rounding: Bf16Rounding,
+) -> Result<StoredMatrix> {
+    let mut matrix = StoredMatrix::zeros(dtype, rows, columns)?;
+    match dtype {
+        StoredDtype::Bf16 => round_to_bf16(values, rounding, matrix.as_bytes_mut()),
+        StoredDtype::F32 => matrix
+            .as_bytes_mut()
+            .copy_from_slice(bytemuck::cast_slice(values)),
+        StoredDtype::F16 => {
+            let mut narrow = Vec::new();
+            convert::narrow(dtype, values, &mut narrow);
+            matrix.as_bytes_mut().copy_from_slice(&narrow);
+        }
+    }
+    Ok(matrix)
+}

@@ -1,0 +1,412 @@
+//! Values, gradients and optimizer states of the trained parameters of all layers, in memory or in a file.
+//!
+//! A parameter in a file is in memory only while it is used: its values in a pass of its layer, all of it in its update. The file has a
+//! record per layer. In a record every parameter has its values, its gradient, its optimizer state and its mask.
+//!
+//! A shelf can keep the best values beside the current ones, and writes both to a stream from which another process continues.
+
+use std::borrow::Cow;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use super::parameters::{LayerParameters, ParameterSpec};
+use crate::disk::positioned;
+use crate::runtime::hidden_states::spill_file;
+use crate::training::{KeptMask, Optimizer};
+
+/// The place of a shelf.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Place {
+    /// Memory.
+    Memory,
+    /// A file in this folder, which has no name and goes with the process.
+    File(PathBuf),
+}
+
+/// A parameter of a layer with everything that belongs to it.
+#[derive(Debug, Clone, Default)]
+struct Slot {
+    values: Vec<f32>,
+    gradient: Vec<f32>,
+    state: Vec<u8>,
+    kept: Option<KeptMask>,
+    best: Vec<f32>,
+}
+
+/// A kind of data of a parameter in the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Values,
+    Gradient,
+    State,
+    Kept,
+    Best,
+}
+
+impl Kind {
+    const ALL: [Self; 5] = [
+        Self::Values,
+        Self::Gradient,
+        Self::State,
+        Self::Kept,
+        Self::Best,
+    ];
+}
+
+#[derive(Debug)]
+enum Store {
+    /// By layer and parameter.
+    Memory(Vec<Vec<Slot>>),
+    File(File),
+}
+
+/// The parameters of all layers; see the module's first lines.
+#[derive(Debug)]
+pub struct Shelf {
+    specs: Vec<ParameterSpec>,
+    state_bytes: Vec<usize>,
+    layers: usize,
+    store: Store,
+    has_best: bool,
+}
+
+impl Shelf {
+    /// An empty shelf. Every layer is put before it is used.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be created.
+    pub fn new(
+        specs: Vec<ParameterSpec>,
+        optimizer: &dyn Optimizer,
+        layers: usize,
+        place: &Place,
+    ) -> Result<Self> {
+        let state_bytes = specs
+            .iter()
+            .map(|spec| optimizer.state_bytes(spec.elements()))
+            .collect();
+        let store = match place {
+            Place::Memory => Store::Memory(vec![vec![Slot::default(); specs.len()]; layers]),
+            Place::File(folder) => Store::File(spill_file(folder, "parameters")?),
+        };
+        Ok(Self {
+            specs,
+            state_bytes,
+            layers,
+            store,
+            has_best: false,
+        })
+    }
+
+    /// The bytes of a shelf of these parameters: in memory, or in the file.
+    pub fn bytes(
+        specs: &[ParameterSpec],
+        optimizer: &dyn Optimizer,
+        layers: usize,
+        has_best: bool,
+    ) -> u64 {
+        let each = specs.iter().map(|spec| {
+            let elements = spec.elements();
+            let mask = if spec.has_mask() {
+                elements.div_ceil(8)
+            } else {
+                0
+            };
+            let values = if has_best { 3 } else { 2 };
+            values * 4 * elements + optimizer.state_bytes(elements) + mask
+        });
+        layers as u64 * each.map(|bytes| bytes as u64).sum::<u64>()
+    }
+
+    /// The parameters of every layer.
+    pub fn specs(&self) -> &[ParameterSpec] {
+        &self.specs
+    }
+
+    /// The number of layers.
+    pub fn layers(&self) -> usize {
+        self.layers
+    }
+
+    /// The number of trained parameters in all layers.
+    pub fn elements(&self) -> u64 {
+        let each: usize = self.specs.iter().map(ParameterSpec::elements).sum();
+        self.layers as u64 * each as u64
+    }
+
+    /// Puts the parameters of a layer before the first step: fresh optimizer states, no gradients.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written.
+    pub fn put(&mut self, layer: usize, parameters: LayerParameters) -> Result<()> {
+        let LayerParameters { values, kept } = parameters;
+        for (at, (values, kept)) in values.into_iter().zip(kept).enumerate() {
+            let state = vec![0; self.state_bytes[at]];
+            match &mut self.store {
+                Store::Memory(slots) => {
+                    slots[layer][at] = Slot {
+                        values,
+                        state,
+                        kept,
+                        ..Slot::default()
+                    };
+                }
+                Store::File(_) => {
+                    self.write(layer, at, Kind::Values, bytemuck::cast_slice(&values))?;
+                    self.write(layer, at, Kind::State, &state)?;
+                    if let Some(kept) = kept {
+                        self.write(layer, at, Kind::Kept, kept.bits())?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The values of a layer's parameters, in their order.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read.
+    pub fn values(&self, layer: usize) -> Result<Vec<Cow<'_, [f32]>>> {
+        self.floats(layer, Kind::Values)
+    }
+
+    /// The best values of a layer's parameters; the current ones where none were kept.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read.
+    pub fn best_values(&self, layer: usize) -> Result<Vec<Cow<'_, [f32]>>> {
+        match self.has_best {
+            true => self.floats(layer, Kind::Best),
+            false => self.values(layer),
+        }
+    }
+
+    fn floats(&self, layer: usize, kind: Kind) -> Result<Vec<Cow<'_, [f32]>>> {
+        let of = |at: usize| -> Result<Cow<'_, [f32]>> {
+            Ok(match &self.store {
+                Store::Memory(slots) => Cow::Borrowed(match kind {
+                    Kind::Best => &slots[layer][at].best,
+                    _ => &slots[layer][at].values,
+                }),
+                Store::File(_) => Cow::Owned(self.read_floats(layer, at, kind)?),
+            })
+        };
+        (0..self.specs.len()).map(of).collect()
+    }
+
+    /// The masks of a layer's parameters, in their order.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read.
+    pub fn kept(&self, layer: usize) -> Result<Vec<Option<KeptMask>>> {
+        (0..self.specs.len())
+            .map(|at| self.mask(layer, at))
+            .collect()
+    }
+
+    fn mask(&self, layer: usize, at: usize) -> Result<Option<KeptMask>> {
+        match &self.store {
+            Store::Memory(slots) => Ok(slots[layer][at].kept.clone()),
+            Store::File(_) if !self.specs[at].has_mask() => Ok(None),
+            Store::File(_) => {
+                let elements = self.specs[at].elements();
+                let mut bits = vec![0; elements.div_ceil(8)];
+                self.read(layer, at, Kind::Kept, &mut bits)?;
+                Ok(KeptMask::from_bits(bits, elements))
+            }
+        }
+    }
+
+    /// Puts the gradients of a layer's parameters for this step.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written.
+    pub fn put_gradients(&mut self, layer: usize, gradients: Vec<Vec<f32>>) -> Result<()> {
+        for (at, gradient) in gradients.into_iter().enumerate() {
+            match &mut self.store {
+                Store::Memory(slots) => slots[layer][at].gradient = gradient,
+                Store::File(_) => {
+                    self.write(layer, at, Kind::Gradient, bytemuck::cast_slice(&gradient))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Calls `change` with values, gradient, mask and state of every parameter of a layer. The gradients are gone afterwards.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read or written.
+    pub fn update(
+        &mut self,
+        layer: usize,
+        change: &mut dyn FnMut(&mut [f32], &mut [f32], Option<&KeptMask>, &mut [u8]),
+    ) -> Result<()> {
+        for at in 0..self.specs.len() {
+            if let Store::Memory(slots) = &mut self.store {
+                let slot = &mut slots[layer][at];
+                let mut gradient = std::mem::take(&mut slot.gradient);
+                let Slot {
+                    values,
+                    state,
+                    kept,
+                    ..
+                } = slot;
+                change(values, &mut gradient, kept.as_ref(), state);
+                continue;
+            }
+            let mut values = self.read_floats(layer, at, Kind::Values)?;
+            let mut gradient = self.read_floats(layer, at, Kind::Gradient)?;
+            let mut state = vec![0; self.state_bytes[at]];
+            self.read(layer, at, Kind::State, &mut state)?;
+            let kept = self.mask(layer, at)?;
+            change(&mut values, &mut gradient, kept.as_ref(), &mut state);
+            self.write(layer, at, Kind::Values, bytemuck::cast_slice(&values))?;
+            self.write(layer, at, Kind::State, &state)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the current values as the best.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read or written.
+    pub fn keep_best(&mut self) -> Result<()> {
+        for layer in 0..self.layers {
+            for at in 0..self.specs.len() {
+                if let Store::Memory(slots) = &mut self.store {
+                    let slot = &mut slots[layer][at];
+                    slot.best.clone_from(&slot.values);
+                } else {
+                    let values = self.read_floats(layer, at, Kind::Values)?;
+                    self.write(layer, at, Kind::Best, bytemuck::cast_slice(&values))?;
+                }
+            }
+        }
+        self.has_best = true;
+        Ok(())
+    }
+
+    /// Writes values and states of all layers, and the best values where they are kept.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read or `out` cannot be written.
+    pub fn save(&self, out: &mut dyn Write) -> Result<()> {
+        out.write_all(&[u8::from(self.has_best)])?;
+        for layer in 0..self.layers {
+            let values = self.values(layer)?;
+            let best = self.best_values(layer)?;
+            for (at, values) in values.iter().enumerate() {
+                out.write_all(bytemuck::cast_slice(values))?;
+                match &self.store {
+                    Store::Memory(slots) => out.write_all(&slots[layer][at].state)?,
+                    Store::File(_) => {
+                        let mut state = vec![0; self.state_bytes[at]];
+                        self.read(layer, at, Kind::State, &mut state)?;
+                        out.write_all(&state)?;
+                    }
+                }
+                if self.has_best {
+                    out.write_all(bytemuck::cast_slice(&best[at]))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what [`Shelf::save`] has written. Masks are those that were put.
+    ///
+    /// # Errors
+    /// Fails when `from` ends early, and when the file cannot be written.
+    pub fn load(&mut self, from: &mut dyn Read) -> Result<()> {
+        let mut has_best = [0];
+        from.read_exact(&mut has_best)?;
+        self.has_best = has_best[0] == 1;
+        for layer in 0..self.layers {
+            for at in 0..self.specs.len() {
+                let mut values = vec![0f32; self.specs[at].elements()];
+                from.read_exact(bytemuck::cast_slice_mut(&mut values))?;
+                let mut state = vec![0; self.state_bytes[at]];
+                from.read_exact(&mut state)?;
+                let mut best = Vec::new();
+                if self.has_best {
+                    best.resize(values.len(), 0f32);
+                    from.read_exact(bytemuck::cast_slice_mut(&mut best))?;
+                }
+                if let Store::Memory(slots) = &mut self.store {
+                    let slot = &mut slots[layer][at];
+                    (slot.values, slot.state, slot.best) = (values, state, best);
+                    continue;
+                }
+                self.write(layer, at, Kind::Values, bytemuck::cast_slice(&values))?;
+                self.write(layer, at, Kind::State, &state)?;
+                if self.has_best {
+                    self.write(layer, at, Kind::Best, bytemuck::cast_slice(&best))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of a kind of data of a parameter.
+    fn size(&self, at: usize, kind: Kind) -> u64 {
+        let spec = &self.specs[at];
+        (match kind {
+            Kind::Values | Kind::Gradient | Kind::Best => 4 * spec.elements(),
+            Kind::State => self.state_bytes[at],
+            Kind::Kept if spec.has_mask() => spec.elements().div_ceil(8),
+            Kind::Kept => 0,
+        }) as u64
+    }
+
+    /// The place of data in the file.
+    fn offset(&self, layer: usize, at: usize, kind: Kind) -> u64 {
+        let whole = |at: usize| -> u64 { Kind::ALL.iter().map(|&kind| self.size(at, kind)).sum() };
+        let record: u64 = (0..self.specs.len()).map(whole).sum();
+        let before = Kind::ALL.iter().take_while(|&&other| other != kind);
+        layer as u64 * record
+            + (0..at).map(whole).sum::<u64>()
+            + before.map(|&other| self.size(at, other)).sum::<u64>()
+    }
+
+    fn read(&self, layer: usize, at: usize, kind: Kind, bytes: &mut [u8]) -> Result<()> {
+        let Store::File(file) = &self.store else {
+            return Ok(());
+        };
+        positioned::read_exact_at(file, bytes, self.offset(layer, at, kind))
+            .context("reading parameters from the offload folder")
+    }
+
+    fn read_floats(&self, layer: usize, at: usize, kind: Kind) -> Result<Vec<f32>> {
+        let mut values = vec![0f32; self.specs[at].elements()];
+        self.read(layer, at, kind, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+
+    fn write(&self, layer: usize, at: usize, kind: Kind, bytes: &[u8]) -> Result<()> {
+        let Store::File(file) = &self.store else {
+            return Ok(());
+        };
+        positioned::write_all_at(file, bytes, self.offset(layer, at, kind)).map_err(|error| {
+            crate::failure::Failure::new(format!("cannot write parameters: {error}"))
+                .detail("they are in a file in the offload folder (--optim paged-…)")
+                .hint("name a folder on a larger disk with --offload-folder")
+                .into()
+        })
+    }
+}
+
+/// The folder of a place; `None` in memory.
+impl Place {
+    /// The folder of the file; `None` in memory.
+    pub fn folder(&self) -> Option<&Path> {
+        match self {
+            Self::Memory => None,
+            Self::File(folder) => Some(folder),
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! One step of a training over the whole model, with the weights of one layer in memory at a time.
+//!
+//! ```text
+//! forward sweep    h_0 = embedding;  h_{l+1} = layer_l(h_l)               every h_l is stored
+//! head             loss, dh_L
+//! reverse sweep    dh_l, dθ_l = vector-Jacobian product of layer_l at h_l  activations are computed again
+//! clipping         factor = min(1, limit / ‖dθ‖)                          the norm over all layers
+//! update           θ_l by the optimizer
+//! ```
+//!
+//! The loss is the mean over all predicted tokens of the step, so the number of examples that pass at once changes nothing. This is
+//! gradient checkpointing with one checkpoint per layer (Chen et al. 2016, arXiv:1604.06174), and layers outside, examples inside.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Tensor};
+
+use super::base::{BaseLayer, BaseLayers};
+use super::parameters::{LayerParameters, TrainedPart};
+use super::shelf::Shelf;
+use super::states::LayerInputs;
+use crate::checkpoint::WeightSource;
+use crate::failure::Failure;
+use crate::model::{DecoderLayer, Embedding, Head, LayerContext, ModelConfig};
+use crate::run::{Events, Phase};
+use crate::runtime::{Clock, HiddenStates, memory};
+use crate::training::clip::{clip_factor, scale, sum_of_squares};
+use crate::training::rounding::Bf16Rounding;
+use crate::training::{Optimizer, TrainingStep};
+
+/// An example: token ids, and for each token the one that follows it if its loss counts.
+#[derive(Debug, Clone, Copy)]
+pub struct Example<'a> {
+    /// `[seqlen]`
+    pub tokens: &'a [u32],
+    /// `[seqlen]`
+    pub targets: &'a [Option<u32>],
+}
+
+impl Example<'_> {
+    fn predicted(&self) -> usize {
+        self.targets.iter().flatten().count()
+    }
+}
+
+/// The outcome of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepOutcome {
+    /// Mean loss over the predicted tokens, in nat, before the update.
+    pub loss: f64,
+    /// The norm of all gradients before clipping.
+    pub norm: f64,
+    /// Predicted tokens.
+    pub predicted: usize,
+}
+
+/// Everything that a trainer works with.
+pub struct TrainerParts<'a> {
+    /// Embedding, head and frozen weights.
+    pub source: Arc<dyn WeightSource>,
+    /// The model's shape.
+    pub config: Arc<ModelConfig>,
+    /// The frozen weights of layers.
+    pub base: BaseLayers,
+    /// What is trained.
+    pub part: TrainedPart,
+    /// Its parameters.
+    pub shelf: Shelf,
+    /// The rule of updates.
+    pub optimizer: Box<dyn Optimizer>,
+    /// The largest norm of the gradients; `None` for no limit.
+    pub max_grad_norm: Option<f64>,
+    /// Rotary tables and scratch memory.
+    pub context: LayerContext,
+    /// The folder of hidden states on disk; `None` keeps them in memory.
+    pub spill_folder: Option<PathBuf>,
+    /// The dtype of stored hidden states.
+    pub states: DType,
+    /// Tokens per example.
+    pub seqlen: usize,
+    /// The clock of the run.
+    pub clock: &'a Clock,
+    /// The receiver of events.
+    pub events: &'a dyn Events,
+}
+
+/// A training over the whole model.
+pub struct Trainer<'a> {
+    parts: TrainerParts<'a>,
+    head: Head,
+    inputs: Option<LayerInputs>,
+    gradients: Option<HiddenStates>,
+}
+
+impl<'a> Trainer<'a> {
+    /// Opens the head.
+    ///
+    /// # Errors
+    /// Fails when the head cannot be read.
+    pub fn new(parts: TrainerParts<'a>) -> Result<Self> {
+        let rows = parts.context.settings().head_rows;
+        let head = parts.clock.measure(Phase::Read, || match rows {
+            None => Head::load(&*parts.source, &parts.config),
+            Some(rows) => Head::at_rest(&parts.source, &parts.config, rows),
+        });
+        Ok(Self {
+            parts,
+            head: head.context("in the head")?,
+            inputs: None,
+            gradients: None,
+        })
+    }
+
+    /// Puts the parameters of every layer before the first step.
+    ///
+    /// # Arguments
+    /// * `seed`: that of low-rank factors
+    /// * `given`: parameters of a layer that take the place of the initial ones
+    ///
+    /// # Errors
+    /// Fails when a layer cannot be read.
+    pub fn initialise(
+        &mut self,
+        seed: u64,
+        given: &dyn Fn(usize, LayerParameters) -> LayerParameters,
+    ) -> Result<()> {
+        let layers = self.parts.config.num_hidden_layers;
+        for index in 0..layers {
+            let base = self.base(index, (index + 1 < layers).then_some(index + 1))?;
+            let parts = &mut self.parts;
+            let initial = parts.part.initial(&parts.config, &base, seed)?;
+            parts.shelf.put(index, given(index, initial))?;
+            drop(base);
+            memory::release_freed();
+        }
+        Ok(())
+    }
+
+    /// The parameters.
+    pub fn shelf(&self) -> &Shelf {
+        &self.parts.shelf
+    }
+
+    /// The parameters, for a change.
+    pub fn shelf_mut(&mut self) -> &mut Shelf {
+        &mut self.parts.shelf
+    }
+
+    /// Ends the training and returns the parameters.
+    pub fn into_shelf(self) -> Shelf {
+        self.parts.shelf
+    }
+
+    /// Performs one step.
+    ///
+    /// # Errors
+    /// Fails when the run is asked to stop, before the update; for a loss or gradient that is not finite, also before the update; and
+    /// where files cannot be read or written.
+    pub fn step(&mut self, examples: &[Example<'_>], at: TrainingStep) -> Result<StepOutcome> {
+        let predicted: usize = examples.iter().map(Example::predicted).sum();
+        let layers = self.parts.config.num_hidden_layers;
+        let mut inputs = self.inputs_for(examples.len())?;
+        self.embed(examples, &mut |example, state| {
+            inputs.put(0, example, state)
+        })?;
+        for index in 0..layers {
+            // The last layer is needed again first.
+            let next = if index + 1 < layers { index + 1 } else { index };
+            let layer = self.layer(index, Some(next))?.0;
+            for example in 0..examples.len() {
+                let state = inputs.get(index, example)?;
+                let next = self.forward(&layer, &state)?;
+                inputs.put(index + 1, example, next)?;
+            }
+            drop(layer);
+            memory::release_freed();
+        }
+        let mut gradients = self.gradients_for(examples.len())?;
+        let loss = self.head_gradients(examples, predicted, &mut inputs, &mut gradients)?;
+        check_finite("loss", loss, at)?;
+        let squares = self.reverse(&mut inputs, &mut gradients)?;
+        (self.inputs, self.gradients) = (Some(inputs), Some(gradients));
+        let norm = squares.sqrt();
+        check_finite("norm of the gradients", norm, at)?;
+        // Between here and the end of the update nothing may stop the run.
+        self.parts.events.check()?;
+        self.update(norm, at)?;
+        Ok(StepOutcome {
+            loss,
+            norm,
+            predicted,
+        })
+    }
+
+    /// Returns the mean loss over the predicted tokens of examples, in nat.
+    ///
+    /// # Errors
+    /// Fails when the run is asked to stop, and where files cannot be read or written.
+    pub fn loss(&mut self, examples: &[Example<'_>]) -> Result<f64> {
+        let parts = &self.parts;
+        let folder = parts.spill_folder.as_deref();
+        let (seqlen, hidden_size) = (parts.seqlen, parts.config.hidden_size);
+        let mut states = HiddenStates::new(
+            folder,
+            "held-out",
+            examples.len(),
+            seqlen,
+            hidden_size,
+            DType::F32,
+        )?;
+        self.embed(examples, &mut |example, state| states.put(example, state))?;
+        let layers = self.parts.config.num_hidden_layers;
+        for index in 0..layers {
+            let next = (index + 1) % layers;
+            let layer = self.layer(index, Some(next))?.0;
+            for example in 0..examples.len() {
+                let next = self.forward(&layer, &states.get(example)?)?;
+                states.put(example, next)?;
+            }
+            drop(layer);
+            memory::release_freed();
+        }
+        let (mut sum, mut predicted) = (0.0, 0);
+        let Self { parts, head, .. } = self;
+        for (at, example) in examples.iter().enumerate() {
+            parts.events.check()?;
+            let state = states.get(at)?;
+            sum += parts.clock.measure(Phase::Head, || {
+                head.loss(&state, example.targets, &mut parts.context)
+            })?;
+            predicted += example.predicted();
+        }
+        Ok(sum / predicted as f64)
+    }
+
+    fn inputs_for(&mut self, examples: usize) -> Result<LayerInputs> {
+        let fits = |inputs: &LayerInputs| inputs.examples() == examples;
+        if let Some(inputs) = self.inputs.take().filter(fits) {
+            return Ok(inputs);
+        }
+        let parts = &self.parts;
+        LayerInputs::new(
+            parts.spill_folder.as_deref(),
+            parts.config.num_hidden_layers,
+            examples,
+            [parts.seqlen, parts.config.hidden_size],
+            parts.states,
+        )
+    }
+
+    fn gradients_for(&mut self, examples: usize) -> Result<HiddenStates> {
+        let fits = |states: &HiddenStates| states.samples() == examples;
+        if let Some(states) = self.gradients.take().filter(fits) {
+            return Ok(states);
+        }
+        let parts = &self.parts;
+        let (seqlen, hidden_size) = (parts.seqlen, parts.config.hidden_size);
+        let folder = parts.spill_folder.as_deref();
+        HiddenStates::new(
+            folder,
+            "gradients",
+            examples,
+            seqlen,
+            hidden_size,
+            DType::F32,
+        )
+    }
+
+    fn base(&mut self, index: usize, next: Option<usize>) -> Result<BaseLayer> {
+        let parts = &mut self.parts;
+        parts
+            .clock
+            .measure(Phase::Read, || parts.base.take(index, next))
+    }
+
+    /// The layer that the current values make, with its gradients at zero.
+    fn layer(
+        &mut self,
+        index: usize,
+        next: Option<usize>,
+    ) -> Result<(DecoderLayer, crate::model::LayerGradients)> {
+        let base = self.base(index, next)?;
+        let TrainerParts {
+            shelf,
+            part,
+            config,
+            clock,
+            ..
+        } = &self.parts;
+        clock.measure(Phase::Update, || {
+            let values = shelf.values(index)?;
+            let gradients = part.gradients(config, &base, &values);
+            let layer = part.applied(config, base, &values, Bf16Rounding::Nearest)?;
+            Ok((layer, gradients))
+        })
+    }
+
+    fn embed(
+        &self,
+        examples: &[Example<'_>],
+        put: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let parts = &self.parts;
+        parts.clock.measure(Phase::Embed, || {
+            let embedding = Embedding::open(&*parts.source, &parts.config)?;
+            for (at, example) in examples.iter().enumerate() {
+                put(at, embedding.rows(example.tokens)?)?;
+            }
+            Ok(())
+        })
+    }
+
+    fn forward(&mut self, layer: &DecoderLayer, state: &Tensor) -> Result<Tensor> {
+        let TrainerParts {
+            context,
+            clock,
+            events,
+            ..
+        } = &mut self.parts;
+        events.check()?;
+        clock.measure(Phase::Forward, || layer.forward(state, context))
+    }
+
+    /// The mean loss; its gradients with respect to the last hidden states go to `gradients`.
+    fn head_gradients(
+        &mut self,
+        examples: &[Example<'_>],
+        predicted: usize,
+        inputs: &mut LayerInputs,
+        gradients: &mut HiddenStates,
+    ) -> Result<f64> {
+        let Self { parts, head, .. } = self;
+        let last = parts.config.num_hidden_layers;
+        let scale = 1.0 / predicted as f32;
+        let mut sum = 0.0;
+        for (at, example) in examples.iter().enumerate() {
+            parts.events.check()?;
+            let state = inputs.get(last, at)?;
+            let (loss, gradient) = parts.clock.measure(Phase::Head, || {
+                head.loss_gradient(&state, example.targets, scale, &mut parts.context)
+            })?;
+            sum += loss;
+            gradients.put(at, gradient)?;
+        }
+        Ok(sum / predicted as f64)
+    }
+
+    /// Passes the gradients through the layers from the last to the first. Returns the sum of the squares of all parameters' gradients.
+    fn reverse(
+        &mut self,
+        inputs: &mut LayerInputs,
+        gradients: &mut HiddenStates,
+    ) -> Result<f64> {
+        let mut squares = 0.0;
+        for index in (0..self.parts.config.num_hidden_layers).rev() {
+            // After the first layer the next step begins with it.
+            let (layer, mut of_layer) = self.layer(index, Some(index.saturating_sub(1)))?;
+            let parts = &mut self.parts;
+            for example in 0..inputs.examples() {
+                parts.events.check()?;
+                let (state, dy) = (inputs.get(index, example)?, gradients.get(example)?);
+                let dx = parts.clock.measure(Phase::Backward, || {
+                    layer.backward(&state, &dy, &mut of_layer, &mut parts.context)
+                })?;
+                gradients.put(example, dx)?;
+            }
+            drop(layer);
+            let kept = parts.shelf.kept(index)?;
+            let collected = parts.part.collected(&parts.config, &of_layer, &kept)?;
+            drop(of_layer);
+            squares += collected
+                .iter()
+                .map(|one| sum_of_squares(one))
+                .sum::<f64>();
+            parts.shelf.put_gradients(index, collected)?;
+            memory::release_freed();
+        }
+        Ok(squares)
+    }
+
+    fn update(&mut self, norm: f64, at: TrainingStep) -> Result<()> {
+        let TrainerParts {
+            shelf,
+            optimizer,
+            max_grad_norm,
+            clock,
+            ..
+        } = &mut self.parts;
+        let factor = max_grad_norm.and_then(|limit| clip_factor(norm, limit));
+        clock.measure(Phase::Update, || {
+            (0..shelf.layers()).try_for_each(|layer| {
+                shelf.update(layer, &mut |values, gradient, kept, state| {
+                    if let Some(factor) = factor {
+                        scale(gradient, factor);
+                    }
+                    optimizer.update(at, values, gradient, kept, state);
+                })
+            })
+        })
+    }
+}
+
+/// Refuses a number that is not finite.
+fn check_finite(what: &str, value: f64, at: TrainingStep) -> Result<()> {
+    if value.is_finite() {
+        return Ok(());
+    }
+    Err(Failure::new(format!(
+        "the {what} is {value} in step {}, with a learning rate of {:e}",
+        at.number, at.rate
+    ))
+    .detail("no parameter was changed by this step")
+    .hint(format!(
+        "use a smaller rate, like --lr {:e}, more --warmup, or a smaller --max-grad-norm",
+        at.rate / 10.0
+    ))
+    .into())
+}

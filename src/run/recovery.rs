@@ -1,0 +1,92 @@
+//! The record of a recovery training: settings as resolved, losses, held-out measurements. Part of `run.json`; schema: docs/run-json.md.
+
+use serde::{Deserialize, Serialize};
+
+use super::manifest::TextProtocol;
+
+/// A recovery training.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RecoveryReport {
+    /// `blocks`, `lora` or `full`.
+    pub how: String,
+    /// The dense model's folder; absent without a teacher.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub teacher: Option<String>,
+    /// `weights` or `factors`.
+    pub trains: String,
+    /// Rank of the factors; absent where weights are trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<usize>,
+    /// Trained matrices of a layer, by their names in peft: `q_proj`.
+    pub target_modules: Vec<String>,
+    /// Trained parameters of the whole model.
+    pub parameters: u64,
+    /// The optimizer.
+    pub optim: String,
+    /// The format of the frozen base: `nf4`, `nf4-double`; absent where it is as stored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base_quant: Option<String>,
+    /// The text that was trained on.
+    pub text: TextProtocol,
+    /// Examples of the training, and held-out ones.
+    pub examples: [usize; 2],
+    /// The steps of a training of the whole model.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub steps: Vec<StepReport>,
+    /// Measurements of the held-out examples.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub held_out: Vec<HeldOutReport>,
+    /// The step whose parameters were written; absent for blocks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best_step: Option<u64>,
+    /// Losses of layers that were trained one by one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub blocks: Vec<BlockLoss>,
+    /// Trained weights that were not zero before and are now.
+    pub new_zeros: u64,
+    /// The folder of the adapter; absent without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<String>,
+}
+
+/// A step.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct StepReport {
+    /// Its number, from 1.
+    pub step: u64,
+    /// Mean loss over the predicted tokens, in nat, before the update.
+    pub loss: f64,
+    /// The norm of the gradients before clipping.
+    pub norm: f64,
+    /// The learning rate.
+    pub rate: f64,
+    /// Predicted tokens.
+    pub predicted: u64,
+    /// Resident anonymous memory after the step, in bytes; absent where the system does not report it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<u64>,
+}
+
+/// A measurement of the held-out examples.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct HeldOutReport {
+    /// Steps before it.
+    pub step: u64,
+    /// Mean loss over the predicted tokens, in nat.
+    pub loss: f64,
+    /// exp(loss).
+    pub perplexity: f64,
+}
+
+/// The losses of one layer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct BlockLoss {
+    /// Its index, from 0.
+    pub layer: usize,
+    /// Mean squared error in the first step, before its update.
+    pub first: f64,
+    /// Mean squared error in the last step, before its update.
+    pub last: f64,
+    /// Of every step.
+    pub losses: Vec<f64>,
+}
