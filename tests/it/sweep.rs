@@ -407,6 +407,11 @@ fn lists_that_make_no_grid_are_refused_with_a_fix() {
             "--seed belongs to a single run, and a sweep has many",
             "hint: use --seeds, like --seeds 0,1,2",
         ),
+        (
+            "--methods wanda --ratios 0.5 --sparsity-type unstructured",
+            "--sparsity-type belongs to a single run, and a sweep has many",
+            "hint: use --types, like --types unstructured,2:4",
+        ),
     ] {
         refused(flags, message, hint);
     }
