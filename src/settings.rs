@@ -142,6 +142,14 @@ impl Settings {
         let deciding = all.filter(|(name, _)| !NOT_DECIDING.contains(&name.as_str()));
         Ok(deciding.map(|(name, value)| (name, text(value))).collect())
     }
+
+    /// The names of the deciding settings that differ from the defaults of `prune`.
+    pub fn changed(&self) -> Result<Vec<String>> {
+        let default = Self::pruning("").deciding()?;
+        let deciding = self.deciding()?.into_iter();
+        let changed = deciding.filter(|(name, value)| default.get(name) != Some(value));
+        Ok(changed.map(|(name, _)| name).collect())
+    }
 }
 
 /// Model flags.

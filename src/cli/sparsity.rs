@@ -82,9 +82,9 @@ pub(super) struct SparsityArgs {
     #[arg(long, value_name = "RATIO", allow_negative_numbers = true)]
     pub(super) sparsity_ratio: Option<f64>,
 
-    /// `unstructured`, or N:M with N pruned of each M neighbours
-    #[arg(long, value_name = "TYPE", default_value = "unstructured")]
-    pub(super) sparsity_type: Pattern,
+    /// `unstructured`, or N:M with N pruned of each M neighbours [default: unstructured]
+    #[arg(long, value_name = "TYPE")]
+    pub(super) sparsity_type: Option<Pattern>,
 
     /// `--prune-method wanda` means `wanda-variant`
     #[arg(long, hide = true)]
@@ -156,7 +156,7 @@ impl SparsityArgs {
             owl_outliers: self.owl_outliers,
             selection: Selection {
                 sparsity_ratio: self.sparsity_ratio,
-                sparsity_type: self.sparsity_type,
+                sparsity_type: self.sparsity_type.unwrap_or_default(),
                 include: self.include.clone(),
                 exclude: self.exclude.clone(),
                 layer_ratios: layer_ratios.transpose()?,

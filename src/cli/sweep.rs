@@ -206,7 +206,7 @@ impl SweepArgs {
                 "use --ratios, like --ratios 0.4,0.5",
             ),
             (
-                sparsity.sparsity_type != Pattern::Unstructured,
+                sparsity.sparsity_type.is_some(),
                 "--sparsity-type",
                 "use --types, like --types unstructured,2:4",
             ),

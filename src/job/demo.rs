@@ -36,13 +36,15 @@ const TWO_OF_FOUR: Pattern = Pattern::NOfM { n: 2, m: 4 };
 /// Method, ratio and pattern of a run.
 type DemoRun = (&'static str, f64, Pattern);
 
-const RUNS: [DemoRun; 6] = [
+const RUNS: [DemoRun; 8] = [
     ("magnitude", 0.5, FREE),
     ("wanda", 0.5, FREE),
     ("magnitude", 0.6, FREE),
     ("wanda", 0.6, FREE),
+    ("ladder", 0.6, FREE),
     ("magnitude", 0.5, TWO_OF_FOUR),
     ("wanda", 0.5, TWO_OF_FOUR),
+    ("ladder", 0.5, TWO_OF_FOUR),
 ];
 
 /// Token ids of the demo text, shared by the runs.
@@ -77,7 +79,7 @@ pub fn demo(settings: &DemoSettings, events: &dyn Events) -> Result<DemoTable> {
 fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Result<DemoTable> {
     let dense = root.join("dense");
     embedded::write_model(&dense)?;
-    events.note("a small Llama that tells stories, pruned six ways:".to_string());
+    events.note("a small Llama that tells stories, pruned eight ways:".to_string());
 
     let mut rows = Vec::new();
     let mut parameters = 0;

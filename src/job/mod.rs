@@ -13,6 +13,7 @@
 //! | `texts` | texts found, then turned into token ids |
 //! | `planned`, `machine` | threads, GPUs and memory; the three stages of planning |
 //! | `outputs`, `same_run` | files created, or those of an unfinished run; the comparison of two runs |
+//! | `disk_room` | the check that disks have room for the files of a run |
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |
 //! | `layer_drop`, `width_drop` | the passes that make a smaller model the source of the run |
@@ -22,6 +23,7 @@
 
 mod allocate;
 pub mod demo;
+mod disk_room;
 pub mod eval;
 pub mod folder;
 pub mod generate;

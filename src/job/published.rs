@@ -21,8 +21,9 @@ use crate::report::front_matter::{self, FrontMatter};
 use crate::run::PruningRecord;
 use crate::run::pruning_record::{ForwardArithmetic, PRUNING_FILE, PrunedSource, SCHEMA};
 
-/// Settings that decide the result and hold no path, in the order of the command that repeats a run.
-const REPEATED: [&str; 16] = [
+/// Settings that the command which repeats a run always names, in its order. The other deciding ones follow where they differ from
+/// their defaults, so a new setting is in the command without a line here.
+const NAMED: [&str; 16] = [
     "drop_layers",
     "drop_rule",
     "layers_dropped",
@@ -40,6 +41,9 @@ const REPEATED: [&str; 16] = [
     "eval_windows",
     "dtype",
 ];
+
+/// Settings that a resumed run must share and that change neither weights nor perplexity; and the file of ratios, which is a path.
+const UNNAMED: [&str; 3] = ["layer_ratios", "no_save_model", "save_masks"];
 
 impl Job {
     /// Returns the files that are published with the model of a run with these results.
@@ -173,23 +177,36 @@ impl Job {
         }
         let targets = self.pruning.as_ref().map(|pruning| &pruning.targets);
         let has_ratio = targets.is_some_and(|targets| targets.pattern == Pattern::Unstructured);
-        if targets.is_some_and(|targets| targets.uneven_ratios().is_some()) {
+        let selection = settings
+            .sparsity
+            .as_ref()
+            .map(|sparsity| &sparsity.selection);
+        if selection.is_some_and(|selection| selection.layer_ratios.is_some()) {
             flag("layer_ratios", "layer_ratios.json".to_string());
         }
-        let by_name = settings.by_name()?;
+        let (by_name, changed) = (settings.by_name()?, settings.changed()?);
         let drop = settings.layer_drop.as_ref();
         let names_layers = drop.is_some_and(|drop| !drop.layers_dropped.is_empty());
-        for name in REPEATED {
-            let is_implied = match name {
-                "drop_layers" | "drop_rule" => names_layers,
-                "sparsity_ratio" => !has_ratio,
-                "sparsity_type" => has_ratio,
-                "dtype" => by_name.get(name).is_some_and(|value| value == "auto"),
-                _ => false,
-            };
+        let is_implied = |name: &str| match name {
+            "drop_layers" | "drop_rule" => names_layers,
+            "sparsity_ratio" => !has_ratio,
+            "sparsity_type" => has_ratio,
+            "dtype" => by_name.get(name).is_some_and(|value| value == "auto"),
+            _ => false,
+        };
+        let named = NAMED.into_iter().filter(|name| !is_implied(name));
+        let others = changed
+            .iter()
+            .map(String::as_str)
+            .filter(|name| !NAMED.contains(name) && !UNNAMED.contains(name));
+        let mut switches = Vec::new();
+        for name in named.chain(others) {
             let values = match by_name.get(name) {
-                None | Some(Value::Null) => Vec::new(),
-                _ if is_implied => Vec::new(),
+                None | Some(Value::Null | Value::Bool(false)) => Vec::new(),
+                Some(Value::Bool(true)) => {
+                    switches.push(format!("--{}", name.replace('_', "-")));
+                    Vec::new()
+                }
                 Some(Value::Array(values)) => values.clone(),
                 Some(value) => vec![value.clone()],
             };
@@ -204,16 +221,7 @@ impl Job {
             }
         }
         flag("save", "out".to_string());
-        if settings
-            .width_drop
-            .as_ref()
-            .is_some_and(|drop| drop.no_width_refit)
-        {
-            command.push("--no-width-refit".to_string());
-        }
-        if by_name.contains_key("permute_channels") {
-            command.push("--permute-channels".to_string());
-        }
+        command.extend(switches);
         Ok(command)
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
+use super::disk_room;
 use super::folder::RunFolder;
 use super::given::{Given, Sharing};
 use super::opened::OpenedModel;
@@ -18,7 +19,6 @@ use super::{allocate, layer_drop, width_drop};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{check_sidecars, output_bytes};
 use crate::data::Calibration;
-use crate::disk::{self, Room};
 use crate::failure::Failure;
 use crate::pipeline::{Flow, Observed, RunShape, SaveMasks};
 use crate::report;
@@ -216,7 +216,7 @@ impl Job {
 
     /// Checks that the disk has room for everything that will be written.
     fn check_disk(&self) -> Result<()> {
-        let mut needs: Vec<(&Path, ByteSize, &str)> = Vec::new();
+        let mut needs: Vec<disk_room::Need<'_>> = Vec::new();
         // The files of a run that is continued already have their sizes.
         if self.unfinished.is_none() {
             if let Some(model) = &self.folder.model {
@@ -233,33 +233,7 @@ impl Job {
         if let Some(folder) = &self.spill_folder {
             needs.push((folder, self.plan.hidden_states.bytes, "hidden states"));
         }
-        let rooms: Vec<(Room, &Path, ByteSize, &str)> = needs
-            .into_iter()
-            .filter_map(|(folder, bytes, what)| Some((disk::room(folder)?, folder, bytes, what)))
-            .collect();
-        for (room, folder, _, _) in &rooms {
-            let here = || {
-                rooms
-                    .iter()
-                    .filter(|(other, ..)| other.device == room.device)
-            };
-            let needed: ByteSize = here().map(|(_, _, bytes, _)| *bytes).sum();
-            if needed <= room.free {
-                continue;
-            }
-            let parts: Vec<String> = here()
-                .map(|(_, _, bytes, what)| format!("{what} {bytes}"))
-                .collect();
-            return Err(Failure::new(format!(
-                "the disk of `{}` has too little room: {needed} are needed, {} are free",
-                folder.display(),
-                room.free
-            ))
-            .detail(parts.join(", "))
-            .hint("free some space, or choose a folder on another disk with --save or --offload-folder")
-            .into());
-        }
-        Ok(())
+        disk_room::check(&needs)
     }
 
     /// Tells the settings and the plan.

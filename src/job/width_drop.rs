@@ -12,6 +12,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use serde_json::{Map, Value};
 
+use super::disk_room;
 use super::folder::RunFolder;
 use super::given::Given;
 use super::layer_drop::ScoringPass;
@@ -20,9 +21,10 @@ use super::outputs::Outputs;
 use super::record::parameters;
 use super::settle::{Job, Settled};
 use super::streams::Streams;
-use crate::bytes::read_settings;
+use crate::bytes::{ByteSize, read_settings};
 use crate::checkpoint::{
     CONFIG_FILE, Checkpoint, Layout, MergedWriter, PlannedTensor, Published, WeightSource,
+    output_bytes,
 };
 use crate::failure::Failure;
 use crate::model::{DecoderLayer, ModelConfig, Width};
@@ -151,7 +153,7 @@ pub(super) fn narrower(
     }
     remove(&place)?;
     let (of, dense_shape) = (Arc::clone(&model.config), model.config.heads());
-    let passed = pass(settings, asked, model, &config, &place, events)?;
+    let passed = pass(settings, asked, model, &config, folder, events)?;
     let matrices = Checkpoint::open(&place)?;
     let report = WidthDropReport {
         asked: asked.drop_width.0,
@@ -190,15 +192,16 @@ struct Passed {
     scoring: ScoringPass,
 }
 
-/// Passes the calibration samples through the model, makes its layers narrower, and writes them to `place`.
+/// Passes the calibration samples through the model, makes its layers narrower, and writes them to the run folder.
 fn pass(
     settings: &Settings,
     asked: &WidthDropSettings,
     model: OpenedModel,
     to: &ModelConfig,
-    place: &Path,
+    folder: &RunFolder,
     events: &dyn Events,
 ) -> Result<Passed> {
+    let place = &folder.narrower().context("a run folder was required")?;
     let is_measured = model.part_of.is_some();
     let measures_dense = settings.evaluation.eval.sides().contains(&Side::Dense) && !is_measured;
     let mut narrowing = Settings {
@@ -227,7 +230,8 @@ fn pass(
     };
     events.note("making the layers narrower".to_string());
     job.announce(events);
-    let layout = layout(&job.model, to)?;
+    let (layout, replaced) = layout(&job.model, to)?;
+    check_disk(&job, (layout.bytes(), replaced), folder)?;
     let source = job.model.folder.clone();
     let writer = MergedWriter::create(layout, place, &[&source], events)?;
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
@@ -254,17 +258,44 @@ fn pass(
     })
 }
 
-/// The tensors whose shapes change, in files no larger than the largest of the source.
-fn layout(model: &OpenedModel, to: &ModelConfig) -> Result<Layout> {
+/// Checks that disks have room for the narrower matrices, which stay until the run ends, for the narrower model, and for the hidden
+/// states of the pass. `narrower` and `replaced`: bytes of the narrower matrices and of those in their place.
+fn check_disk(
+    job: &Job,
+    (narrower, replaced): (ByteSize, ByteSize),
+    folder: &RunFolder,
+) -> Result<()> {
+    let mut needs = Vec::new();
+    let place = folder.narrower();
+    if let Some(place) = &place {
+        needs.push((place.as_path(), narrower, "the narrower matrices"));
+    }
+    if let Some(model) = &folder.model {
+        let all = output_bytes(&job.model.checkpoint)? + narrower;
+        let less = replaced + folder.replaced_bytes();
+        let more = ByteSize(all.0.saturating_sub(less.0));
+        needs.push((model, more, "the model"));
+    }
+    if let Some(spill) = &job.spill_folder {
+        needs.push((spill, job.plan.hidden_states.bytes, "hidden states"));
+    }
+    disk_room::check(&needs)
+}
+
+/// The tensors whose shapes change, in files no larger than the largest of the source, and the bytes of those that they replace.
+fn layout(model: &OpenedModel, to: &ModelConfig) -> Result<(Layout, ByteSize)> {
     let mut planned = Vec::new();
+    let mut replaced = 0;
     for layer in 0..to.num_hidden_layers {
         let before = model.config.layer_tensors(layer);
         for (before, after) in before.zip(to.layer_tensors(layer)) {
             if before.shape == after.shape {
                 continue;
             }
+            let entry = model.checkpoint.require(&before.name, &before.shape)?;
+            replaced += entry.bytes;
             planned.push(PlannedTensor {
-                dtype: model.checkpoint.require(&before.name, &before.shape)?.dtype,
+                dtype: entry.dtype,
                 name: after.name,
                 shape: after.shape,
             });
@@ -274,7 +305,8 @@ fn layout(model: &OpenedModel, to: &ModelConfig) -> Result<Layout> {
     let largest = shards
         .map(|shard| shard.file_bytes - shard.data_start)
         .max();
-    Layout::new(planned, largest.unwrap_or_default())
+    let layout = Layout::new(planned, largest.unwrap_or_default())?;
+    Ok((layout, ByteSize(replaced)))
 }
 
 /// Opens the narrower model.

@@ -149,7 +149,8 @@ fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [b
     }
 }
 
-/// The score at a position of the ascending order of all scores of a matrix `[rows, columns]`, exactly, in two passes.
+/// The score at a position of the ascending order of all scores of a matrix `[rows, columns]`, exactly. Large matrices are counted in
+/// two passes; the counters would take longer than the scores of a small one.
 ///
 /// # Arguments
 /// * `score(row, scores)`: fills the scores of a row, finite and ≥ 0
@@ -159,10 +160,23 @@ pub(super) fn score_at(
     position: u64,
     score: impl Fn(&[f32], &mut Vec<f32>) + Sync,
 ) -> Option<f32> {
-    /// Parts that are counted at the same time.
+    /// Parts that are counted at the same time, at most.
     const PARTS: usize = 16;
+    /// Scores of a part, at least, and of a small matrix, at most.
+    const FEW: usize = 1 << 18;
+    if values.len() <= FEW {
+        let (mut keys, mut scores) = (Vec::with_capacity(values.len()), Vec::new());
+        for row in values.chunks_exact(columns) {
+            score(row, &mut scores);
+            keys.extend(scores.iter().map(|&score| lowest::key(score)));
+        }
+        let position = usize::try_from(position).ok();
+        let position = position.filter(|position| *position < keys.len())?;
+        return Some(f32::from_bits(*keys.select_nth_unstable(position).1));
+    }
     let rows = values.len() / columns;
-    let part = rows.div_ceil(PARTS).max(1) * columns;
+    let parts = (values.len() / FEW).clamp(1, PARTS);
+    let part = rows.div_ceil(parts).max(1) * columns;
     let count = |upper: Option<u16>| {
         let parts = values.par_chunks(part).map(|values| {
             let (mut counter, mut scores) = (Radix::new(upper), Vec::new());
@@ -172,15 +186,33 @@ pub(super) fn score_at(
             }
             counter
         });
-        parts.reduce(|| Radix::new(upper), |one, other| one.merge(&other))
+        parts.reduce_with(|one, other| one.merge(&other))
     };
-    let (upper, rest) = count(None).narrow(position)?;
-    count(Some(upper)).value(rest)
+    let (upper, rest) = count(None)?.narrow(position)?;
+    count(Some(upper))?.value(rest)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_score_at_a_position_is_that_of_a_sort_however_it_is_found() {
+        for rows in [3, 5000] {
+            let columns = 100;
+            let values: Vec<f32> = (0..rows * columns)
+                .map(|at| ((at * 7919 % 10_007) as f32 - 5000.0) / 77.0)
+                .collect();
+            let mut sorted: Vec<f32> = values.iter().map(|value| value.abs()).collect();
+            sorted.sort_by(f32::total_cmp);
+            for at in [0, 1, sorted.len() / 2, sorted.len() - 1] {
+                let found = score_at(&values, columns, at as u64, magnitudes);
+                assert_eq!(found, Some(sorted[at]), "{rows} {at}");
+            }
+            let beyond = sorted.len() as u64;
+            assert_eq!(score_at(&values, columns, beyond, magnitudes), None);
+        }
+    }
 
     #[test]
     fn as_many_stay_as_the_rule_says_and_they_are_the_largest() {

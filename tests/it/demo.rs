@@ -210,7 +210,7 @@ fn rounded(number: f64) -> String {
 }
 
 #[test]
-fn the_demo_shows_that_wanda_keeps_what_magnitude_loses() -> Result<()> {
+fn the_demo_shows_that_wanda_keeps_what_magnitude_loses_and_ladder_repairs_it() -> Result<()> {
     let temporary = tempfile::tempdir()?;
     let ran = Command::new(env!("CARGO_BIN_EXE_prune"))
         .args(["demo", "--threads", "2"])
@@ -254,6 +254,15 @@ fn the_demo_shows_that_wanda_keeps_what_magnitude_loses() -> Result<()> {
         let magnitude = perplexity(&format!("magnitude {share}"));
         assert!(
             perplexity("dense") < wanda && 1.05 * wanda < magnitude,
+            "{share}: {stdout}"
+        );
+    }
+
+    for share in ["60 %", "2:4"] {
+        let ladder = perplexity(&format!("ladder {share}"));
+        let wanda = perplexity(&format!("wanda {share}"));
+        assert!(
+            perplexity("dense") < ladder && ladder < wanda,
             "{share}: {stdout}"
         );
     }

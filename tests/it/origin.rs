@@ -72,7 +72,11 @@ fn run(arguments: &[String]) {
         num_hidden_layers: 1,
         num_attention_heads: 2,
         num_key_value_heads: 1,
-        max_position_embeddings: 2048,
+        // Samples are as long as the model allows where a command does not say.
+        max_position_embeddings: match value(arguments, "--seqlen") {
+            Some(_) => 2048,
+            None => 256,
+        },
         ..RandomCheckpoint::default()
     });
     let server = Server::start();

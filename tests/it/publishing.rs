@@ -1,6 +1,7 @@
 //! Files for strangers beside a pruned model: `pruning.json`, the model card, the card of the source, and the command that uploads
 //! them.
 
+use std::collections::BTreeSet;
 use std::fs;
 
 use prune::checkpoint::is_model_file;
@@ -175,24 +176,75 @@ fn nothing_that_is_published_names_the_machine_or_the_person() {
     }
 }
 
+/// Flags that do not decide weights and perplexities, and those that name what every command names.
+const OTHER_FLAGS: [&str; 35] = [
+    "cache-dir",
+    "dataset",
+    "device",
+    "device-map",
+    "eval-dataset",
+    "eval-windows",
+    "force",
+    "help",
+    "hidden-states",
+    "json",
+    "log-memory",
+    "max-memory",
+    "max-perplexity",
+    "memory-settings",
+    "model",
+    "no-model-card",
+    "no-save-model",
+    "nsamples",
+    "offload-folder",
+    "profile",
+    "progress",
+    "quiet",
+    "resume",
+    "revision",
+    "save",
+    "save-masks",
+    "save-model",
+    "seqlen",
+    "simulate",
+    "text-cache",
+    "threads",
+    "use-cpu",
+    "verbose",
+    "verify",
+    "version",
+];
+
 #[test]
 fn the_command_of_the_record_repeats_the_run() {
-    for (number, flags) in [
+    let mut repeated = BTreeSet::from(OTHER_FLAGS.map(String::from));
+    for flags in [
         "--sparsity-ratio 0.4 --exclude *.v_proj --exclude *.o_proj --include *_proj --seed 7",
         "--prune-method magnitude --sparsity-type 2:4 --dtype f32",
-        "--prune-method ria-per-row --layer-ratios ratios.json --eval none",
-    ]
-    .into_iter()
-    .enumerate()
-    {
+        "--prune-method ria-per-row --layer-ratios ratios.json --eval none --sparsity-ratio 0.5",
+        "--sparsity-ratio 0.5 --use-variant",
+        "--prune-method sparsegpt --sparsity-ratio 0.5 --percdamp 0.1 --blocksize 32 --true-sequential",
+        "--sparsity-ratio 0.5 --refine weights --propagate dense --allocate owl --owl-outliers 4 --ratio-band 0.1",
+        "--sparsity-ratio 0.5 --refine dsnot --dsnot-cycles 3 --dsnot-mlp",
+        "--sparsity-type 2:4 --permute-channels --eval none",
+        "--drop-layers 1 --drop-rule angle --eval none",
+        "--layers-dropped 1 --drop-width 0.3 --width-of mlp --no-width-refit --eval none",
+    ] {
         let place = Place::new();
         fs::write(place.path("ratios.json"), r#"{"1": 0.25}"#).expect("a new file");
-        let flags = match number {
-            2 => format!("{flags} --sparsity-ratio 0.5"),
-            _ => flags.to_string(),
-        };
         place.prune(&format!("--model m {flags} --save first"));
         let first = record(&place, "first");
+        let given = flags.split(' ').filter_map(|word| word.strip_prefix("--"));
+        for name in given {
+            repeated.insert(name.to_string());
+            let is_named = first.command.contains(&format!("--{name}"));
+            // This flag is part of a method's name.
+            assert!(
+                is_named || name == "use-variant",
+                "{name}: {:?}",
+                first.command
+            );
+        }
         if let Some(ratios) = &first.pruning.layer_ratios {
             let json = serde_json::to_string(ratios).unwrap();
             fs::write(place.path("layer_ratios.json"), json).expect("a new file");
@@ -203,6 +255,10 @@ fn the_command_of_the_record_repeats_the_run() {
         // The record of the repetition is the same, its command included.
         assert_eq!(record(&place, "out"), first);
     }
+    let command = prune::cli::command();
+    let flags = command.get_arguments().filter_map(|flag| flag.get_long());
+    let forgotten: Vec<&str> = flags.filter(|flag| !repeated.contains(*flag)).collect();
+    assert!(forgotten.is_empty(), "no run above has {forgotten:?}");
 }
 
 #[test]

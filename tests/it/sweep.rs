@@ -54,6 +54,32 @@ fn sweep(place: &Place, more: &str) -> Ran {
 }
 
 #[test]
+fn cells_of_smaller_models_show_the_dense_perplexity_of_the_source() {
+    for flags in ["--drop-width 0.3", "--drop-layers 1"] {
+        let place = Place::new();
+        let ran = place.run(&format!(
+            "sweep --model m --methods wanda,magnitude --ratios 0.5 --save out {TEXTS} {flags}"
+        ));
+        assert_eq!(ran.code, 0, "{flags}: {}", ran.stderr);
+        let dense = |folder: &str| {
+            let perplexity = place.manifest(folder).perplexity.dense;
+            perplexity.map(|report| report.perplexity)
+        };
+        let source = dense("out/dense");
+        assert!(source.is_some());
+        for cell in ["wanda-0.5-seed0", "magnitude-0.5-seed0"] {
+            let cell = format!("out/{cell}");
+            assert_eq!(dense(&cell), source, "{flags} {cell}");
+            let manifest = place.manifest(&cell);
+            assert!(
+                manifest.width_drop.is_some() || manifest.layer_drop.is_some(),
+                "{flags} {cell}"
+            );
+        }
+    }
+}
+
+#[test]
 fn cells_equal_single_runs_and_the_table_has_their_means() {
     let place = Place::new();
     let ran = sweep(&place, "--save-masks");
@@ -406,6 +432,11 @@ fn lists_that_make_no_grid_are_refused_with_a_fix() {
             "--methods wanda --ratios 0.5 --seed 3",
             "--seed belongs to a single run, and a sweep has many",
             "hint: use --seeds, like --seeds 0,1,2",
+        ),
+        (
+            "--methods wanda --ratios 0.5 --sparsity-type unstructured",
+            "--sparsity-type belongs to a single run, and a sweep has many",
+            "hint: use --types, like --types unstructured,2:4",
         ),
     ] {
         refused(flags, message, hint);

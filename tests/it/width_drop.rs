@@ -252,7 +252,7 @@ fn the_refit_lowers_the_perplexity_of_stories() -> Result<()> {
         let model = shared.join("models/stories260k");
         let text = |name: &str| dataset(&shared, name);
         let line = format!(
-            "--model {} --dataset {} --eval-dataset {} --nsamples 32 --seqlen 512 --dtype f32 --eval both --save {name} {more}",
+            "--model {} --dataset {} --eval-dataset {} --nsamples 32 --seqlen 512 --eval-windows 64 --dtype f32 --eval both --save {name} {more}",
             model.display(),
             text("stories.train.txt")?,
             text("stories.test.txt")?,

@@ -34,6 +34,9 @@ pub(super) fn perplexity(
     let mut settings = run.clone();
     settings.sparsity = None;
     settings.calibration = None;
+    // The dense model is the source; a cell that drops layers or width measures it in its own pass.
+    settings.layer_drop = None;
+    settings.width_drop = None;
     settings.evaluation.eval = EvalSides::Dense;
     settings.evaluation.max_perplexity = None;
     settings.output = OutputSettings {

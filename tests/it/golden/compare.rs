@@ -213,6 +213,8 @@ pub(super) struct Comparison<'a> {
     matrices: Vec<Matrix>,
     statistics: Vec<f64>,
     statistics_seen: BTreeSet<String>,
+    /// Perplexity is compared.
+    pub(super) is_measured: bool,
     /// Deviations, one line each.
     pub(super) failures: Vec<String>,
     /// Differing bits that are near-ties, one line each.
@@ -281,6 +283,7 @@ impl<'a> Comparison<'a> {
             matrices: Vec::new(),
             statistics: Vec::new(),
             statistics_seen: BTreeSet::new(),
+            is_measured: true,
             failures: Vec::new(),
             notes: Vec::new(),
         }
@@ -344,7 +347,10 @@ impl<'a> Comparison<'a> {
         self.check_masks(manifest);
         let statistics = self.check_statistics();
         let perplexity = manifest.perplexity.pruned.map(|report| report.perplexity);
-        let perplexity = self.check_perplexity(perplexity);
+        let perplexity = match self.is_measured {
+            true => self.check_perplexity(perplexity),
+            false => "not measured | –".to_string(),
+        };
         let matrices = self.matrices.len();
         let equal = self
             .matrices

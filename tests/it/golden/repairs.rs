@@ -15,6 +15,7 @@ use prune::pipeline::{MaskObserver, PrunedMatrix};
 use prune::pruning::{InputGram, MethodOptions, Statistics};
 use prune::run::Silent;
 use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
+use rayon::prelude::*;
 
 use super::reference::{Golden, dataset, tensors};
 use super::show;
@@ -258,30 +259,30 @@ fn dense(checkpoint: &Checkpoint, matrix: &PrunedMatrix<'_>) -> Result<Vec<f32>>
 /// ‖(W − Ŵ)X‖² / ‖WX‖² from G = XᵀX, in f64.
 fn output_error(dense: &[f32], pruned: &[f32], gram: &[f32], columns: usize) -> f64 {
     let form = |row: &[f64]| -> f64 {
-        let rows = gram.chunks_exact(columns).zip(row);
-        rows.map(|(gram, left)| {
-            let products = gram
-                .iter()
-                .zip(row)
-                .map(|(gram, right)| f64::from(*gram) * right);
-            left * products.sum::<f64>()
-        })
-        .sum()
-    };
-    let (mut lost, mut all) = (0.0, 0.0);
-    for (dense, pruned) in dense
-        .chunks_exact(columns)
-        .zip(pruned.chunks_exact(columns))
-    {
-        let whole: Vec<f64> = dense.iter().map(|value| f64::from(*value)).collect();
-        let gap: Vec<f64> = whole
+        let mut product = vec![0.0; columns];
+        for (gram, left) in gram.chunks_exact(columns).zip(row) {
+            for (sum, gram) in product.iter_mut().zip(gram) {
+                *sum += f64::from(*gram) * left;
+            }
+        }
+        product
             .iter()
-            .zip(pruned)
-            .map(|(a, b)| a - f64::from(*b))
-            .collect();
-        lost += form(&gap);
-        all += form(&whole);
-    }
+            .zip(row)
+            .map(|(one, other)| one * other)
+            .sum()
+    };
+    let rows: Vec<(f64, f64)> = dense
+        .par_chunks_exact(columns)
+        .zip(pruned.par_chunks_exact(columns))
+        .map(|(dense, pruned)| {
+            let whole: Vec<f64> = dense.iter().map(|value| f64::from(*value)).collect();
+            let pairs = whole.iter().zip(pruned);
+            let gap: Vec<f64> = pairs.map(|(a, b)| a - f64::from(*b)).collect();
+            (form(&gap), form(&whole))
+        })
+        .collect();
+    let lost: f64 = rows.iter().map(|(lost, _)| lost).sum();
+    let all: f64 = rows.iter().map(|(_, all)| all).sum();
     lost / all
 }
 

@@ -306,7 +306,12 @@ fn perplexities_of_merged_models_are_those_of_the_reference() {
             "ties-bf16" => PERPLEXITY_OF_OTHER_ENTRIES,
             _ => PERPLEXITY,
         };
-        for (name, text) in TEXTS {
+        // The tensors of every recipe are compared above; a second text for the recipes with a tolerance of their own is enough.
+        let texts = match case {
+            "linear" | "ties-bf16" | "vocab-union" => &TEXTS[..],
+            _ => &TEXTS[..1],
+        };
+        for (name, text) in texts {
             let theirs = golden["perplexity_first_64_windows"][name].as_f64();
             let theirs = theirs.expect("measured");
             let ours = perplexity(&place, &shared, &model, text);

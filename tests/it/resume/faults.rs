@@ -10,6 +10,9 @@ use super::{
 /// Runs without a consequence, one after the other, after which no later fault is expected to have any.
 const WITHOUT_CONSEQUENCE: usize = 4;
 
+/// Flags of a run that makes the model narrower first.
+const NARROWER: &str = "--model m --sparsity-ratio 0.5 --drop-width 0.3 --eval none --save out";
+
 /// Ends a run by each fault of the kind `what` in turn, continues it, and compares. Returns the number of faults.
 fn at_every_operation(what: &str, flags: &str) -> usize {
     let place = of_layers(2);
@@ -129,6 +132,21 @@ fn too_little_room_is_refused_before_anything_is_written() {
     let forced = format!("{WANDA} --force");
     let ran = with_fault(&place, &forced, "room:100000").expect("an exit code");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
+}
+
+#[test]
+fn room_for_narrower_matrices_is_needed_before_they_are_written() {
+    let place = of_layers(2);
+    let ran = with_fault(&place, NARROWER, "room:100000").expect("an exit code");
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains("has too little room")
+            && ran.stderr.contains("the narrower matrices ")
+            && ran.stderr.contains("the model "),
+        "{}",
+        ran.stderr
+    );
+    assert!(!place.path("out/narrower").exists());
 }
 
 #[test]
