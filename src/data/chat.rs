@@ -7,6 +7,7 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use anyhow::{Context, Result};
@@ -117,7 +118,16 @@ impl ChatTemplate {
     /// Fails when the template is too large, is not valid Jinja, or refuses the conversation; some refuse system messages. The message
     /// names the file.
     pub fn render(&self, system: Option<&str>, user: &str) -> Result<String> {
-        let rendered = self.apply(&|template| template.try_render(system, user));
+        let message = |role: &str, content: &str| context! { role, content };
+        let messages: Vec<Jinja> = system
+            .map(|system| message("system", system))
+            .into_iter()
+            .chain([message("user", user)])
+            .collect();
+        let rendered = self.apply(&|template| {
+            let environment = template.environment()?;
+            template.try_render(&environment, &messages, true)
+        });
         rendered.map_err(|error| match error.downcast::<Failure>() {
             Ok(failure) if failure.hint.is_none() => {
                 let hint = if system.is_some() {
@@ -128,6 +138,43 @@ impl ChatTemplate {
                 failure.hint(hint).into()
             }
             Ok(failure) => failure.into(),
+            Err(error) => error,
+        })
+    }
+
+    /// Renders beginnings of a conversation, in order. A beginning has a number of messages. If the flag is true, the place at which the
+    /// model answers follows.
+    ///
+    /// # Errors
+    /// Fails when the template is too large, is not valid Jinja, or refuses a beginning. The message names the template's file, a
+    /// detail the beginning.
+    pub(super) fn render_beginnings(
+        &self,
+        messages: &[Value],
+        beginnings: &[(usize, bool)],
+    ) -> Result<Vec<String>> {
+        let messages: Vec<Jinja> = messages.iter().map(Jinja::from_serialize).collect();
+        let refused = AtomicUsize::new(usize::MAX);
+        let rendered = self.apply(&|template| {
+            let environment = template.environment()?;
+            let render = |&(count, is_answered): &(usize, bool)| {
+                refused.store(count, Ordering::Relaxed);
+                template.try_render(&environment, &messages[..count], is_answered)
+            };
+            beginnings.iter().map(render).collect()
+        });
+        rendered.map_err(|error| match error.downcast::<Failure>() {
+            Ok(mut failure) => {
+                failure.hint = None;
+                match refused.into_inner() {
+                    usize::MAX => failure,
+                    count => failure.detail(format!(
+                        "it was rendering the first {count} of {} messages",
+                        messages.len()
+                    )),
+                }
+                .into()
+            }
             Err(error) => error,
         })
     }
@@ -170,7 +217,8 @@ impl ChatTemplate {
         })
     }
 
-    fn try_render(&self, system: Option<&str>, user: &str) -> Result<String, minijinja::Error> {
+    /// The template as `transformers` would compile it.
+    fn environment(&self) -> Result<Environment<'_>, minijinja::Error> {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
@@ -179,15 +227,18 @@ impl ChatTemplate {
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", refuse);
         environment.add_template("chat", &self.text)?;
-        let message = |role: &str, content: &str| context! { role, content };
-        let messages: Vec<Jinja> = system
-            .map(|system| message("system", system))
-            .into_iter()
-            .chain([message("user", user)])
-            .collect();
+        Ok(environment)
+    }
+
+    fn try_render(
+        &self,
+        environment: &Environment<'_>,
+        messages: &[Jinja],
+        add_generation_prompt: bool,
+    ) -> Result<String, minijinja::Error> {
         environment.get_template("chat")?.render(context! {
             messages,
-            add_generation_prompt => true,
+            add_generation_prompt,
             ..Jinja::from_serialize(&self.tokens)
         })
     }

@@ -10,7 +10,8 @@ use std::str::FromStr;
 use super::Role;
 use crate::failure::Failure;
 
-/// The value of `--dataset` or `--eval-dataset`: `wikitext2[:PATH]`, `c4[:PATH]`, `ptb:PATH`, `demo`, or the path of a file.
+/// The value of `--dataset` or `--eval-dataset`: `wikitext2[:PATH]`, `c4[:PATH]`, `ptb:PATH`, `jsonl:PATH`, `demo`, or the path of
+/// a file.
 ///
 /// `Display` gives back the parsed text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,17 +37,26 @@ pub(super) enum Name {
     Wikitext2,
     C4,
     Ptb,
+    /// A file of JSON lines under any name.
+    Jsonl,
     Demo,
 }
 
 impl Name {
-    const ALL: [Self; 4] = [Self::Wikitext2, Self::C4, Self::Ptb, Self::Demo];
+    const ALL: [Self; 5] = [
+        Self::Wikitext2,
+        Self::C4,
+        Self::Ptb,
+        Self::Jsonl,
+        Self::Demo,
+    ];
 
     pub(super) fn as_str(self) -> &'static str {
         match self {
             Self::Wikitext2 => "wikitext2",
             Self::C4 => "c4",
             Self::Ptb => "ptb",
+            Self::Jsonl => "jsonl",
             Self::Demo => "demo",
         }
     }
@@ -66,14 +76,16 @@ impl Name {
             (Self::C4, Role::Evaluation) => {
                 ("allenai/c4", "en/c4-validation.00000-of-00008.json.gz")
             }
-            (Self::Ptb | Self::Demo, _) => return None,
+            (Self::Ptb | Self::Jsonl | Self::Demo, _) => return None,
         };
         Some(HubFile { repo, file })
     }
 
-    /// The published name of a role's split. C4 has no test split; the demo text has a split for calibration alone.
+    /// The published name of a role's split. C4 has no test split; the demo text has a split for calibration alone; a file of JSON
+    /// lines has none, and is named as a whole.
     pub(super) fn split(self, role: Role) -> &'static str {
         match (role, self) {
+            (_, Self::Jsonl) => "lines",
             (Role::Calibration, Self::Demo) => "calibration",
             (Role::Calibration, _) => "train",
             (Role::Evaluation, Self::Wikitext2 | Self::Ptb | Self::Demo) => "test",
@@ -116,6 +128,10 @@ impl FromStr for DatasetSpec {
                         "the Penn Treebank (`ptb`) is not downloaded: its licence forbids copies",
                     )
                     .hint("name your own copy, like ptb:data/ptb.train.txt or the folder that holds it"));
+                }
+                None if rest.is_empty() && name == Name::Jsonl => {
+                    return Err(Failure::usage("`jsonl` names no file")
+                        .hint("name the file of JSON lines, like jsonl:data/train.jsonl"));
                 }
                 None if rest.is_empty() => return Ok(spec(Some(name), None)),
                 // The path of a file, which begins like the name of a dataset.
@@ -186,6 +202,7 @@ mod tests {
             ("ptb:..", "ptb:text"),
             ("wikitext2", "wikitext2"),
             ("demo", "demo"),
+            ("jsonl:/home/me/chats.json", "jsonl:chats.json"),
         ] {
             let spec: DatasetSpec = given.parse().expect("a dataset");
             assert_eq!(spec.without_folders(), expected);

@@ -30,6 +30,9 @@ const GUNZIP: &str =
 
 const ONE_OBJECT: &str = "every line must be a JSON object with a string `text`, as in {\"text\": \"...\"}; give plain text as a .txt file";
 
+/// The mark of UTF-8, with which some editors begin a file.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+
 /// The stored form of a file of documents. Its first bytes decide, because names are often wrong about compression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
@@ -132,31 +135,49 @@ impl Documents {
     /// The text of one document, counted from 0.
     /// Fails when its line is not a JSON object with a string `text` (the message names file and line), or cannot be read.
     pub(super) fn text(&mut self, number: u64) -> Result<String> {
-        let (start, line) = self
-            .index
-            .read(&self.text, number)
-            .with_context(|| format!("cannot read `{}`", self.source.display()))?;
+        let (start, line) = self.line(number)?;
         match serde_json::from_slice::<Document>(&line) {
             Ok(document) => Ok(document.text),
             Err(error) => Err(self.bad_line(start, &line, &error)),
         }
     }
 
-    /// The failure for a line without a document. Its number is counted only now, because blank lines are not indexed.
-    fn bad_line(&self, start: u64, line: &[u8], error: &serde_json::Error) -> anyhow::Error {
+    /// The first byte of one line, counted from 0, and its bytes, without the mark of UTF-8 at the beginning of a file.
+    /// Fails when it cannot be read.
+    pub(super) fn line(&self, number: u64) -> Result<(u64, Vec<u8>)> {
+        let (start, mut line) = self
+            .index
+            .read(&self.text, number)
+            .with_context(|| format!("cannot read `{}`", self.source.display()))?;
+        if start == 0 && line.starts_with(BYTE_ORDER_MARK) {
+            line.drain(..BYTE_ORDER_MARK.len());
+        }
+        Ok((start, line))
+    }
+
+    /// The place of the line at a byte, for a message. Its number is counted only now, because blank lines are not indexed.
+    pub(super) fn place(&self, start: u64) -> String {
         let number = line_index::line_number(&self.text, start);
-        let number = number.map_or_else(
+        number.map_or_else(
             |_| format!("byte {start}"),
             |number| format!("line {number}"),
-        );
-        let failure = not_a_document(&self.source, &number, line, error);
+        )
+    }
+
+    /// The failure of a line, with the name of the unpacked copy if there is one.
+    pub(super) fn of_copy(&self, failure: Failure) -> Failure {
         match &self.copy {
             Some(copy) => {
                 failure.detail(format!("read from the unpacked copy `{}`", copy.display()))
             }
             None => failure,
         }
-        .into()
+    }
+
+    /// The failure for a line without a document.
+    fn bad_line(&self, start: u64, line: &[u8], error: &serde_json::Error) -> anyhow::Error {
+        let failure = not_a_document(&self.source, &self.place(start), line, error);
+        self.of_copy(failure).into()
     }
 
     /// The copy of an earlier run, if its text still has the hash in its name. A damaged copy is removed.
@@ -284,9 +305,27 @@ fn index<'a>(
 /// Checks the beginning of a file of documents.
 /// Fails when the first line is not a document, the parquet column is missing, or the file is damaged at its beginning.
 pub(super) fn check(path: &Path, format: Format) -> Result<()> {
+    if format == Format::Parquet {
+        return TextColumn::open(path).map(drop);
+    }
+    let Some((number, line)) = first_line(path, format)? else {
+        return Err(
+            Failure::new(format!("no documents in `{}`", path.display()))
+                .hint(ONE_OBJECT)
+                .into(),
+        );
+    };
+    let parsed = serde_json::from_slice::<Document>(&line);
+    Ok(parsed
+        .map(drop)
+        .map_err(|error| not_a_document(path, &format!("line {number}"), &line, &error))?)
+}
+
+/// Reads the first line that is not blank, of a file of lines. Returns its number, from 1, and its bytes, without the mark of UTF-8 at
+/// the beginning of a file; `None` if there is no such line. Fails when the file cannot be read.
+pub(super) fn first_line(path: &Path, format: Format) -> Result<Option<(u64, Vec<u8>)>> {
     let reader: Box<dyn Read> = match format {
-        Format::Parquet => return TextColumn::open(path).map(drop),
-        Format::Lines => Box::new(open(path)?),
+        Format::Lines | Format::Parquet => Box::new(open(path)?),
         Format::GzippedLines => Box::new(MultiGzDecoder::new(BufReader::new(open(path)?))),
     };
     let mut reader = BufReader::new(reader.take(LONGEST_LINE));
@@ -299,24 +338,29 @@ pub(super) fn check(path: &Path, format: Format) -> Result<()> {
             .read_until(b'\n', &mut line)
             .map_err(|error| line_index::unreadable(path, &error, 0))?;
         if read == 0 {
-            return Err(
-                Failure::new(format!("no documents in `{}`", path.display()))
-                    .hint(ONE_OBJECT)
-                    .into(),
-            );
+            return Ok(None);
+        }
+        if number == 1 && line.starts_with(BYTE_ORDER_MARK) {
+            line.drain(..BYTE_ORDER_MARK.len());
         }
         if !line.trim_ascii().is_empty() {
-            break;
+            return Ok(Some((number, line)));
         }
     }
-    let parsed = serde_json::from_slice::<Document>(&line);
-    Ok(parsed
-        .map(drop)
-        .map_err(|error| not_a_document(path, &format!("line {number}"), &line, &error))?)
 }
 
 fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Error) -> Failure {
-    let found = match serde_json::from_slice::<serde_json::Value>(line) {
+    Failure::new(format!(
+        "{place} of `{}` is not a document: {error}",
+        path.display()
+    ))
+    .detail(found_in(line))
+    .hint(ONE_OBJECT)
+}
+
+/// The content of a line, for a message: the names of its fields, else its beginning.
+pub(super) fn found_in(line: &[u8]) -> String {
+    match serde_json::from_slice::<serde_json::Value>(line) {
         Ok(serde_json::Value::Object(fields)) => {
             let mut names: Vec<&str> = fields.keys().map(String::as_str).take(20).collect();
             if fields.len() > names.len() {
@@ -332,11 +376,5 @@ fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Err
                 .collect::<String>()
                 .trim_end()
         ),
-    };
-    Failure::new(format!(
-        "{place} of `{}` is not a document: {error}",
-        path.display()
-    ))
-    .detail(found)
-    .hint(ONE_OBJECT)
+    }
 }

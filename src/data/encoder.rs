@@ -85,6 +85,11 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
+    /// The ids of the pieces that are encoded so far: the first ids of the text.
+    pub(super) fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
     fn check_pending(&self) -> Result<()> {
         if self.pending.len() <= LONGEST_PIECE {
             return Ok(());

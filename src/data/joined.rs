@@ -5,6 +5,7 @@
 //! one space, and the Penn Treebank's sentences with one space in both roles. Each joined text has the ids of one tokenizer call
 //! ([`Encoder`]), so it has at most one beginning-of-text token, at its start.
 
+use std::fmt;
 use std::path::Path;
 use std::time::Instant;
 
@@ -46,6 +47,18 @@ pub(super) fn tokenize_joined(
     cache: &TextCache,
     events: &dyn Events,
 ) -> Result<TokenizedText> {
+    tokenize_beginning(source, usize::MAX, tokenizer, cache, events)
+}
+
+/// Does the same for a text of which `at_most` ids are enough: all ids of a text with fewer, and otherwise its first ids, that many or
+/// more. Stops tokenizing then. The cache keeps complete texts only.
+pub(super) fn tokenize_beginning(
+    source: &Source,
+    at_most: usize,
+    tokenizer: &Tokenizer,
+    cache: &TextCache,
+    events: &dyn Events,
+) -> Result<TokenizedText> {
     let mut text = JoinedText::open(source, cache, events)?;
     let digest = text.digest()?;
     if digest.bytes == 0 {
@@ -57,7 +70,7 @@ pub(super) fn tokenize_joined(
         );
     }
     let label = &source.label;
-    let ids = cache.token_ids(tokenizer.sha256(), &digest.sha256, events, || {
+    let mut tokenize = || {
         let started = Instant::now();
         let phase = format!("tokenize {label}");
         events.emit(Event::PhaseStarted {
@@ -65,13 +78,23 @@ pub(super) fn tokenize_joined(
             unit: "KiB",
             steps: digest.bytes.div_ceil(KIB),
         });
-        let ids = text.encode(&digest, tokenizer, events)?;
+        let encoded = text.encode(&digest, at_most, tokenizer, events)?;
         events.emit(Event::PhaseDone {
             phase,
             elapsed: started.elapsed(),
         });
-        Ok(ids)
-    })?;
+        anyhow::Ok(encoded)
+    };
+    let hash = tokenizer.sha256();
+    let is_kept = cache.has_token_ids(hash, &digest.sha256);
+    let ids = if at_most == usize::MAX || is_kept {
+        cache.token_ids(hash, &digest.sha256, events, || Ok(tokenize()?.0))?
+    } else {
+        match tokenize()? {
+            (ids, true) => cache.token_ids(hash, &digest.sha256, events, || Ok(ids))?,
+            (ids, false) => ids,
+        }
+    };
     let protocol = TextProtocol {
         dataset: source.dataset.to_owned(),
         path: source.path(),
@@ -87,6 +110,18 @@ pub(super) fn tokenize_joined(
         is_of_documents: matches!(source.files, Files::Documents(..)),
     })
 }
+
+/// The end of a reading pass before the end of the text.
+#[derive(Debug)]
+struct Enough;
+
+impl fmt::Display for Enough {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the ids read so far are enough")
+    }
+}
+
+impl std::error::Error for Enough {}
 
 /// Size, hash and origin of a text, from one pass over it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -129,13 +164,14 @@ impl<'a> JoinedText<'a> {
         })
     }
 
-    /// Reads the text once more, for its ids.
+    /// Reads the text once more, for its ids. Returns them, and true if they are those of the whole text; `at_most` ids are enough.
     fn encode(
         &mut self,
         digest: &TextDigest,
+        at_most: usize,
         tokenizer: &Tokenizer,
         events: &dyn Events,
-    ) -> Result<Vec<u32>> {
+    ) -> Result<(Vec<u32>, bool)> {
         let mut progress = |done: u64| {
             events.emit(Event::Progress {
                 done: done.div_ceil(KIB),
@@ -143,10 +179,18 @@ impl<'a> JoinedText<'a> {
         };
         let mut encoder = Encoder::new(tokenizer, &mut progress);
         let mut hasher = Sha256::new();
-        self.for_each(&mut |portion| {
+        let read = self.for_each(&mut |portion| {
             hasher.update(portion);
-            encoder.push(portion)
-        })?;
+            encoder.push(portion)?;
+            if encoder.ids().len() >= at_most {
+                return Err(Enough.into());
+            }
+            Ok(())
+        });
+        match read {
+            Err(error) if error.is::<Enough>() => return Ok((encoder.ids().to_vec(), false)),
+            read => read?,
+        };
         if hex(&hasher.finalize()) != digest.sha256 {
             return Err(Failure::new(format!(
                 "`{}` changed while it was being read",
@@ -155,7 +199,7 @@ impl<'a> JoinedText<'a> {
             .hint("run again when nothing writes to it any more")
             .into());
         }
-        encoder.finish()
+        Ok((encoder.finish()?, true))
     }
 
     /// Gives the text to `take` in portions, in order. Returns the way it was joined, in words.

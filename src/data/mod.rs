@@ -6,6 +6,7 @@
 //! [`Source::outlook`] look at them before any work starts, and [`calibration()`] and [`evaluation()`] read them when the ids are
 //! needed.
 
+mod answers;
 mod cache;
 mod calibration;
 mod chat;
@@ -15,6 +16,9 @@ mod digest;
 mod documents;
 mod encoder;
 mod evaluation;
+mod example_order;
+mod example_source;
+mod examples;
 pub mod footprint;
 mod joined;
 mod line_index;
@@ -31,6 +35,7 @@ mod text_cut;
 mod text_file;
 mod text_stream;
 mod tokenizer;
+mod training_line;
 mod unpacked;
 
 #[cfg(test)]
@@ -43,6 +48,9 @@ pub use calibration::{Calibration, Draw, calibration};
 pub use chat::ChatTemplate;
 pub use dataset::{DatasetSpec, HubFile};
 pub use evaluation::{Evaluation, evaluation};
+pub use example_order::ExampleOrder;
+pub use example_source::{ExampleRequest, Packing, examples};
+pub use examples::{Examples, HeldOut};
 pub use outlook::TextOutlook;
 pub use python_random::PythonRandom;
 pub use role::Role;

@@ -16,10 +16,18 @@ pub struct PythonRandom {
 impl PythonRandom {
     /// The generator after `random.seed(seed)` with a non-negative integer.
     pub fn new(seed: u64) -> Self {
-        let (low, high) = (seed as u32, (seed >> 32) as u32);
+        Self::with_key([seed as u32, (seed >> 32) as u32, 0])
+    }
+
+    /// The generator after `random.seed((seed << 32) + part)`: one stream for each part of a run with one seed.
+    pub fn of_part(seed: u64, part: u32) -> Self {
+        Self::with_key([part, seed as u32, (seed >> 32) as u32])
+    }
+
+    /// The generator of an integer of 96 bits, its lowest word first.
+    fn with_key(key: [u32; 3]) -> Self {
         // CPython's key has as many words as the number needs, and one for 0.
-        let key = [low, high];
-        let words = if high == 0 { 1 } else { 2 };
+        let words = key.iter().rposition(|word| *word != 0).unwrap_or(0) + 1;
         Self {
             generator: Mt::new_with_key(key.into_iter().take(words)),
         }
@@ -65,6 +73,14 @@ impl PythonRandom {
     pub fn randint(&mut self, low: u64, high: u64) -> u64 {
         // A range of all 2^64 values has no length in a u64; we lose its last value rather than wrap around.
         low + self.below(high.saturating_sub(low).saturating_add(1))
+    }
+
+    /// `random.shuffle(items)`: exchanges each item, from the last to the second, with one at or before its place.
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
+        for last in (1..items.len()).rev() {
+            let other = self.below(last as u64 + 1) as usize;
+            items.swap(last, other);
+        }
     }
 }
 
@@ -157,6 +173,42 @@ mod tests {
             [0, 0, 0]
         );
         assert_eq!(random.getrandbits(32), 136505587);
+    }
+
+    #[test]
+    fn shuffles_equal_cpython_and_leave_the_generator_in_its_state() {
+        // r = random.Random(seed); x = list(range(10)); r.shuffle(x); x, r.getrandbits(32)
+        for (seed, expected, after) in [
+            (0, [7, 8, 1, 5, 3, 4, 2, 0, 9, 6], 1537810351),
+            (42, [7, 3, 2, 8, 5, 6, 9, 4, 0, 1], 2536146025),
+            ((1 << 40) + 7, [0, 5, 2, 3, 6, 1, 8, 4, 7, 9], 1688693473),
+        ] {
+            let mut random = PythonRandom::new(seed);
+            let mut items: Vec<u32> = (0..10).collect();
+            random.shuffle(&mut items);
+            assert_eq!(items, expected, "seed {seed}");
+            assert_eq!(random.getrandbits(32), after, "seed {seed}");
+        }
+        let mut random = PythonRandom::new(0);
+        random.shuffle::<u32>(&mut []);
+        random.shuffle(&mut [1]);
+        assert_eq!(random.next_u32(), 3626764237, "nothing was drawn");
+    }
+
+    #[test]
+    fn parts_of_a_seed_equal_cpython_with_integers_of_up_to_96_bits() {
+        // r = random.Random((seed << 32) + part); x = list(range(n)); r.shuffle(x)
+        for (seed, part, expected) in [
+            (0, 0, vec![7, 8, 1, 5, 3, 4, 2, 0, 9, 6]),
+            (0, 1, vec![6, 8, 9, 7, 5, 3, 0, 4, 1, 2]),
+            (7, 3, vec![7, 4, 9, 2, 5, 3, 8, 6, 1, 0]),
+            ((1 << 40) + 7, 5, vec![5, 2, 1, 3, 0, 4]),
+            ((1 << 63) + 12345, u32::MAX, vec![0, 5, 3, 1, 4, 2]),
+        ] {
+            let mut items: Vec<u32> = (0..expected.len() as u32).collect();
+            PythonRandom::of_part(seed, part).shuffle(&mut items);
+            assert_eq!(items, expected, "seed {seed}, part {part}");
+        }
     }
 
     #[test]

@@ -47,13 +47,14 @@ impl Source {
     pub fn find(spec: &DatasetSpec, role: Role) -> Result<Self> {
         let files = find_files(spec, role)?;
         let dataset = match (&files, spec.name) {
+            (_, Some(Name::Jsonl)) => "documents",
             (_, Some(name)) => name.as_str(),
             (Files::Plain(_), None) => "text",
             (_, None) => "documents",
         };
         let label = match spec.name {
-            Some(name) => format!("{dataset} {}", name.split(role)),
-            None => dataset.to_owned(),
+            Some(name) if name != Name::Jsonl => format!("{dataset} {}", name.split(role)),
+            _ => dataset.to_owned(),
         };
         Ok(Self {
             role,
@@ -139,7 +140,7 @@ fn find_in_folder(name: Option<Name>, folder: &Path, role: Role) -> Result<Files
         Some(Name::Wikitext2) => splits::wikitext2(folder, role).map(Files::Rows),
         Some(name @ Name::Ptb) => file(Some(name), splits::ptb(folder, role)?, role),
         Some(name @ Name::C4) => file(Some(name), splits::c4(folder, role)?, role),
-        Some(Name::Demo) | None => Err(Failure::new(format!(
+        Some(Name::Demo | Name::Jsonl) | None => Err(Failure::new(format!(
             "`{}` is a folder, not a text",
             folder.display()
         ))
@@ -174,7 +175,7 @@ fn file(name: Option<Name>, path: PathBuf, role: Role) -> Result<Files> {
         .into()),
         (Some(Name::Wikitext2), _) => Ok(Files::Rows(vec![path])),
         (Some(Name::Ptb), _) => Ok(Files::Sentences(path)),
-        (Some(Name::C4), _) | (_, "jsonl" | "json" | "gz" | "parquet") => {
+        (Some(Name::C4 | Name::Jsonl), _) | (_, "jsonl" | "json" | "gz" | "parquet") => {
             let format = Format::of(&path)?;
             Ok(Files::Documents(path, format))
         }

@@ -38,6 +38,8 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     sha256: String,
     largest_id: u32,
+    /// The token that ends a text, by `tokenizer_config.json`.
+    eos: Option<u32>,
     /// Set only if `tokenizer_config.json` asks for other special tokens than `tokenizer.json` adds.
     pub(super) special: Option<SpecialTokens>,
     cuts: Option<Cuts>,
@@ -106,12 +108,17 @@ impl Tokenizer {
             inner,
             sha256,
             largest_id,
+            eos: None,
             special: None,
             cuts: None,
             damaged: damaged(FAILED.into()),
         };
-        if let Some(special) = tokenizer.configured_special_tokens(model_folder)? {
-            tokenizer.apply(special)?;
+        let config_path = model_folder.join("tokenizer_config.json");
+        if let Some(config) = read_config(&config_path)? {
+            tokenizer.eos = tokenizer.configured_eos(&config);
+            if let Some(special) = tokenizer.configured_special_tokens(&config, &config_path)? {
+                tokenizer.apply(special)?;
+            }
         }
         let damaged = tokenizer.damaged.clone();
         tokenizer.cuts = blaming(damaged, || tokenizer.find_cuts())?;
@@ -176,6 +183,12 @@ impl Tokenizer {
     /// The id of a token by its name, like `</s>`.
     pub fn id_of(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
+    }
+
+    /// The token that ends a text: `eos_token` of `tokenizer_config.json`, for the Llama classes `</s>` if it has none. `None` without
+    /// that file, and if the vocabulary lacks the token.
+    pub fn eos(&self) -> Option<u32> {
+        self.eos
     }
 
     /// The ids of a text in one call, without special tokens.
@@ -267,34 +280,30 @@ impl Tokenizer {
         token.is_some_and(|token| !self.inner.get_added_vocabulary().is_special_token(&token))
     }
 
-    /// The special tokens of `tokenizer_config.json`; `None` if the file is absent, names another class or has no `add_bos_token`.
-    fn configured_special_tokens(&self, model_folder: &Path) -> Result<Option<SpecialTokens>> {
-        let path = model_folder.join("tokenizer_config.json");
-        let text = match read_settings(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(unreadable(&path, &error).into()),
-        };
-        let config: Value = serde_json::from_str(&text).map_err(|error| {
-            Failure::new(format!("`{}` is not valid JSON: {error}", path.display()))
-                .hint("copy it from the model's page again")
-        })?;
-        let is_llama = matches!(
-            config["tokenizer_class"].as_str(),
-            Some("LlamaTokenizer" | "LlamaTokenizerFast")
-        );
-        let (true, Some(add_bos)) = (is_llama, config["add_bos_token"].as_bool()) else {
+    /// The id of `eos_token` in `tokenizer_config.json`.
+    fn configured_eos(&self, config: &Value) -> Option<u32> {
+        let default = is_llama(config).then_some("</s>");
+        self.id_of(token_name(config, "eos_token", default)?)
+    }
+
+    /// The special tokens of `tokenizer_config.json`; `None` if it names another class or has no `add_bos_token`.
+    fn configured_special_tokens(
+        &self,
+        config: &Value,
+        path: &Path,
+    ) -> Result<Option<SpecialTokens>> {
+        let (true, Some(add_bos)) = (is_llama(config), config["add_bos_token"].as_bool()) else {
             return Ok(None);
         };
         let add_eos = config["add_eos_token"].as_bool().unwrap_or(false);
         // The defaults of the class, if the configuration does not name the tokens.
         let bos = if add_bos {
-            Some(self.named_token(&config, "bos_token", "<s>", &path)?)
+            Some(self.named_token(config, "bos_token", "<s>", path)?)
         } else {
             None
         };
         let eos = if add_eos {
-            Some(self.named_token(&config, "eos_token", "</s>", &path)?)
+            Some(self.named_token(config, "eos_token", "</s>", path)?)
         } else {
             None
         };
@@ -303,10 +312,7 @@ impl Tokenizer {
 
     /// The id of a token that the configuration names by a string, or by an object with `content`.
     fn named_token(&self, config: &Value, key: &str, default: &str, path: &Path) -> Result<u32> {
-        let named = match config.get(key) {
-            None => Some(default),
-            Some(value) => value.as_str().or_else(|| value["content"].as_str()),
-        };
+        let named = token_name(config, key, Some(default));
         let id = named.and_then(|token| self.inner.token_to_id(token));
         let asked = || {
             Failure::new(format!(
@@ -351,6 +357,35 @@ impl Tokenizer {
         let marks = [(true, true), (true, false), (false, true), (false, false)];
         let marked = marks.map(|(bos, eos)| format!("{sha256}{}", suffix(bos, eos)));
         Ok(marked.into_iter().chain([sha256]).collect())
+    }
+}
+
+/// Reads `tokenizer_config.json`; `None` if it is absent.
+fn read_config(path: &Path) -> Result<Option<Value>> {
+    let text = match read_settings(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(unreadable(path, &error).into()),
+    };
+    let config = serde_json::from_str(&text).map_err(|error| {
+        Failure::new(format!("`{}` is not valid JSON: {error}", path.display()))
+            .hint("copy it from the model's page again")
+    })?;
+    Ok(Some(config))
+}
+
+fn is_llama(config: &Value) -> bool {
+    matches!(
+        config["tokenizer_class"].as_str(),
+        Some("LlamaTokenizer" | "LlamaTokenizerFast")
+    )
+}
+
+/// The name of a token in the configuration: a string, or an object with `content`.
+fn token_name<'v>(config: &'v Value, key: &str, default: Option<&'v str>) -> Option<&'v str> {
+    match config.get(key) {
+        None => default,
+        Some(value) => value.as_str().or_else(|| value["content"].as_str()),
     }
 }
 

@@ -15,10 +15,12 @@ fn datasets_are_read_and_printed_alike() {
         "notes.txt",
         "c4x.jsonl",
         "ptb:x",
+        "jsonl:x",
+        "jsonl.txt",
     ] {
         assert_eq!(spec(text).to_string(), text);
     }
-    for text in ["", "wikitext2:", "c4:", "ptb", "ptb:"] {
+    for text in ["", "wikitext2:", "c4:", "ptb", "ptb:", "jsonl", "jsonl:"] {
         assert!(
             text.parse::<DatasetSpec>()
                 .is_err_and(|failure| failure.is_usage)
