@@ -155,9 +155,18 @@ impl MaskedLowRank {
         let b = View::strided(&self.b, rows, rank, rank);
         let (mut of_a, mut of_b) = (vec![0.0; da.len()], vec![0.0; db.len()]);
         matmul(&mut of_b, rank, self.scale, g, a.transposed(), Threads::All);
-        matmul(&mut of_a, columns, self.scale, b.transposed(), g, Threads::All);
+        matmul(
+            &mut of_a,
+            columns,
+            self.scale,
+            b.transposed(),
+            g,
+            Threads::All,
+        );
         for (sums, more) in [(da, of_a), (db, of_b)] {
-            sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
+            sums.iter_mut()
+                .zip(more)
+                .for_each(|(sum, more)| *sum += more);
         }
     }
 }

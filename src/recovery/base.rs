@@ -84,14 +84,14 @@ impl MaskFile {
 
 /// Everything that reads a layer; a thread has a copy.
 #[derive(Clone)]
-struct Reader {
+struct BaseReader {
     source: Arc<dyn WeightSource>,
     config: Arc<ModelConfig>,
     part: TrainedPart,
     masks: Option<Arc<MaskFile>>,
 }
 
-impl Reader {
+impl BaseReader {
     fn read(&self, index: usize) -> Result<BaseLayer> {
         let mut pruned = BTreeMap::new();
         let layer = match self.part.form {
@@ -125,7 +125,7 @@ impl Reader {
 
 /// The base of all layers.
 pub struct BaseLayers {
-    reader: Reader,
+    reader: BaseReader,
     reads_ahead: bool,
     /// The first layers, as many as may stay.
     resident: Vec<Option<BaseLayer>>,
@@ -148,7 +148,7 @@ impl BaseLayers {
     ) -> Self {
         let resident = resident.min(config.num_hidden_layers);
         Self {
-            reader: Reader {
+            reader: BaseReader {
                 source,
                 config,
                 part,

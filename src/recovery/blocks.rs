@@ -33,7 +33,7 @@ use crate::training::{Optimizer, Schedule, TrainingStep};
 
 /// The target of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BlockTarget {
+pub enum TeacherTarget {
     /// The dense model's own hidden state.
     Dense,
     /// The dense layer's output for the recovered input.
@@ -51,7 +51,7 @@ pub struct BlockTrainer<'a> {
     /// What is trained.
     pub part: &'a TrainedPart,
     /// The target.
-    pub target: BlockTarget,
+    pub target: TeacherTarget,
     /// The rule of updates.
     pub optimizer: Box<dyn Optimizer>,
     /// The largest norm of a layer's gradients; `None` for no limit.
@@ -79,15 +79,17 @@ pub struct BlockTrainer<'a> {
 }
 
 /// Values, gradients and states of one layer.
-struct Trained {
+struct TrainedBlock {
     parameters: LayerParameters,
     states: Vec<Vec<u8>>,
 }
 
-impl Trained {
+impl TrainedBlock {
     fn values(&self) -> Vec<Cow<'_, [f32]>> {
         let values = self.parameters.values.iter();
-        values.map(|values| Cow::Borrowed(values.as_slice())).collect()
+        values
+            .map(|values| Cow::Borrowed(values.as_slice()))
+            .collect()
     }
 }
 
@@ -101,8 +103,8 @@ impl BlockTrainer<'_> {
         for sample in 0..self.states.samples() {
             self.events.check()?;
             let input = match self.target {
-                BlockTarget::Dense => self.targets.get(sample)?,
-                BlockTarget::Ebft => self.states.get(sample)?,
+                TeacherTarget::Dense => self.targets.get(sample)?,
+                TeacherTarget::Ebft => self.states.get(sample)?,
             };
             let out = self
                 .clock
@@ -112,7 +114,7 @@ impl BlockTrainer<'_> {
         Ok(())
     }
 
-    fn layer(&self, base: &BaseLayer, trained: &Trained) -> Result<DecoderLayer> {
+    fn layer(&self, base: &BaseLayer, trained: &TrainedBlock) -> Result<DecoderLayer> {
         self.part.applied(
             &self.config,
             base.clone(),
@@ -125,7 +127,7 @@ impl BlockTrainer<'_> {
     fn step(
         &mut self,
         base: &BaseLayer,
-        trained: &mut Trained,
+        trained: &mut TrainedBlock,
         samples: &[usize],
         at: TrainingStep,
         context: &mut LayerContext,
@@ -173,11 +175,11 @@ impl BlockTrainer<'_> {
     }
 
     /// Trains one layer.
-    fn train(&mut self, base: &BaseLayer, compute: &mut Compute<'_>) -> Result<Trained> {
+    fn train(&mut self, base: &BaseLayer, compute: &mut Compute<'_>) -> Result<TrainedBlock> {
         let parameters = self.part.initial(&self.config, base, self.seed)?;
         let states = parameters.values.iter();
         let states = states.map(|values| vec![0; self.optimizer.state_bytes(values.len())]);
-        let mut trained = Trained {
+        let mut trained = TrainedBlock {
             states: states.collect(),
             parameters,
         };
@@ -229,9 +231,9 @@ impl Editor for BlockTrainer<'_> {
         let base = self.base.take(index, None)?;
         let before = zeros(self.part, &base)?;
         let trained = self.train(&base, compute)?;
-        let recovered =
-            self.part
-                .applied(&self.config, base, &trained.values(), self.rounding)?;
+        let recovered = self
+            .part
+            .applied(&self.config, base, &trained.values(), self.rounding)?;
         drop(trained);
         self.output
             .finish(self.part, &recovered, &before, start, self.events)?;
@@ -240,7 +242,7 @@ impl Editor for BlockTrainer<'_> {
     }
 
     fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
-        if self.target == BlockTarget::Dense {
+        if self.target == TeacherTarget::Dense {
             self.make_targets(layer.index(), compute)?;
         }
         self.forward_states(layer, compute)

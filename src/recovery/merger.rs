@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use super::base::BaseLayer;
-use super::parameters::{ParameterName, TrainedPart};
+use super::parameters::TrainedPart;
 use super::shelf::Shelf;
 use crate::linalg::{StoredDtype, StoredMatrix};
 use crate::model::{DecoderLayer, ModelConfig};
@@ -42,7 +42,9 @@ impl Editor for Merger<'_> {
         let base = self.base.take(index, None)?;
         let values = self.shelf.best_values(index)?;
         let before = zeros(self.part, &base)?;
-        let merged = self.part.applied(self.config, base, &values, self.rounding)?;
+        let merged = self
+            .part
+            .applied(self.config, base, &values, self.rounding)?;
         self.output
             .finish(self.part, &merged, &before, start, self.events)?;
         Ok(merged)
@@ -68,7 +70,10 @@ pub(super) fn zeros(part: &TrainedPart, base: &BaseLayer) -> Result<Vec<u64>> {
         }
         let mut weight = base.layer.linear(projection).weight().clone();
         weight.hold()?;
-        Ok(weight.held().context("a weight that was read")?.count_zeros())
+        Ok(weight
+            .held()
+            .context("a weight that was read")?
+            .count_zeros())
     };
     part.projections.iter().map(count).collect()
 }
@@ -139,18 +144,5 @@ impl LayerOutput<'_> {
         });
         events.check()?;
         Ok(())
-    }
-}
-
-/// The name of the parameter in an adapter of peft: `model.layers.0.self_attn.q_proj.lora_A.weight`.
-pub fn adapter_name(name: ParameterName, layer: usize) -> Option<String> {
-    match name {
-        ParameterName::A(projection) => {
-            Some(format!("{}.lora_A.weight", projection.full_name(layer)))
-        }
-        ParameterName::B(projection) => {
-            Some(format!("{}.lora_B.weight", projection.full_name(layer)))
-        }
-        ParameterName::Weight(_) | ParameterName::Norm(_) => None,
     }
 }

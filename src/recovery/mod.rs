@@ -23,8 +23,8 @@ mod states;
 mod trainer;
 
 pub use base::{BaseLayer, BaseLayers, MaskFile};
-pub use blocks::{BlockTarget, BlockTrainer};
+pub use blocks::{BlockTrainer, TeacherTarget};
 pub use merger::Merger;
 pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};
-pub use shelf::{Place, Shelf};
+pub use shelf::{Shelf, ShelfPlace};
 pub use trainer::{Example, StepOutcome, Trainer, TrainerParts};

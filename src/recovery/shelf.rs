@@ -19,7 +19,7 @@ use crate::training::{KeptMask, Optimizer};
 
 /// The place of a shelf.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
+pub enum ShelfPlace {
     /// Memory.
     Memory,
     /// A file in this folder, which has no name and goes with the process.
@@ -28,7 +28,7 @@ pub enum Place {
 
 /// A parameter of a layer with everything that belongs to it.
 #[derive(Debug, Clone, Default)]
-struct Slot {
+struct ShelvedParameter {
     values: Vec<f32>,
     gradient: Vec<f32>,
     state: Vec<u8>,
@@ -38,7 +38,7 @@ struct Slot {
 
 /// A kind of data of a parameter in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum DataKind {
     Values,
     Gradient,
     State,
@@ -46,7 +46,7 @@ enum Kind {
     Best,
 }
 
-impl Kind {
+impl DataKind {
     const ALL: [Self; 5] = [
         Self::Values,
         Self::Gradient,
@@ -57,9 +57,9 @@ impl Kind {
 }
 
 #[derive(Debug)]
-enum Store {
+enum ShelfStore {
     /// By layer and parameter.
-    Memory(Vec<Vec<Slot>>),
+    Memory(Vec<Vec<ShelvedParameter>>),
     File(File),
 }
 
@@ -69,7 +69,7 @@ pub struct Shelf {
     specs: Vec<ParameterSpec>,
     state_bytes: Vec<usize>,
     layers: usize,
-    store: Store,
+    store: ShelfStore,
     has_best: bool,
 }
 
@@ -82,15 +82,17 @@ impl Shelf {
         specs: Vec<ParameterSpec>,
         optimizer: &dyn Optimizer,
         layers: usize,
-        place: &Place,
+        place: &ShelfPlace,
     ) -> Result<Self> {
         let state_bytes = specs
             .iter()
             .map(|spec| optimizer.state_bytes(spec.elements()))
             .collect();
         let store = match place {
-            Place::Memory => Store::Memory(vec![vec![Slot::default(); specs.len()]; layers]),
-            Place::File(folder) => Store::File(spill_file(folder, "parameters")?),
+            ShelfPlace::Memory => {
+                ShelfStore::Memory(vec![vec![ShelvedParameter::default(); specs.len()]; layers])
+            }
+            ShelfPlace::File(folder) => ShelfStore::File(spill_file(folder, "parameters")?),
         };
         Ok(Self {
             specs,
@@ -146,19 +148,19 @@ impl Shelf {
         for (at, (values, kept)) in values.into_iter().zip(kept).enumerate() {
             let state = vec![0; self.state_bytes[at]];
             match &mut self.store {
-                Store::Memory(slots) => {
-                    slots[layer][at] = Slot {
+                ShelfStore::Memory(slots) => {
+                    slots[layer][at] = ShelvedParameter {
                         values,
                         state,
                         kept,
-                        ..Slot::default()
+                        ..ShelvedParameter::default()
                     };
                 }
-                Store::File(_) => {
-                    self.write(layer, at, Kind::Values, bytemuck::cast_slice(&values))?;
-                    self.write(layer, at, Kind::State, &state)?;
+                ShelfStore::File(_) => {
+                    self.write(layer, at, DataKind::Values, bytemuck::cast_slice(&values))?;
+                    self.write(layer, at, DataKind::State, &state)?;
                     if let Some(kept) = kept {
-                        self.write(layer, at, Kind::Kept, kept.bits())?;
+                        self.write(layer, at, DataKind::Kept, kept.bits())?;
                     }
                 }
             }
@@ -171,7 +173,7 @@ impl Shelf {
     /// # Errors
     /// Fails when the file cannot be read.
     pub fn values(&self, layer: usize) -> Result<Vec<Cow<'_, [f32]>>> {
-        self.floats(layer, Kind::Values)
+        self.floats(layer, DataKind::Values)
     }
 
     /// The best values of a layer's parameters; the current ones where none were kept.
@@ -180,19 +182,19 @@ impl Shelf {
     /// Fails when the file cannot be read.
     pub fn best_values(&self, layer: usize) -> Result<Vec<Cow<'_, [f32]>>> {
         match self.has_best {
-            true => self.floats(layer, Kind::Best),
+            true => self.floats(layer, DataKind::Best),
             false => self.values(layer),
         }
     }
 
-    fn floats(&self, layer: usize, kind: Kind) -> Result<Vec<Cow<'_, [f32]>>> {
+    fn floats(&self, layer: usize, kind: DataKind) -> Result<Vec<Cow<'_, [f32]>>> {
         let of = |at: usize| -> Result<Cow<'_, [f32]>> {
             Ok(match &self.store {
-                Store::Memory(slots) => Cow::Borrowed(match kind {
-                    Kind::Best => &slots[layer][at].best,
+                ShelfStore::Memory(slots) => Cow::Borrowed(match kind {
+                    DataKind::Best => &slots[layer][at].best,
                     _ => &slots[layer][at].values,
                 }),
-                Store::File(_) => Cow::Owned(self.read_floats(layer, at, kind)?),
+                ShelfStore::File(_) => Cow::Owned(self.read_floats(layer, at, kind)?),
             })
         };
         (0..self.specs.len()).map(of).collect()
@@ -210,12 +212,12 @@ impl Shelf {
 
     fn mask(&self, layer: usize, at: usize) -> Result<Option<KeptMask>> {
         match &self.store {
-            Store::Memory(slots) => Ok(slots[layer][at].kept.clone()),
-            Store::File(_) if !self.specs[at].has_mask() => Ok(None),
-            Store::File(_) => {
+            ShelfStore::Memory(slots) => Ok(slots[layer][at].kept.clone()),
+            ShelfStore::File(_) if !self.specs[at].has_mask() => Ok(None),
+            ShelfStore::File(_) => {
                 let elements = self.specs[at].elements();
                 let mut bits = vec![0; elements.div_ceil(8)];
-                self.read(layer, at, Kind::Kept, &mut bits)?;
+                self.read(layer, at, DataKind::Kept, &mut bits)?;
                 Ok(KeptMask::from_bits(bits, elements))
             }
         }
@@ -228,9 +230,14 @@ impl Shelf {
     pub fn put_gradients(&mut self, layer: usize, gradients: Vec<Vec<f32>>) -> Result<()> {
         for (at, gradient) in gradients.into_iter().enumerate() {
             match &mut self.store {
-                Store::Memory(slots) => slots[layer][at].gradient = gradient,
-                Store::File(_) => {
-                    self.write(layer, at, Kind::Gradient, bytemuck::cast_slice(&gradient))?;
+                ShelfStore::Memory(slots) => slots[layer][at].gradient = gradient,
+                ShelfStore::File(_) => {
+                    self.write(
+                        layer,
+                        at,
+                        DataKind::Gradient,
+                        bytemuck::cast_slice(&gradient),
+                    )?;
                 }
             }
         }
@@ -247,10 +254,10 @@ impl Shelf {
         change: &mut dyn FnMut(&mut [f32], &mut [f32], Option<&KeptMask>, &mut [u8]),
     ) -> Result<()> {
         for at in 0..self.specs.len() {
-            if let Store::Memory(slots) = &mut self.store {
+            if let ShelfStore::Memory(slots) = &mut self.store {
                 let slot = &mut slots[layer][at];
                 let mut gradient = std::mem::take(&mut slot.gradient);
-                let Slot {
+                let ShelvedParameter {
                     values,
                     state,
                     kept,
@@ -259,14 +266,14 @@ impl Shelf {
                 change(values, &mut gradient, kept.as_ref(), state);
                 continue;
             }
-            let mut values = self.read_floats(layer, at, Kind::Values)?;
-            let mut gradient = self.read_floats(layer, at, Kind::Gradient)?;
+            let mut values = self.read_floats(layer, at, DataKind::Values)?;
+            let mut gradient = self.read_floats(layer, at, DataKind::Gradient)?;
             let mut state = vec![0; self.state_bytes[at]];
-            self.read(layer, at, Kind::State, &mut state)?;
+            self.read(layer, at, DataKind::State, &mut state)?;
             let kept = self.mask(layer, at)?;
             change(&mut values, &mut gradient, kept.as_ref(), &mut state);
-            self.write(layer, at, Kind::Values, bytemuck::cast_slice(&values))?;
-            self.write(layer, at, Kind::State, &state)?;
+            self.write(layer, at, DataKind::Values, bytemuck::cast_slice(&values))?;
+            self.write(layer, at, DataKind::State, &state)?;
         }
         Ok(())
     }
@@ -278,12 +285,12 @@ impl Shelf {
     pub fn keep_best(&mut self) -> Result<()> {
         for layer in 0..self.layers {
             for at in 0..self.specs.len() {
-                if let Store::Memory(slots) = &mut self.store {
+                if let ShelfStore::Memory(slots) = &mut self.store {
                     let slot = &mut slots[layer][at];
                     slot.best.clone_from(&slot.values);
                 } else {
-                    let values = self.read_floats(layer, at, Kind::Values)?;
-                    self.write(layer, at, Kind::Best, bytemuck::cast_slice(&values))?;
+                    let values = self.read_floats(layer, at, DataKind::Values)?;
+                    self.write(layer, at, DataKind::Best, bytemuck::cast_slice(&values))?;
                 }
             }
         }
@@ -303,10 +310,10 @@ impl Shelf {
             for (at, values) in values.iter().enumerate() {
                 out.write_all(bytemuck::cast_slice(values))?;
                 match &self.store {
-                    Store::Memory(slots) => out.write_all(&slots[layer][at].state)?,
-                    Store::File(_) => {
+                    ShelfStore::Memory(slots) => out.write_all(&slots[layer][at].state)?,
+                    ShelfStore::File(_) => {
                         let mut state = vec![0; self.state_bytes[at]];
-                        self.read(layer, at, Kind::State, &mut state)?;
+                        self.read(layer, at, DataKind::State, &mut state)?;
                         out.write_all(&state)?;
                     }
                 }
@@ -337,15 +344,15 @@ impl Shelf {
                     best.resize(values.len(), 0f32);
                     from.read_exact(bytemuck::cast_slice_mut(&mut best))?;
                 }
-                if let Store::Memory(slots) = &mut self.store {
+                if let ShelfStore::Memory(slots) = &mut self.store {
                     let slot = &mut slots[layer][at];
                     (slot.values, slot.state, slot.best) = (values, state, best);
                     continue;
                 }
-                self.write(layer, at, Kind::Values, bytemuck::cast_slice(&values))?;
-                self.write(layer, at, Kind::State, &state)?;
+                self.write(layer, at, DataKind::Values, bytemuck::cast_slice(&values))?;
+                self.write(layer, at, DataKind::State, &state)?;
                 if self.has_best {
-                    self.write(layer, at, Kind::Best, bytemuck::cast_slice(&best))?;
+                    self.write(layer, at, DataKind::Best, bytemuck::cast_slice(&best))?;
                 }
             }
         }
@@ -353,42 +360,43 @@ impl Shelf {
     }
 
     /// Bytes of a kind of data of a parameter.
-    fn size(&self, at: usize, kind: Kind) -> u64 {
+    fn size(&self, at: usize, kind: DataKind) -> u64 {
         let spec = &self.specs[at];
         (match kind {
-            Kind::Values | Kind::Gradient | Kind::Best => 4 * spec.elements(),
-            Kind::State => self.state_bytes[at],
-            Kind::Kept if spec.has_mask() => spec.elements().div_ceil(8),
-            Kind::Kept => 0,
+            DataKind::Values | DataKind::Gradient | DataKind::Best => 4 * spec.elements(),
+            DataKind::State => self.state_bytes[at],
+            DataKind::Kept if spec.has_mask() => spec.elements().div_ceil(8),
+            DataKind::Kept => 0,
         }) as u64
     }
 
     /// The place of data in the file.
-    fn offset(&self, layer: usize, at: usize, kind: Kind) -> u64 {
-        let whole = |at: usize| -> u64 { Kind::ALL.iter().map(|&kind| self.size(at, kind)).sum() };
+    fn offset(&self, layer: usize, at: usize, kind: DataKind) -> u64 {
+        let whole =
+            |at: usize| -> u64 { DataKind::ALL.iter().map(|&kind| self.size(at, kind)).sum() };
         let record: u64 = (0..self.specs.len()).map(whole).sum();
-        let before = Kind::ALL.iter().take_while(|&&other| other != kind);
+        let before = DataKind::ALL.iter().take_while(|&&other| other != kind);
         layer as u64 * record
             + (0..at).map(whole).sum::<u64>()
             + before.map(|&other| self.size(at, other)).sum::<u64>()
     }
 
-    fn read(&self, layer: usize, at: usize, kind: Kind, bytes: &mut [u8]) -> Result<()> {
-        let Store::File(file) = &self.store else {
+    fn read(&self, layer: usize, at: usize, kind: DataKind, bytes: &mut [u8]) -> Result<()> {
+        let ShelfStore::File(file) = &self.store else {
             return Ok(());
         };
         positioned::read_exact_at(file, bytes, self.offset(layer, at, kind))
             .context("reading parameters from the offload folder")
     }
 
-    fn read_floats(&self, layer: usize, at: usize, kind: Kind) -> Result<Vec<f32>> {
+    fn read_floats(&self, layer: usize, at: usize, kind: DataKind) -> Result<Vec<f32>> {
         let mut values = vec![0f32; self.specs[at].elements()];
         self.read(layer, at, kind, bytemuck::cast_slice_mut(&mut values))?;
         Ok(values)
     }
 
-    fn write(&self, layer: usize, at: usize, kind: Kind, bytes: &[u8]) -> Result<()> {
-        let Store::File(file) = &self.store else {
+    fn write(&self, layer: usize, at: usize, kind: DataKind, bytes: &[u8]) -> Result<()> {
+        let ShelfStore::File(file) = &self.store else {
             return Ok(());
         };
         positioned::write_all_at(file, bytes, self.offset(layer, at, kind)).map_err(|error| {
@@ -400,8 +408,7 @@ impl Shelf {
     }
 }
 
-/// The folder of a place; `None` in memory.
-impl Place {
+impl ShelfPlace {
     /// The folder of the file; `None` in memory.
     pub fn folder(&self) -> Option<&Path> {
         match self {

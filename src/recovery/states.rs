@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use crate::runtime::HiddenStates;
 
 /// The inputs of all layers, and the output of the last one, for some examples.
-pub struct LayerInputs {
+pub(super) struct LayerInputs {
     states: HiddenStates,
     examples: usize,
 }
@@ -23,7 +23,7 @@ impl LayerInputs {
     ///
     /// # Errors
     /// Fails when the spill file cannot be created.
-    pub fn new(
+    pub(super) fn new(
         folder: Option<&Path>,
         layers: usize,
         examples: usize,
@@ -38,17 +38,17 @@ impl LayerInputs {
     }
 
     /// The number of examples.
-    pub fn examples(&self) -> usize {
+    pub(super) fn examples(&self) -> usize {
         self.examples
     }
 
     /// The state of an example at the input of a layer, in f32; the layer behind the last one stands for the output.
-    pub fn get(&mut self, layer: usize, example: usize) -> Result<Tensor> {
+    pub(super) fn get(&mut self, layer: usize, example: usize) -> Result<Tensor> {
         self.states.get(layer * self.examples + example)
     }
 
     /// Stores the state of an example.
-    pub fn put(&mut self, layer: usize, example: usize, state: Tensor) -> Result<()> {
+    pub(super) fn put(&mut self, layer: usize, example: usize, state: Tensor) -> Result<()> {
         self.states.put(layer * self.examples + example, state)
     }
 }

@@ -348,11 +348,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Passes the gradients through the layers from the last to the first. Returns the sum of the squares of all parameters' gradients.
-    fn reverse(
-        &mut self,
-        inputs: &mut LayerInputs,
-        gradients: &mut HiddenStates,
-    ) -> Result<f64> {
+    fn reverse(&mut self, inputs: &mut LayerInputs, gradients: &mut HiddenStates) -> Result<f64> {
         let mut squares = 0.0;
         for index in (0..self.parts.config.num_hidden_layers).rev() {
             // After the first layer the next step begins with it.
@@ -370,10 +366,7 @@ impl<'a> Trainer<'a> {
             let kept = parts.shelf.kept(index)?;
             let collected = parts.part.collected(&parts.config, &of_layer, &kept)?;
             drop(of_layer);
-            squares += collected
-                .iter()
-                .map(|one| sum_of_squares(one))
-                .sum::<f64>();
+            squares += collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
             parts.shelf.put_gradients(index, collected)?;
             memory::release_freed();
         }

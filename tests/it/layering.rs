@@ -50,6 +50,20 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         ],
     ),
     (
+        "recovery",
+        &[
+            "run",
+            "linalg",
+            "checkpoint",
+            "data",
+            "model",
+            "pruning",
+            "training",
+            "runtime",
+            "pipeline",
+        ],
+    ),
+    (
         "eval",
         &[
             "run",

@@ -80,10 +80,13 @@ impl LayerGradients {
     /// Sets all gradients to zero, for the next step.
     pub fn clear(&mut self) {
         let norms = self.norms.iter_mut().flatten();
-        let weights = self.weights.values_mut().flat_map(|gradient| match gradient {
-            MatrixGradient::Whole(values) => vec![values],
-            MatrixGradient::Factors { a, b, .. } => vec![a, b],
-        });
+        let weights = self
+            .weights
+            .values_mut()
+            .flat_map(|gradient| match gradient {
+                MatrixGradient::Whole(values) => vec![values],
+                MatrixGradient::Factors { a, b, .. } => vec![a, b],
+            });
         for values in weights.chain(norms) {
             values.fill(0.0);
         }

@@ -286,9 +286,24 @@ impl DecoderLayer {
         match self.activation() {
             Activation::Silu => silu_times_backward(gate, up, product),
         }
-        gradients.add((Projection::Down, self.linear(Projection::Down)), dy, product, products);
-        gradients.add((Projection::Gate, self.linear(Projection::Gate)), gate, normed, products);
-        gradients.add((Projection::Up, self.linear(Projection::Up)), up, normed, products);
+        gradients.add(
+            (Projection::Down, self.linear(Projection::Down)),
+            dy,
+            product,
+            products,
+        );
+        gradients.add(
+            (Projection::Gate, self.linear(Projection::Gate)),
+            gate,
+            normed,
+            products,
+        );
+        gradients.add(
+            (Projection::Up, self.linear(Projection::Up)),
+            up,
+            normed,
+            products,
+        );
         self.linear(Projection::Gate)
             .backward(gate, dnormed, false, products)?;
         self.linear(Projection::Up)
@@ -323,7 +338,12 @@ impl DecoderLayer {
         } = activations;
         let heads = self.heads();
         products.watch.enter(Part::O);
-        gradients.add((Projection::O, self.linear(Projection::O)), dx, context, products);
+        gradients.add(
+            (Projection::O, self.linear(Projection::O)),
+            dx,
+            context,
+            products,
+        );
         self.linear(Projection::O)
             .backward(dx, dcontext, false, products)?;
         products.watch.enter(Part::Attention);
@@ -350,7 +370,12 @@ impl DecoderLayer {
             (Projection::V, &*dv),
         ];
         for (at, (projection, gradient)) in of.into_iter().enumerate() {
-            gradients.add((projection, self.linear(projection)), gradient, normed, products);
+            gradients.add(
+                (projection, self.linear(projection)),
+                gradient,
+                normed,
+                products,
+            );
             self.linear(projection)
                 .backward(gradient, dnormed, at > 0, products)?;
         }
