@@ -26,5 +26,5 @@ pub use base::{BaseLayer, BaseLayers, MaskFile};
 pub use blocks::{BlockTrainer, TeacherTarget};
 pub use merger::Merger;
 pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};
-pub use shelf::{Shelf, ShelfPlace};
+pub use shelf::{ParameterChange, Shelf, ShelfPlace};
 pub use trainer::{Example, StepOutcome, Trainer, TrainerParts};

@@ -17,6 +17,9 @@ use crate::disk::positioned;
 use crate::runtime::hidden_states::spill_file;
 use crate::training::{KeptMask, Optimizer};
 
+/// A change of a parameter: its values, its gradient, its mask, and the state of the optimizer.
+pub type ParameterChange<'c> = dyn FnMut(&mut [f32], &mut [f32], Option<&KeptMask>, &mut [u8]) + 'c;
+
 /// The place of a shelf.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ShelfPlace {
@@ -248,11 +251,7 @@ impl Shelf {
     ///
     /// # Errors
     /// Fails when the file cannot be read or written.
-    pub fn update(
-        &mut self,
-        layer: usize,
-        change: &mut dyn FnMut(&mut [f32], &mut [f32], Option<&KeptMask>, &mut [u8]),
-    ) -> Result<()> {
+    pub fn update(&mut self, layer: usize, change: &mut ParameterChange<'_>) -> Result<()> {
         for at in 0..self.specs.len() {
             if let ShelfStore::Memory(slots) = &mut self.store {
                 let slot = &mut slots[layer][at];
