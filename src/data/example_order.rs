@@ -12,11 +12,11 @@ use crate::failure::Failure;
 /// An endless sequence of examples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExampleOrder {
-    sequence: Sequence,
+    sequence: OrderKind,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Sequence {
+enum OrderKind {
     /// A permutation of all examples per epoch.
     Shuffled { examples: usize, seed: u64 },
     /// A recorded sequence, again and again.
@@ -33,7 +33,7 @@ impl ExampleOrder {
             return Err(Failure::new("there is no example to train on").into());
         }
         Ok(Self {
-            sequence: Sequence::Shuffled { examples, seed },
+            sequence: OrderKind::Shuffled { examples, seed },
         })
     }
 
@@ -54,7 +54,7 @@ impl ExampleOrder {
             .into());
         }
         Ok(Self {
-            sequence: Sequence::Given(given),
+            sequence: OrderKind::Given(given),
         })
     }
 
@@ -65,11 +65,11 @@ impl ExampleOrder {
         let begin = step as u128 * per_step as u128;
         let places = begin..begin + per_step as u128;
         match &self.sequence {
-            Sequence::Given(given) => {
+            OrderKind::Given(given) => {
                 let place = |place: u128| given[(place % given.len() as u128) as usize];
                 places.map(place).collect()
             }
-            Sequence::Shuffled { examples, seed } => {
+            OrderKind::Shuffled { examples, seed } => {
                 let (mut epoch, mut order) = (None, Vec::new());
                 let mut at = |place: u128| {
                     let of_place = place / *examples as u128;
