@@ -7,6 +7,7 @@ mod device;
 mod grid;
 mod layer_drop;
 mod merge;
+mod recovery;
 mod width_drop;
 
 use std::collections::BTreeMap;
@@ -32,6 +33,7 @@ pub use merge::{
     MajorityOf, MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings,
     SaliencySource, TrimScope,
 };
+pub use recovery::{ALL_LINEAR, RecoverySettings, RecoveryWay, TrainedKind};
 pub use width_drop::{WidthDropSettings, WidthOf, WidthShare};
 
 /// Pruning method unless one is named.
@@ -43,7 +45,7 @@ pub const SEQLEN: usize = 2048;
 /// Calibration and evaluation text.
 pub const DATASET: &str = "wikitext2";
 
-/// Settings of `prune` and `prune eval`.
+/// Settings of `prune`, `prune eval` and `prune recover`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Settings {
     /// The command line, for messages that repeat it.
@@ -61,7 +63,10 @@ pub struct Settings {
     /// Width that is dropped after layers and before anything else; `None` where layers keep their shapes.
     #[serde(flatten)]
     pub width_drop: Option<WidthDropSettings>,
-    /// Calibration samples; `None` where the method uses none.
+    /// A recovery training; `None` for other commands.
+    #[serde(flatten)]
+    pub recovery: Option<RecoverySettings>,
+    /// Calibration samples, or the text of a training; `None` where the method uses none.
     #[serde(flatten)]
     pub calibration: Option<CalibrationSettings>,
     /// Tokens per sample and window; `None` for the smaller of [`SEQLEN`] and the model's limit.
@@ -108,6 +113,9 @@ const NOT_DECIDING: [&str; 26] = [
     "verify",
 ];
 
+/// Settings of a recovery training that do not decide its result. The teacher is compared by the fingerprint of its files.
+const NOT_DECIDING_OF_RECOVERY: [&str; 3] = ["teacher", "save_adapter", "save_every"];
+
 impl Settings {
     /// Settings of `prune` with the defaults of the command line.
     pub fn pruning(model: impl Into<PathBuf>) -> Self {
@@ -117,6 +125,7 @@ impl Settings {
             sparsity: Some(SparsitySettings::default()),
             layer_drop: None,
             width_drop: None,
+            recovery: None,
             calibration: Some(CalibrationSettings::default()),
             seqlen: None,
             evaluation: EvaluationSettings::default(),
@@ -139,8 +148,15 @@ impl Settings {
             other => other.to_string(),
         };
         let all = self.by_name()?.into_iter();
-        let deciding = all.filter(|(name, _)| !NOT_DECIDING.contains(&name.as_str()));
+        let passed_over = [&NOT_DECIDING[..], &NOT_DECIDING_OF_RECOVERY].concat();
+        let deciding = all.filter(|(name, _)| !passed_over.contains(&name.as_str()));
         Ok(deciding.map(|(name, value)| (name, text(value))).collect())
+    }
+
+    /// Returns whether the run trains the whole model by the loss of the next token.
+    pub fn trains_whole(&self) -> bool {
+        let recovery = self.recovery.as_ref();
+        recovery.is_some_and(|recovery| recovery.how != RecoveryWay::Blocks)
     }
 
     /// The names of the deciding settings that differ from the defaults of `prune`.
@@ -481,5 +497,21 @@ mod tests {
             "nsamples",
         ];
         assert_eq!(deciding[..7], expected);
+
+        let recovery = Settings {
+            sparsity: None,
+            recovery: Some(RecoverySettings::of(RecoveryWay::Lora)),
+            ..settings
+        };
+        let (all, deciding) = (recovery.by_name().unwrap(), recovery.deciding().unwrap());
+        for name in NOT_DECIDING_OF_RECOVERY {
+            assert!(all.contains_key(name), "{name} is no setting");
+        }
+        let passed_over = NOT_DECIDING.len() + NOT_DECIDING_OF_RECOVERY.len();
+        assert_eq!(deciding.len() + passed_over, all.len());
+        assert_eq!(
+            (&*deciding["how"], &*deciding["block_target"]),
+            ("lora", "dense")
+        );
     }
 }

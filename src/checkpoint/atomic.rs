@@ -1,7 +1,8 @@
 //! Small files that appear whole or not at all: written under a temporary name, synced, then renamed.
 
 use std::ffi::OsString;
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use crate::disk;
@@ -12,13 +13,42 @@ use crate::failure::Failure;
 /// # Errors
 /// Fails when the folder of `path` does not exist or cannot be written; an old file at `path` then stays.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
+    write_atomic_with(path, &mut |out| out.write_all(bytes))
+}
+
+/// Writes a file in pieces so that a crash leaves either the old file or the new one.
+///
+/// # Errors
+/// Fails as [`write_atomic`], and with the error of `write`.
+pub fn write_atomic_with(
+    path: &Path,
+    write: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
+) -> anyhow::Result<()> {
     let temporary = temporary_name(path);
-    let written = write_and_rename(&temporary, path, bytes);
+    let written = write_and_rename(&temporary, path, write);
     if written.is_err() {
         // The first error is reported; a temporary file that stays does no harm.
         let _ = disk::remove(&temporary);
     }
     written.map_err(|error| cannot_write(path, &error).into())
+}
+
+/// A file that is written from its beginning to its end.
+struct GrowingFile {
+    file: File,
+    bytes: u64,
+}
+
+impl Write for GrowingFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        disk::write_all_at(&self.file, bytes, self.bytes)?;
+        self.bytes += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Makes renames and new names in `folder` survive a power cut.
@@ -41,10 +71,17 @@ pub fn cannot_write(path: &Path, error: &io::Error) -> Failure {
     }
 }
 
-fn write_and_rename(temporary: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let file = disk::create(temporary)?;
-    disk::write_all_at(&file, bytes, 0)?;
-    disk::sync(&file)?;
+fn write_and_rename(
+    temporary: &Path,
+    path: &Path,
+    write: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut file = GrowingFile {
+        file: disk::create(temporary)?,
+        bytes: 0,
+    };
+    write(&mut file)?;
+    disk::sync(&file.file)?;
     drop(file);
     disk::rename(temporary, path)?;
     disk::sync_folder(path.parent().unwrap_or(Path::new(".")))

@@ -57,7 +57,7 @@ mod reopen_tests;
 #[cfg(all(test, unix))]
 mod writer_tests;
 
-pub use atomic::{cannot_write, sync_folder, write_atomic};
+pub use atomic::{cannot_write, sync_folder, write_atomic, write_atomic_with};
 pub use header::{TensorEntry, encode_header};
 pub use headers_only::HeadersOnly;
 pub use layout::{Layout, PlannedFile, PlannedTensor};

@@ -52,6 +52,7 @@ impl EvalArgs {
             sparsity: None,
             layer_drop: None,
             width_drop: None,
+            recovery: None,
             calibration: None,
             seqlen: self.seqlen,
             evaluation: self.evaluation.settings(EvalSides::Dense),

@@ -21,6 +21,7 @@ pub mod plan;
 mod progress;
 pub mod prune;
 pub mod quantize;
+pub mod recover;
 pub mod report;
 #[cfg(feature = "selftest")]
 pub mod selftest;
@@ -113,6 +114,9 @@ enum Command {
     /// Quantise a checkpoint to 4 bits, in the layout of bitsandbytes
     #[command(after_help = quantize::EXAMPLES)]
     Quantize(quantize::QuantizeArgs),
+    /// Train back what a pruned checkpoint lost; its zeros stay zero
+    #[command(after_help = recover::EXAMPLES)]
+    Recover(Box<recover::RecoverArgs>),
     /// Draw finished runs: pictures and one page
     Report(report::ReportArgs),
     /// Run a grid of methods, ratios and seeds, and tabulate it
@@ -145,6 +149,7 @@ impl Cli {
             Some(Command::Merge(args)) => args.messages,
             Some(Command::Plan(args)) => args.messages,
             Some(Command::Quantize(args)) => args.messages,
+            Some(Command::Recover(args)) => args.messages,
             Some(Command::Report(args)) => args.messages,
             Some(Command::Sweep(args)) => args.run.messages,
             Some(_) => MessageArgs::default(),
@@ -213,6 +218,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         None => return prune::command(&cli.prune, arguments, console),
         Some(Command::Eval(args)) => return eval::command(args, arguments, console),
         Some(Command::Merge(args)) => return merge::command(args, arguments, console),
+        Some(Command::Recover(args)) => return recover::command(args, arguments, console),
         Some(Command::Sweep(args)) => return sweep::command(args, arguments, console),
         Some(Command::Demo(args)) => demo::command(args, console),
         Some(Command::Generate(args)) => generate::command(args, console),

@@ -64,6 +64,7 @@ impl PruneArgs {
             sparsity: Some(sparsity),
             layer_drop,
             width_drop,
+            recovery: None,
             calibration: Some(self.calibration.settings()),
             seqlen: self.calibration.seqlen,
             evaluation: self.evaluation.settings(self.eval),

@@ -3,10 +3,13 @@
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 
+use crate::recovery::TeacherTarget;
 use crate::run::verification::VerifyLevel;
 use crate::settings::{
-    ComputeDtype, EvalSides, MajorityOf, MergeEval, MergeSemantics, SaliencySource, TrimScope,
+    ComputeDtype, EvalSides, MajorityOf, MergeEval, MergeSemantics, RecoveryWay, SaliencySource,
+    TrainedKind, TrimScope,
 };
+use crate::training::ScheduleShape;
 
 /// Other names of f32.
 pub(super) const F32: &[&str] = &["float32", "fp32", "torch.float32"];
@@ -69,6 +72,64 @@ impl ValueEnum for EvalSides {
             Self::Dense => return None,
         };
         Some(PossibleValue::new(name).help(help))
+    }
+}
+
+impl ValueEnum for RecoveryWay {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Blocks, Self::Lora, Self::Full]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let help = match self {
+            Self::Blocks => "Each layer learns to reproduce the dense layer's output",
+            Self::Lora => "Low-rank factors under the mask learn from the next token",
+            Self::Full => "All kept weights learn from the next token",
+        };
+        Some(PossibleValue::new(self.name()).help(help))
+    }
+}
+
+impl ValueEnum for TrainedKind {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Weights, Self::Factors]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let help = match self {
+            Self::Weights => "All kept weights",
+            Self::Factors => "Low-rank factors under the mask",
+        };
+        Some(PossibleValue::new(self.name()).help(help))
+    }
+}
+
+impl ValueEnum for TeacherTarget {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Dense, Self::Ebft]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let help = match self {
+            Self::Dense => "The hidden state of the dense model",
+            Self::Ebft => "The output of the dense layer for the recovered input",
+        };
+        Some(PossibleValue::new(self.name()).help(help))
+    }
+}
+
+impl ValueEnum for ScheduleShape {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Constant, Self::Linear, Self::Cosine]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let help = match self {
+            Self::Constant => "The same rate",
+            Self::Linear => "A line down to 0",
+            Self::Cosine => "Half a cosine down to 0",
+        };
+        Some(PossibleValue::new(self.name()).help(help))
     }
 }
 

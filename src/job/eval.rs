@@ -34,6 +34,7 @@ pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
         perplexity: streams.perplexities(&job),
         layers: None,
         output: None,
+        recovery: None,
     };
     job.folder.prepare().context("making room for the record")?;
     job.record(&outputs, results, &recorder)

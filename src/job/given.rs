@@ -1,5 +1,8 @@
 //! The ties of a run to other runs: their results, and the sweep that it shares with them.
 
+use std::sync::Arc;
+
+use super::recover::GivenTraining;
 use super::settle::Job;
 use crate::pipeline::Observed;
 use crate::pruning::Technique;
@@ -12,6 +15,8 @@ pub(super) struct Given<'a> {
     pub(super) observes: Option<Observed>,
     /// The record of a run that has measured the dense perplexity. It is used where this run would measure the same.
     pub(super) dense: Option<&'a Manifest>,
+    /// Data of a training that take the place of those of texts and seeds.
+    pub(super) training: Option<Arc<GivenTraining>>,
     /// The runs that share its sweep.
     pub(super) sharing: Sharing<'a>,
 }

@@ -5,6 +5,7 @@
 //! | `prune` | the main job: settle → outputs → streams → sweep → finish → record |
 //! | `eval` | the same without outputs and editor |
 //! | `grid` | `prune sweep`: the main job for every cell of a grid, and the table |
+//! | `recover` | `prune recover`: settle → outputs → training → sweep → finish → record |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
 //! | `generate`, `inspect`, `plan`, `demo`, `quantize` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
@@ -46,6 +47,7 @@ mod published;
 mod quantize;
 mod record;
 mod recorder;
+pub mod recover;
 mod resolved;
 mod same_run;
 mod settle;
@@ -60,3 +62,4 @@ pub use merge::{merge, peft_methods};
 pub use plan::plan;
 pub use prune::prune;
 pub use quantize::quantize;
+pub use recover::recover;

@@ -219,6 +219,7 @@ impl OpenedModel {
             shared_with: Vec::new(),
             flow: Flow::default(),
             observes: None,
+            trains: None,
             saves: false,
             threads: self.threads,
             products: self.products,

@@ -42,6 +42,10 @@ impl<'a> Outputs<'a> {
             names.extend(permute::biases(technique, &pruning.targets, config));
             writer.will_write(names.iter().map(String::as_str));
         }
+        if let (Some(writer), Some(recovery)) = (&mut writer, &job.recovery) {
+            let names = recovery.tensors(&job.model.config);
+            writer.will_write(names.iter().map(String::as_str));
+        }
         if let Some(run) = &job.folder.run {
             recorder.write_memory_log(&run.join(memory_log::FILE))?;
         }
@@ -223,7 +227,12 @@ fn reopen(job: &Job, events: &dyn Events) -> Result<Option<OpenedFiles>> {
             "`{bad}` is not on the disk as it was written: layer {layers} and all after it are done again"
         ));
         let tensors = |name: &String| [expected::tensor_of(name), expected::bias_of(name)];
-        let names: Vec<String> = again.iter().flat_map(tensors).collect();
+        let mut names: Vec<String> = again.iter().flat_map(tensors).collect();
+        if let Some(recovery) = &job.recovery {
+            let config = &source.config;
+            let layers = layers..config.num_hidden_layers;
+            names.extend(layers.flat_map(|layer| recovery.norms_of(layer, config)));
+        }
         writer.forget(names.iter().map(String::as_str));
         if let Some(masks) = &mut saved {
             masks.forget(again.iter().map(String::as_str));

@@ -117,6 +117,7 @@ fn run_shape<'a>(
         shared_with: Vec::new(),
         flow: sparsity.map(SparsitySettings::flow).unwrap_or_default(),
         observes: None,
+        trains: None,
         saves: !run.output.no_save_model,
         threads,
         products: products(settings, subject.dtypes.layers)?,

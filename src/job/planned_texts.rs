@@ -4,11 +4,13 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
+use super::given::Given;
 use super::opened::OpenedModel;
 use super::planned::Planning;
 use super::same_run;
 use super::settle::sides_left;
 use super::texts::{TextSources, Texts};
+use crate::data::Examples;
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::pipeline::RunShape;
 use crate::run::{Events, Manifest, Moment, Plan};
@@ -35,8 +37,10 @@ pub(super) fn plan_early(
     Err(refusal)
 }
 
-/// Tokenizes the texts and plans the run with them. `shape` is the run before its texts are known, `dense` another run's record of the
-/// dense perplexity: where this run would measure another one, the plan has room for that.
+/// Tokenizes the texts and plans the run with them. `shape` is the run before its texts are known. `given` may have another run's record
+/// of the dense perplexity: where this run would measure another one, the plan has room for that.
+///
+/// Returns the number of layers whose frozen weights stay in memory during a training, too.
 ///
 /// # Errors
 /// Fails as [`tokenize`], and where the run does not fit.
@@ -45,11 +49,15 @@ pub(super) fn texts_and_plan(
     model: &OpenedModel,
     planning: &Planning<'_>,
     mut shape: RunShape<'_>,
-    dense: Option<&Manifest>,
+    given: &Given<'_>,
     events: &dyn Events,
-) -> Result<(Arc<Texts>, Plan)> {
+) -> Result<(Arc<Texts>, Plan, usize)> {
+    let dense = given.dense;
     plan_early(planning, &mut shape, model)?;
-    let texts = tokenize(settings, model, planning, &mut shape, events)?;
+    let mut texts = tokenize(settings, model, planning, &mut shape, events)?;
+    if let Some(training) = &given.training {
+        training.replace(&mut texts, settings, model)?;
+    }
     memory::release_freed();
     model.clock.mark(Moment::ModelLoaded, events);
     if shape.samples > 0 {
@@ -57,6 +65,10 @@ pub(super) fn texts_and_plan(
     }
     if shape.windows > 0 {
         shape.windows = texts.windows();
+    }
+    if let (Some(trains), Some((examples, held))) = (&mut shape.trains, &texts.examples) {
+        let held = held.as_ref().map_or(0, Examples::len);
+        trains.known_examples(examples.len() + held, held);
     }
     let mut plan = planning.plan(&shape)?;
     let is_usable = |dense: &Manifest| {
@@ -66,7 +78,15 @@ pub(super) fn texts_and_plan(
         shape.sides = sides_left(settings.evaluation.eval, model, false);
         plan = planning.plan(&shape)?;
     }
-    Ok((Arc::new(texts), plan))
+    let mut resident = 0;
+    if let Some(trains) = &mut shape.trains {
+        trains.resident_layers = trains.fitting(&plan, model.config.num_hidden_layers);
+        resident = trains.resident_layers;
+        if resident > 0 {
+            plan = planning.plan(&shape)?;
+        }
+    }
+    Ok((Arc::new(texts), plan, resident))
 }
 
 /// Tokenizes the texts. Their memory is planned before the tokenizer is loaded. Only a loaded tokenizer tells whether texts can be

@@ -91,8 +91,8 @@ pub(super) fn finish(
 /// The outcome of the sweep.
 pub(super) struct Pruned {
     /// Facts that the read-back checks in the file.
-    expected: Vec<ExpectedMatrix>,
-    results: RunResults,
+    pub(super) expected: Vec<ExpectedMatrix>,
+    pub(super) results: RunResults,
 }
 
 /// Prunes the layers that are left and measures the perplexities.
@@ -148,6 +148,7 @@ pub(super) fn conclude(
             perplexity,
             layers: Some(layers),
             output: None,
+            recovery: None,
         },
     })
 }

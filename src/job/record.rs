@@ -16,7 +16,7 @@ use crate::run::manifest::{
     PruningReport, SCHEMA, SparsityReport,
 };
 use crate::run::profile::PeakReport;
-use crate::run::{Events, Moment, Plan};
+use crate::run::{Events, Moment, Plan, RecoveryReport};
 use crate::runtime::SweepReport;
 use crate::settings::DeviceSettings;
 
@@ -29,6 +29,8 @@ pub(super) struct RunResults {
     /// The pruned layers; `None` for `prune eval`.
     pub(super) layers: Option<Vec<LayerReport>>,
     pub(super) output: Option<OutputReport>,
+    /// The training of `prune recover`.
+    pub(super) recovery: Option<RecoveryReport>,
 }
 
 impl Job {
@@ -78,7 +80,11 @@ impl Job {
         let measured = results.perplexity.pruned.or(results.perplexity.dense);
         let evaluation = texts.windows.as_ref().map(|windows| &windows.protocol);
         let layers = results.layers.as_deref();
-        let command = if layers.is_some() { "prune" } else { "eval" };
+        let command = match (&self.recovery, layers) {
+            (Some(_), _) => "recover",
+            (None, Some(_)) => "prune",
+            (None, None) => "eval",
+        };
         let mut manifest = Manifest {
             schema: SCHEMA,
             prune_version: env!("CARGO_PKG_VERSION").to_string(),
@@ -95,6 +101,7 @@ impl Job {
             width_drop: whole.and_then(|whole| whole.width_drop.clone()),
             pruning: self.pruning_report(),
             merge: None,
+            recovery: results.recovery,
             calibration: texts
                 .calibration
                 .as_ref()

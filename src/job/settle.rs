@@ -12,6 +12,7 @@ use super::given::{Given, Sharing};
 use super::opened::OpenedModel;
 use super::planned::Planning;
 use super::planned_texts::{plan_early, texts_and_plan};
+use super::recover::{GivenTraining, Recovery};
 use super::resolved::{Pruning, allocates, prunes_nothing};
 use super::same_run;
 use super::texts::Texts;
@@ -33,12 +34,18 @@ pub(super) struct Job {
     pub(super) settings: Settings,
     pub(super) model: OpenedModel,
     pub(super) folder: RunFolder,
-    /// `None` for `prune eval`.
+    /// `None` for `prune eval` and `prune recover`.
     pub(super) pruning: Option<Pruning>,
+    /// `None` where nothing is trained.
+    pub(super) recovery: Option<Recovery>,
+    /// Data of a training that take the place of those of texts and seeds.
+    pub(super) given_training: Option<Arc<GivenTraining>>,
     pub(super) texts: Arc<Texts>,
     /// The measurements of a run that prunes nothing.
     observes: Option<Observed>,
     pub(super) plan: Plan,
+    /// Layers whose frozen weights stay in memory during a training.
+    pub(super) resident_layers: usize,
     /// The folder of the spill file; `None` where hidden states stay in RAM.
     pub(super) spill_folder: Option<PathBuf>,
     /// Everything that decides the outcome, by name.
@@ -86,10 +93,14 @@ impl Job {
     ) -> Result<Settled> {
         settings.seqlen = Some(model.seqlen);
         let prunes = settings.sparsity.is_some();
+        let recovery = Recovery::resolve(&settings, &model, events)?;
         if prunes || settings.layer_drop.is_some() || given.observes.is_some() {
             model.refuse_quantized()?;
         }
-        let mut folder = RunFolder::at(&[&model.folder], &settings.output, prunes)?;
+        let writes = prunes || recovery.is_some();
+        let teacher = recovery.as_ref().and_then(Recovery::teacher_folder);
+        let sources: Vec<&Path> = [&*model.folder].into_iter().chain(teacher).collect();
+        let mut folder = RunFolder::at(&sources, &settings.output, writes)?;
         if folder.model.is_some() {
             check_sidecars(&model.folder)?;
         }
@@ -106,6 +117,7 @@ impl Job {
         let mut deciding = BTreeMap::new();
         if folder.state().is_some() {
             deciding = same_run::early(&settings, &model, &folder)?;
+            deciding.extend(recovery.iter().flat_map(Recovery::deciding));
         }
         if let Some(state) = unfinished.take() {
             unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
@@ -138,11 +150,12 @@ impl Job {
             let known = known.and_then(|state| state.allocation.clone());
             (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
         }
-        let (texts, plan) = match given.sharing {
-            Sharing::Next(first) => (Arc::clone(&first.texts), first.plan.clone()),
+        let (texts, plan, resident_layers) = match given.sharing {
+            Sharing::Next(first) => (Arc::clone(&first.texts), first.plan.clone(), 0),
             Sharing::Alone | Sharing::First(_) => {
-                let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
-                texts_and_plan(&settings, &model, &planning, shape, given.dense, events)?
+                let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
+                shape.trains = recovery.as_ref().map(|recovery| recovery.shape(&model));
+                texts_and_plan(&settings, &model, &planning, shape, &given, events)?
             }
         };
         let dense = given.dense.and_then(|dense| {
@@ -162,9 +175,12 @@ impl Job {
             model,
             folder,
             pruning,
+            recovery,
+            given_training: given.training.clone(),
             texts,
             observes: given.observes,
             plan,
+            resident_layers,
             spill_folder,
             deciding,
             unfinished,
@@ -230,6 +246,7 @@ impl Job {
                 needs.push((masks, bytes, "the masks"));
             }
         }
+        needs.extend(self.recovery_files());
         if let Some(folder) = &self.spill_folder {
             needs.push((folder, self.plan.hidden_states.bytes, "hidden states"));
         }
@@ -273,6 +290,9 @@ impl Job {
                 events.note(format!("             {line}"));
             }
         }
+        if let Some(recovery) = &self.recovery {
+            recovery.announce(self, events);
+        }
         if let Some((samples, of)) = texts
             .calibration
             .as_ref()
@@ -311,7 +331,7 @@ impl Job {
                 "device       cpu; {why} (--use-cpu hides this line)"
             ));
         }
-        if self.pruning.is_none() {
+        if self.pruning.is_none() && self.recovery.is_none() {
             return;
         }
         match &self.folder.model {

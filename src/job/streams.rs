@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use super::opened::WholeModel;
 use super::outputs::Outputs;
 use super::settle::Job;
+use crate::checkpoint::WeightSource;
 use crate::eval::Perplexity;
 use crate::linalg::StoredDtype;
 use crate::model::Embedding;
@@ -78,6 +79,11 @@ impl<'a> Streams<'a> {
         )
     }
 
+    /// The devices of the sweep.
+    pub(super) fn devices(&self) -> &Devices {
+        &self.devices
+    }
+
     /// The perplexities, after the sweep.
     pub(super) fn perplexities(&self, job: &Job) -> Perplexities {
         job.perplexities(&self.perplexities)
@@ -114,6 +120,17 @@ impl Job {
         samples
             .map(|samples| self.embedded(devices, "calibration", &samples.tokens, events))
             .transpose()
+    }
+
+    /// The calibration samples, embedded by another model of the same shape.
+    pub(super) fn embedded_by(
+        &self,
+        source: &dyn WeightSource,
+        devices: &Devices,
+        events: &dyn Events,
+    ) -> Result<HiddenStates> {
+        let samples = self.samples().context("samples to embed")?;
+        self.embedded_from(source, devices, "targets", &samples.tokens, events)
     }
 
     /// The embedded windows of every side that the run has yet to measure.
@@ -204,6 +221,17 @@ impl Job {
         tokens: &[u32],
         events: &dyn Events,
     ) -> Result<HiddenStates> {
+        self.embedded_from(&*self.model.source, devices, stream, tokens, events)
+    }
+
+    fn embedded_from(
+        &self,
+        source: &dyn WeightSource,
+        devices: &Devices,
+        stream: &str,
+        tokens: &[u32],
+        events: &dyn Events,
+    ) -> Result<HiddenStates> {
         let model = &self.model;
         let samples = tokens.len() / model.seqlen;
         events.emit(Event::PhaseStarted {
@@ -211,7 +239,7 @@ impl Job {
             unit: "samples",
             steps: samples as u64,
         });
-        let embedding = Embedding::open(&*model.source, &model.config)?;
+        let embedding = Embedding::open(source, &model.config)?;
         let dtype = if devices.is_empty() {
             StoredDtype::F32
         } else {

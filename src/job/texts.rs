@@ -7,7 +7,8 @@ use super::opened::OpenedModel;
 use crate::bytes::ByteSize;
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::data::{
-    self, Calibration, DatasetSpec, Draw, Evaluation, Role, Source, TextCache, Tokenizer,
+    self, Calibration, ChatTemplate, DatasetSpec, Draw, Evaluation, ExampleRequest, Examples,
+    HeldOut, Packing, Role, Source, TextCache, Tokenizer,
 };
 use crate::failure::Failure;
 use crate::model::Embedding;
@@ -18,12 +19,16 @@ use crate::settings::{EvalSides, EvaluationSettings, Settings};
 #[derive(Default)]
 pub(super) struct Texts {
     pub(super) calibration: Option<Calibration>,
+    /// The examples of a training of the whole model, and those held out.
+    pub(super) examples: Option<(Examples, Option<Examples>)>,
     pub(super) windows: Option<Evaluation>,
 }
 
 /// The texts of a run on the disk.
 pub(super) struct TextSources {
     calibration: Option<Source>,
+    /// The model's chat template, for training on conversations.
+    chat: Option<ChatTemplate>,
     evaluation: Option<Source>,
     cache: TextCache,
 }
@@ -38,11 +43,18 @@ impl TextSources {
         model: &OpenedModel,
         events: &dyn Events,
     ) -> Result<Self> {
+        let chat = match settings.trains_whole() {
+            true => ChatTemplate::find(&model.folder)?,
+            false => None,
+        };
         let find = |dataset: &DatasetSpec, role| -> Result<Source> {
             let cache_dir = settings.model.cache_dir.as_deref();
             let dataset = located::dataset(dataset, role, cache_dir, events)?;
             let source = Source::find(&dataset, role)?;
-            source.check()?;
+            match role == Role::Calibration && settings.trains_whole() {
+                true => source.check_examples(chat.as_ref())?,
+                false => source.check()?,
+            }
             Ok(source)
         };
         let calibration = settings.calibration.as_ref().map(|calibration| {
@@ -63,6 +75,7 @@ impl TextSources {
         }
         let sources = Self {
             calibration,
+            chat,
             evaluation,
             cache: TextCache::open(text_cache.clone()),
         };
@@ -145,7 +158,9 @@ impl TextSources {
     ) -> Result<Texts> {
         let mut texts = Texts::default();
         let (cache, seqlen) = (&self.cache, model.seqlen);
-        if let Some((dataset, settings)) =
+        if settings.trains_whole() {
+            texts.examples = self.examples(settings, model, tokenizer, events)?;
+        } else if let Some((dataset, settings)) =
             self.calibration.as_ref().zip(settings.calibration.as_ref())
         {
             let draw = Draw {
@@ -169,6 +184,46 @@ impl TextSources {
             texts.windows = Some(windows);
         }
         Ok(texts)
+    }
+}
+
+impl TextSources {
+    /// The examples of a training of the whole model, and those held out.
+    fn examples(
+        &self,
+        settings: &Settings,
+        model: &OpenedModel,
+        tokenizer: &Tokenizer,
+        events: &dyn Events,
+    ) -> Result<Option<(Examples, Option<Examples>)>> {
+        let (Some(dataset), Some(recovery), Some(draw)) =
+            (&self.calibration, &settings.recovery, &settings.calibration)
+        else {
+            return Ok(None);
+        };
+        let request = ExampleRequest {
+            seqlen: model.seqlen,
+            packing: match recovery.per_document {
+                true => Packing::PerDocument,
+                false => Packing::Packed,
+            },
+            at_least: recovery.per_step() + recovery.held_out,
+            at_most: Some(draw.nsamples as usize),
+        };
+        let examples = model.clock.measure(Phase::Tokenize, || {
+            let chat = self.chat.as_ref();
+            data::examples(dataset, tokenizer, chat, request, &self.cache, events)
+        })?;
+        for example in 0..examples.len() {
+            model.check_ids(examples.tokens_of(example), tokenizer, "training")?;
+        }
+        Ok(Some(match recovery.held_out {
+            0 => (examples, None),
+            count => {
+                let (trained, held) = examples.split(HeldOut::Count(count), draw.seed)?;
+                (trained, Some(held))
+            }
+        }))
     }
 }
 

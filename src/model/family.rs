@@ -71,6 +71,14 @@ pub enum SlidingWindow {
     },
 }
 
+impl Family {
+    /// The names of the norms' tensors of a layer.
+    pub fn norm_names(&self, layer: usize) -> [String; 2] {
+        self.norms
+            .map(|norm| format!("model.layers.{layer}.{norm}.weight"))
+    }
+}
+
 impl Serialize for Family {
     /// Writes the model type, which names the record.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {

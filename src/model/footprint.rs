@@ -20,9 +20,11 @@
 //! its way to disk, the program, tokens and the tokenizer.
 
 use super::attention_layout::AttentionLayout;
+use super::backward::backward_elements;
 use super::config::ModelConfig;
 use super::head::{largest_chunk, largest_tokens};
 use super::observe::Observation;
+use super::projection::Projection;
 use super::rotary::Rotary;
 use super::tensors::TensorRole;
 use crate::bytes::ByteSize;
@@ -236,6 +238,58 @@ pub fn generation(
         + products(config, kernel, block, threads, &settings, None)
         + ByteSize::of(threads, PACKED_PER_THREAD)
         + context(config, capacity)
+}
+
+/// Memory of a sample's backward pass through a layer: [`backward_elements`] · 4, scratch of attention, the sample, the gradient of the
+/// output and that of the input, 3·4·L·H. Gradients of weights come in addition.
+pub fn backward(
+    config: &ModelConfig,
+    seqlen: usize,
+    threads: usize,
+    settings: &MemorySettings,
+    kernel: Kernel,
+) -> ByteSize {
+    let elements = backward_elements(
+        config.heads(),
+        config.hidden_size,
+        config.intermediate_size,
+        seqlen,
+        settings.mlp_tokens,
+    );
+    let scratch =
+        attention::backward::backward_scratch_bytes(kernel, config.head_dim, seqlen, threads);
+    let state = hidden_states(config, seqlen);
+    ByteSize::of(elements, F32) + ByteSize::of(scratch, 1) + state + state + state
+}
+
+/// Memory of the packed factors of the products of a backward pass, beyond [`products`]: dy·W and dyᵀ·x of the largest matrix.
+pub fn backward_products(
+    config: &ModelConfig,
+    kernel: Kernel,
+    seqlen: usize,
+    threads: usize,
+    settings: &MemorySettings,
+) -> ByteSize {
+    let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
+    let of_matrix = |projection: Projection| {
+        let (out, inner) = projection.shape(config);
+        let tokens = match projection.is_attention() {
+            true => seqlen,
+            false => mlp_tokens,
+        };
+        let product = |tokens, inner_of_product| Product {
+            kernel,
+            tokens,
+            columns: vec![inner],
+            inner: inner_of_product,
+            is_kept: false,
+        };
+        [product(tokens, out), product(out, tokens)]
+    };
+    let all: Vec<Product> = config.projections().flat_map(of_matrix).collect();
+    let forward = products(config, kernel, seqlen, threads, settings, None);
+    let backward = ByteSize::of(product::packed_bytes(&all, threads), 1);
+    ByteSize(backward.0.saturating_sub(forward.0))
 }
 
 /// Memory of the head's weight in its stored dtype: e·V·H.

@@ -176,9 +176,7 @@ impl DecoderLayer {
 
     /// The names of the norms' tensors.
     pub fn norm_names(&self) -> [String; 2] {
-        let index = self.index;
-        let name = |norm: &str| format!("model.layers.{index}.{norm}.weight");
-        self.family.norms.map(name)
+        self.family.norm_names(self.index)
     }
 
     /// Replaces the weights of a norm.

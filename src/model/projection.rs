@@ -35,6 +35,12 @@ impl Projection {
         }
     }
 
+    /// The name of the module alone: `q_proj`.
+    pub fn module(self) -> &'static str {
+        let name = self.name();
+        name.rsplit_once('.').map_or(name, |(_, module)| module)
+    }
+
     /// The module's full name: `model.layers.3.self_attn.q_proj`.
     pub fn full_name(self, layer: usize) -> String {
         format!("model.layers.{layer}.{}", self.name())

@@ -95,6 +95,7 @@ mod tests {
             seconds: 1.0,
             sparsity: 0.5,
             permutation: None,
+            training: None,
             matrices: vec![matrix("q", Some(2)), matrix("k", None)],
         }
     }

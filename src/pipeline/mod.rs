@@ -50,4 +50,4 @@ pub use prune::{PrunedMatrix, Pruner};
 pub use save_masks::SaveMasks;
 pub use shared::{SharedPruning, SharingCell};
 pub use targets::{Selection, TargetPlan};
-pub use workload::{Observed, RunShape};
+pub use workload::{Observed, RunShape, TrainingShape};

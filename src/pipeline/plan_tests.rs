@@ -51,6 +51,7 @@ fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_>
         technique: crate::pruning::method("wanda").map(crate::pruning::Technique::of),
         shared_with: Vec::new(),
         observes: None,
+        trains: None,
         saves: true,
         threads,
         products: Products::F32,

@@ -205,6 +205,7 @@ impl<'a> Pruner<'a> {
             seconds: start.elapsed().as_secs_f64(),
             sparsity,
             permutation,
+            training: None,
             matrices: reports,
         });
         self.save_and_pass(layer, &unwritten, compute)?;

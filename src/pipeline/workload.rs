@@ -3,6 +3,7 @@
 //! | file | story |
 //! | --- | --- |
 //! | `host` | memory of the process per phase, from `model/footprint.rs` |
+//! | `training` | memory of a training per phase |
 //! | `gpu` | memory of one GPU per phase, from `model/on_device/cut.rs` |
 //! | `work` | floating-point operations, and bytes of files and transfers |
 //!
@@ -10,6 +11,7 @@
 
 mod gpu;
 mod host;
+mod training;
 mod work;
 
 use super::flow::{Flow, ObservationOrder, Propagation};
@@ -18,13 +20,14 @@ use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::Cut;
 use crate::model::{Dtypes, ModelConfig, footprint};
-use crate::placement::{Demand, ExecutionOption, Processors, Workload};
+use crate::placement::{Demand, ExecutionOption, PhaseMemory, Processors, Workload};
 use crate::pruning::{StatisticsKind, Technique};
 use crate::run::memory_settings::{MemorySettings, StatisticsHeld, WeightsHeld};
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase};
 use crate::runtime::Side;
 use host::Host;
+pub use training::TrainingShape;
 
 /// Bytes per element of hidden states on the CPU.
 const F32: usize = size_of::<f32>();
@@ -54,6 +57,8 @@ pub struct RunShape<'a> {
     pub flow: Flow,
     /// Measurements of a run that prunes nothing.
     pub observes: Option<Observed>,
+    /// A training.
+    pub trains: Option<TrainingShape>,
     /// The model is written.
     pub saves: bool,
     /// Worker threads.
@@ -87,12 +92,14 @@ impl Workload for RunShape<'_> {
     }
 
     fn hidden_states(&self, processors: Processors) -> ByteSize {
-        let streams = self.samples + self.evaluated_windows();
-        ByteSize(
-            self.state(self.element(processors))
-                .0
-                .saturating_mul(streams as u64),
-        )
+        let streams = self.sample_states() + self.evaluated_windows();
+        let state = self.state(self.element(processors));
+        let swept = ByteSize(state.0.saturating_mul(streams as u64));
+        // The states of a training are gone before the sweep begins.
+        match &self.trains {
+            Some(trains) => swept.max(trains.states(self)),
+            None => swept,
+        }
     }
 
     fn storages(&self) -> Vec<HiddenStatesStorage> {
@@ -105,6 +112,10 @@ impl Workload for RunShape<'_> {
     fn layer_settings(&self, processors: Processors) -> Vec<MemorySettings> {
         let fits_gpu = Cut::can_index(self.config, self.seqlen);
         let is_possible = |settings: &MemorySettings| {
+            // Trained layers are made in memory.
+            if self.trains.is_some() && settings.weights != WeightsHeld::Layer {
+                return false;
+            }
             processors == Processors::Cpu || (fits_gpu && settings.weights == WeightsHeld::Layer)
         };
         if let Some(settings) = &self.settings {
@@ -134,7 +145,7 @@ impl Workload for RunShape<'_> {
     }
 
     fn head_settings(&self, settings: &MemorySettings) -> Vec<MemorySettings> {
-        if self.settings.is_some() || self.windows == 0 {
+        if self.settings.is_some() || (self.windows == 0 && !self.trains_whole()) {
             return vec![settings.clone()];
         }
         let rows = |parts: usize| Some(self.config.vocab_size.div_ceil(parts));
@@ -163,11 +174,18 @@ impl Workload for RunShape<'_> {
     }
 
     fn head(&self, option: &ExecutionOption) -> Demand {
-        if self.windows == 0 {
+        let host = Host::new(self, option);
+        let trains = self.trains.as_ref().filter(|_| self.trains_whole());
+        let of_training = trains.map(|trains| host.training_head(trains));
+        let of_windows = (self.windows > 0).then(|| host.head());
+        let both = of_training.into_iter().chain(of_windows);
+        let total =
+            |phase: &PhaseMemory| phase.parts.iter().map(|part| part.bytes).sum::<ByteSize>();
+        let Some(largest) = both.max_by_key(total) else {
             return Demand::default();
-        }
+        };
         Demand {
-            host: vec![Host::new(self, option).head()],
+            host: vec![largest],
             device: match option.processors {
                 Processors::Cpu => Vec::new(),
                 Processors::Gpus(_) => vec![gpu::head(self, &option.settings)],
@@ -237,6 +255,20 @@ impl RunShape<'_> {
         }
     }
 
+    /// Calibration samples with hidden states; those of a training by layers have targets, too.
+    fn sample_states(&self) -> usize {
+        match &self.trains {
+            Some(trains) if trains.is_by_layer => 2 * self.samples,
+            _ => self.samples,
+        }
+    }
+
+    fn trains_whole(&self) -> bool {
+        self.trains
+            .as_ref()
+            .is_some_and(|trains| !trains.is_by_layer)
+    }
+
     /// The runs of the sweep.
     fn runs(&self) -> usize {
         1 + self.shared_with.len()
@@ -253,7 +285,7 @@ impl RunShape<'_> {
     }
 
     fn passes_samples(&self) -> bool {
-        self.samples + self.evaluated_windows() > 0
+        self.samples + self.evaluated_windows() > 0 || self.trains.is_some()
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {

@@ -40,6 +40,16 @@ pub enum TeacherTarget {
     Ebft,
 }
 
+impl TeacherTarget {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Dense => "dense",
+            Self::Ebft => "ebft",
+        }
+    }
+}
+
 /// Trains the layers one after the other.
 pub struct BlockTrainer<'a> {
     /// The dense model.
@@ -59,7 +69,7 @@ pub struct BlockTrainer<'a> {
     /// The learning rates of a layer's steps.
     pub schedule: Schedule,
     /// The samples of a step of a layer.
-    pub batch: &'a dyn Fn(usize, u64) -> Vec<usize>,
+    pub batch: Box<dyn Fn(usize, u64) -> Vec<usize> + 'a>,
     /// Seed of low-rank factors.
     pub seed: u64,
     /// The samples behind the recovered layers.
@@ -70,8 +80,6 @@ pub struct BlockTrainer<'a> {
     pub rounding: Bf16Rounding,
     /// The receivers of layers.
     pub output: LayerOutput<'a>,
-    /// Losses of the finished layers.
-    pub losses: Vec<BlockLoss>,
     /// The clock of the run.
     pub clock: &'a Clock,
     /// The receiver of events.
@@ -152,7 +160,7 @@ impl BlockTrainer<'_> {
             })?;
         }
         let LayerParameters { values, kept } = &mut trained.parameters;
-        let mut collected = self.part.collected(&self.config, &gradients, kept)?;
+        let mut collected = self.part.collected(&self.config, gradients, kept)?;
         let squares = collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
         if !(sum.is_finite() && squares.is_finite()) {
             return Err(not_finite(layer.index(), at).into());
@@ -175,7 +183,11 @@ impl BlockTrainer<'_> {
     }
 
     /// Trains one layer.
-    fn train(&mut self, base: &BaseLayer, compute: &mut Compute<'_>) -> Result<TrainedBlock> {
+    fn train(
+        &mut self,
+        base: &BaseLayer,
+        compute: &mut Compute<'_>,
+    ) -> Result<(TrainedBlock, BlockLoss)> {
         let parameters = self.part.initial(&self.config, base, self.seed)?;
         let states = parameters.values.iter();
         let states = states.map(|values| vec![0; self.optimizer.state_bytes(values.len())]);
@@ -184,12 +196,7 @@ impl BlockTrainer<'_> {
             parameters,
         };
         let index = base.layer.index();
-        let mut loss = BlockLoss {
-            layer: index,
-            first: f64::NAN,
-            last: f64::NAN,
-            losses: Vec::new(),
-        };
+        let mut losses = Vec::new();
         for step in 0..self.schedule.steps {
             let samples = (self.batch)(index, step);
             let at = TrainingStep {
@@ -197,7 +204,7 @@ impl BlockTrainer<'_> {
                 rate: self.schedule.rate_of(step),
             };
             let error = self.step(base, &mut trained, &samples, at, compute.context())?;
-            loss.losses.push(error);
+            losses.push(error);
             self.events.emit(Event::TrainingStep {
                 step: step + 1,
                 steps: self.schedule.steps,
@@ -207,10 +214,12 @@ impl BlockTrainer<'_> {
                 tokens: (samples.len() * self.states.seqlen()) as u64,
             });
         }
-        loss.first = loss.losses.first().copied().unwrap_or(f64::NAN);
-        loss.last = loss.losses.last().copied().unwrap_or(f64::NAN);
-        self.losses.push(loss);
-        Ok(trained)
+        let loss = BlockLoss {
+            first: losses.first().copied().unwrap_or(f64::NAN),
+            last: losses.last().copied().unwrap_or(f64::NAN),
+            losses,
+        };
+        Ok((trained, loss))
     }
 }
 
@@ -230,13 +239,18 @@ impl Editor for BlockTrainer<'_> {
         self.make_targets(index, compute)?;
         let base = self.base.take(index, None)?;
         let before = zeros(self.part, &base)?;
-        let trained = self.train(&base, compute)?;
+        let (trained, loss) = self.train(&base, compute)?;
         let recovered = self
             .part
             .applied(&self.config, base, &trained.values(), self.rounding)?;
         drop(trained);
-        self.output
-            .finish(self.part, &recovered, &before, start, self.events)?;
+        self.output.finish(
+            self.part,
+            &recovered,
+            &before,
+            (start, Some(loss)),
+            self.events,
+        )?;
         self.forward_states(&recovered, compute)?;
         Ok(recovered)
     }

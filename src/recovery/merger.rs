@@ -13,6 +13,7 @@ use crate::model::{DecoderLayer, ModelConfig};
 use crate::pipeline::Output;
 use crate::pruning::Mask;
 use crate::run::manifest::{LayerReport, MatrixReport};
+use crate::run::recovery::BlockLoss;
 use crate::run::{Event, Events};
 use crate::runtime::{Compute, Editor};
 use crate::training::rounding::Bf16Rounding;
@@ -46,7 +47,7 @@ impl Editor for Merger<'_> {
             .part
             .applied(self.config, base, &values, self.rounding)?;
         self.output
-            .finish(self.part, &merged, &before, start, self.events)?;
+            .finish(self.part, &merged, &before, (start, None), self.events)?;
         Ok(merged)
     }
 
@@ -93,6 +94,7 @@ impl LayerOutput<'_> {
     ///
     /// # Arguments
     /// * `before`: the zeros of each trained matrix before the training
+    /// * `training`: the losses of a layer that was trained alone
     ///
     /// # Errors
     /// Fails when a file cannot be written, and when the run is asked to stop.
@@ -101,7 +103,7 @@ impl LayerOutput<'_> {
         part: &TrainedPart,
         layer: &DecoderLayer,
         before: &[u64],
-        start: Instant,
+        (start, training): (Instant, Option<BlockLoss>),
         events: &dyn Events,
     ) -> Result<()> {
         let mut matrices = Vec::new();
@@ -127,6 +129,7 @@ impl LayerOutput<'_> {
             seconds: start.elapsed().as_secs_f64(),
             sparsity,
             permutation: None,
+            training,
             matrices,
         });
         if part.norms {

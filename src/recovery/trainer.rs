@@ -92,6 +92,7 @@ pub struct Trainer<'a> {
     head: Head,
     inputs: Option<LayerInputs>,
     gradients: Option<HiddenStates>,
+    is_updating: bool,
 }
 
 impl<'a> Trainer<'a> {
@@ -110,7 +111,13 @@ impl<'a> Trainer<'a> {
             head: head.context("in the head")?,
             inputs: None,
             gradients: None,
+            is_updating: false,
         })
+    }
+
+    /// Returns whether the parameters are those of a finished step. They are not where an update failed, as on a full disk.
+    pub fn is_between_steps(&self) -> bool {
+        !self.is_updating
     }
 
     /// Puts the parameters of every layer before the first step.
@@ -364,8 +371,7 @@ impl<'a> Trainer<'a> {
             }
             drop(layer);
             let kept = parts.shelf.kept(index)?;
-            let collected = parts.part.collected(&parts.config, &of_layer, &kept)?;
-            drop(of_layer);
+            let collected = parts.part.collected(&parts.config, of_layer, &kept)?;
             squares += collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
             parts.shelf.put_gradients(index, collected)?;
             memory::release_freed();
@@ -374,6 +380,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn update(&mut self, norm: f64, at: TrainingStep) -> Result<()> {
+        self.is_updating = true;
         let TrainerParts {
             shelf,
             optimizer,
@@ -391,7 +398,9 @@ impl<'a> Trainer<'a> {
                     optimizer.update(at, values, gradient, kept, state);
                 })
             })
-        })
+        })?;
+        self.is_updating = false;
+        Ok(())
     }
 }
 

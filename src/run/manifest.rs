@@ -12,6 +12,7 @@ use super::merging::MergeReport;
 use super::phase::Phase;
 use super::plan::{DevicePlan, HiddenStatesStorage, Plan};
 use super::profile::ProfileReport;
+use super::recovery::{BlockLoss, RecoveryReport};
 use super::state::SessionReport;
 use super::verification::Verification;
 use super::width_drop::WidthDropReport;
@@ -60,6 +61,9 @@ pub struct Manifest {
     /// The merge; absent for other commands.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeReport>,
+    /// The recovery training; absent for other commands.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recovery: Option<RecoveryReport>,
     /// The calibration text and samples; absent for a method without calibration.
     pub calibration: Option<TextProtocol>,
     /// Sparsity over all decoder linears, counted from the weights.
@@ -290,6 +294,9 @@ pub struct LayerReport {
     /// The new order of its MLP's channels; absent without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub permutation: Option<PermutationReport>,
+    /// The losses of its training; absent where it was not trained alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub training: Option<BlockLoss>,
     /// Its matrices, in the order of the reference.
     pub matrices: Vec<MatrixReport>,
 }

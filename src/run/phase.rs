@@ -83,6 +83,8 @@ pub enum Moment {
     End,
     /// This layer is finished.
     Layer(usize),
+    /// This step of a training is over.
+    Step(u64),
     /// Samples have passed this layer, which an earlier process finished.
     PassedLayer(usize),
 }
@@ -101,6 +103,7 @@ impl fmt::Display for Moment {
             Self::AfterSaving => "08_after_save_model",
             Self::End => "09_end",
             Self::Layer(index) => return write!(formatter, "layer_{index}"),
+            Self::Step(number) => return write!(formatter, "step_{number}"),
             Self::PassedLayer(index) => return write!(formatter, "passed_{index}"),
         })
     }

@@ -162,6 +162,11 @@ pub enum PartKind {
     /// Scores and masks of one matrix.
     #[serde(rename = "scores and masks")]
     Scores,
+    /// Trained parameters, with gradients and optimizer states that are in memory.
+    #[serde(rename = "trained parameters")]
+    Parameters,
+    /// Gradients of the layer in use.
+    Gradients,
     /// The head's weight and some logits.
     #[serde(rename = "head and logits")]
     HeadAndLogits,

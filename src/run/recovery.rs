@@ -23,6 +23,12 @@ pub struct RecoveryReport {
     pub parameters: u64,
     /// The optimizer.
     pub optim: String,
+    /// The largest learning rate.
+    pub rate: f64,
+    /// Steps that were asked for; for blocks, of each layer.
+    pub steps_of: u64,
+    /// The dtype of stored hidden states.
+    pub states: String,
     /// The format of the frozen base: `nf4`, `nf4-double`; absent where it is as stored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base_quant: Option<String>,
@@ -39,9 +45,6 @@ pub struct RecoveryReport {
     /// The step whose parameters were written; absent for blocks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best_step: Option<u64>,
-    /// Losses of layers that were trained one by one.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub blocks: Vec<BlockLoss>,
     /// Trained weights that were not zero before and are now.
     pub new_zeros: u64,
     /// The folder of the adapter; absent without one.
@@ -78,15 +81,13 @@ pub struct HeldOutReport {
     pub perplexity: f64,
 }
 
-/// The losses of one layer.
+/// The losses of a layer that is trained alone: mean squared errors before the update of each step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BlockLoss {
-    /// Its index, from 0.
-    pub layer: usize,
-    /// Mean squared error in the first step, before its update.
+    /// In the first step.
     pub first: f64,
-    /// Mean squared error in the last step, before its update.
+    /// In the last step.
     pub last: f64,
-    /// Of every step.
+    /// In every step.
     pub losses: Vec<f64>,
 }

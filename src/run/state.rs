@@ -19,6 +19,9 @@ pub const SCHEMA: u32 = 1;
 /// The file's name in the run folder.
 pub const FILE: &str = "unfinished.json";
 
+/// The file's name of a training between two steps, beside the other one.
+pub const TRAINING_FILE: &str = "training.state";
+
 /// A run between two layers.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RunState {

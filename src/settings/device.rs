@@ -45,6 +45,11 @@ impl DeviceSettings {
     pub fn names_the_cpu(&self) -> bool {
         self.use_cpu || self.device == DeviceChoice::Cpu
     }
+
+    /// Returns true if a flag names GPUs.
+    pub fn names_a_gpu(&self) -> bool {
+        matches!(self.device, DeviceChoice::Cuda(_))
+    }
 }
 
 /// `--device`.

@@ -22,6 +22,17 @@ pub enum ScheduleShape {
     Cosine,
 }
 
+impl ScheduleShape {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Constant => "constant",
+            Self::Linear => "linear",
+            Self::Cosine => "cosine",
+        }
+    }
+}
+
 /// Learning rates of a training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Schedule {

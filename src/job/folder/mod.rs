@@ -197,7 +197,7 @@ impl RunFolder {
         let logs = METHODS
             .iter()
             .map(|method| report::log::file_name(method.name()));
-        let others = [memory_log::FILE, MASKS_FILE].map(String::from);
+        let others = [memory_log::FILE, MASKS_FILE, state::TRAINING_FILE].map(String::from);
         logs.chain(others).collect()
     }
 
@@ -230,7 +230,13 @@ impl RunFolder {
         let is_ours = |name: &str| {
             name.starts_with(lock::FILE)
                 || is_temporary(name)
-                || [state::FILE, memory_log::FILE, NARROWER].contains(&name)
+                || [
+                    state::FILE,
+                    state::TRAINING_FILE,
+                    memory_log::FILE,
+                    NARROWER,
+                ]
+                .contains(&name)
                 || (!partials && name.ends_with(PARTIAL_SUFFIX))
         };
         let files = files_in(model)?;

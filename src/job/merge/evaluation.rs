@@ -104,6 +104,7 @@ impl MergeJob {
             sparsity: None,
             layer_drop: None,
             width_drop: None,
+            recovery: None,
             calibration: None,
             seqlen: self.settings.seqlen,
             evaluation: EvaluationSettings {

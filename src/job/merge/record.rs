@@ -169,6 +169,7 @@ impl MergeJob {
             width_drop: None,
             pruning: None,
             merge: Some(report),
+            recovery: None,
             calibration: None,
             sparsity: None,
             layers: Vec::new(),

@@ -427,6 +427,7 @@ fn measuring_job(
         sparsity: None,
         layer_drop: None,
         width_drop: None,
+        recovery: None,
         calibration: Some(CalibrationSettings {
             dataset: wish.dataset.clone(),
             ..settings.calibration.clone()

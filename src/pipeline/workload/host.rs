@@ -29,8 +29,8 @@ enum Alive {
 
 /// The process, executing a run in one way.
 pub(super) struct Host<'r> {
-    run: &'r RunShape<'r>,
-    option: &'r ExecutionOption,
+    pub(super) run: &'r RunShape<'r>,
+    pub(super) option: &'r ExecutionOption,
 }
 
 impl<'r> Host<'r> {
@@ -79,6 +79,9 @@ impl<'r> Host<'r> {
             parts.extend(self.calibration_rows());
             phases.push(self.in_layer(Phase::Score, parts));
         }
+        if let Some(trains) = &run.trains {
+            phases.extend(self.training(trains));
+        }
         for phase in evaluation_phases(run) {
             phases.push(self.passing(phase, forward(sample), Vec::new()));
         }
@@ -110,7 +113,7 @@ impl<'r> Host<'r> {
     }
 
     /// A phase with `parts` in addition to the program.
-    fn phase(&self, phase: Phase, mut parts: Vec<MemoryPart>) -> PhaseMemory {
+    pub(super) fn phase(&self, phase: Phase, mut parts: Vec<MemoryPart>) -> PhaseMemory {
         parts.insert(0, part(PartKind::Program, PROGRAM));
         if let Processors::Gpus(_) = self.option.processors {
             parts.push(part(PartKind::CudaOnHost, CUDA_ON_HOST));
@@ -160,8 +163,16 @@ impl<'r> Host<'r> {
             all.push(part(PartKind::NextLayer, layer));
         }
         all.push(self.context(false));
+        if let Some(trains) = &run.trains {
+            all.push(part(PartKind::Parameters, trains.shelf));
+        }
         all.extend(parts);
         self.phase(phase, all)
+    }
+
+    /// Token ids and the hidden states of all streams.
+    pub(super) fn all_samples(&self) -> Vec<MemoryPart> {
+        self.samples(Alive::All)
     }
 
     /// Token ids, and hidden states: those in RAM, or one per stream on its way to disk.
@@ -169,7 +180,7 @@ impl<'r> Host<'r> {
         let run = self.run;
         let tokens = (run.samples + run.windows) * run.seqlen;
         let (samples, windows) = match alive {
-            Alive::All => (run.samples, run.evaluated_windows()),
+            Alive::All => (run.sample_states(), run.evaluated_windows()),
             Alive::Windows => (0, run.evaluated_windows()),
             Alive::None => (0, 0),
         };
@@ -181,7 +192,8 @@ impl<'r> Host<'r> {
             }
             HiddenStatesStorage::Disk => {
                 let sides = if windows > 0 { run.sides.len() } else { 0 };
-                let streams = usize::from(samples > 0) + sides * run.runs();
+                let of_samples = if samples > run.samples { 2 } else { 1 };
+                let streams = if samples > 0 { of_samples } else { 0 } + sides * run.runs();
                 let state = footprint::hidden_states(run.config, run.seqlen);
                 part(PartKind::SpilledStates, ByteSize(state.0 * streams as u64))
             }
@@ -194,7 +206,7 @@ impl<'r> Host<'r> {
     }
 
     /// Rotary tables, and the operands of products, packed; those of the head's product with `has_head`.
-    fn context(&self, has_head: bool) -> MemoryPart {
+    pub(super) fn context(&self, has_head: bool) -> MemoryPart {
         let run = self.run;
         let head = has_head.then(|| run.products.kernel(run.dtypes.head));
         let packed = footprint::products(

@@ -1,0 +1,108 @@
+//! The frozen base of a training: the model as it is, or its matrices quantised once into a file in the offload folder.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+
+use super::super::settle::Job;
+use super::resolved::Recovery;
+use crate::checkpoint::{CONFIG_FILE, Checkpoint, MergedWriter, Published, WeightSource};
+use crate::quantized::{FourBitFormat, QuantizePass, QuantizedSource, config};
+use crate::recovery::{BaseLayers, MaskFile};
+use crate::run::Events;
+
+/// The frozen base.
+pub(super) struct FrozenBase {
+    source: Arc<dyn WeightSource>,
+    masks: Option<Arc<MaskFile>>,
+    /// The folder of a quantised copy, which goes with this value.
+    folder: Option<PathBuf>,
+}
+
+impl Drop for FrozenBase {
+    fn drop(&mut self) {
+        if let Some(folder) = &self.folder {
+            // What stays is replaced by the next run.
+            let _ = std::fs::remove_dir_all(folder);
+        }
+    }
+}
+
+impl FrozenBase {
+    /// Opens the base. `--base-quant` reads the whole model once, for its masks and its codes.
+    ///
+    /// # Errors
+    /// Fails when a matrix cannot be read or the offload folder cannot be written.
+    pub(super) fn open(job: &Job, recovery: &Recovery, events: &dyn Events) -> Result<Self> {
+        let model = &job.model;
+        let Some(format) = recovery.settings.base_quant else {
+            return Ok(Self {
+                source: Arc::clone(&model.source),
+                masks: None,
+                folder: None,
+            });
+        };
+        let offload = job.offload_folder();
+        std::fs::create_dir_all(&offload)
+            .with_context(|| format!("creating the offload folder `{}`", offload.display()))?;
+        let masks = MaskFile::of(&*model.source, &model.config, &recovery.part, &offload)?;
+        let folder = offload.join(format!("base-{}-{}", format.name(), std::process::id()));
+        let mut base = Self {
+            source: Arc::clone(&model.source),
+            masks: Some(Arc::new(masks)),
+            folder: Some(folder.clone()),
+        };
+        base.source = quantised(job, format, &folder, events)?;
+        Ok(base)
+    }
+
+    /// The layers of the base.
+    pub(super) fn layers(&self, job: &Job, recovery: &Recovery, resident: usize) -> BaseLayers {
+        BaseLayers::new(
+            Arc::clone(&self.source),
+            Arc::clone(&job.model.config),
+            recovery.part.clone(),
+            self.masks.clone(),
+            (resident, job.plan.memory_settings.prefetch),
+        )
+    }
+}
+
+/// Writes the quantised copy of a model's layers, and opens it.
+fn quantised(
+    job: &Job,
+    format: FourBitFormat,
+    folder: &Path,
+    events: &dyn Events,
+) -> Result<Arc<dyn WeightSource>> {
+    let model = &job.model;
+    let layers = 0..model.config.num_hidden_layers;
+    let matrices: BTreeSet<String> = layers
+        .flat_map(|layer| {
+            let of_layer = model.config.projections();
+            of_layer.map(move |projection| projection.tensor_name(layer))
+        })
+        .collect();
+    let checkpoint = &model.checkpoint;
+    let pass = QuantizePass::new(checkpoint, &matrices, format, events)?;
+    let _ = std::fs::remove_dir_all(folder);
+    std::fs::create_dir_all(folder).with_context(|| format!("creating `{}`", folder.display()))?;
+    let writer = MergedWriter::create(pass.layout()?, folder, &[&*model.folder], events)?;
+    pass.run(&writer, events)?;
+    let path = model.folder.join(CONFIG_FILE);
+    let json = crate::bytes::read_settings(&path)
+        .with_context(|| format!("reading `{}`", path.display()))?;
+    let mut json: serde_json::Value = serde_json::from_str(&json)?;
+    let dtype = matrices.first().and_then(|name| checkpoint.entry(name));
+    let dtype = dtype.context("a model has matrices")?.dtype;
+    json[config::KEY] = config::quantization_config(format, dtype);
+    let published = Published {
+        written: vec![(CONFIG_FILE.to_string(), serde_json::to_vec(&json)?)],
+        copied: Vec::new(),
+    };
+    writer.finish(published, &[], events)?;
+    let quantised = QuantizedSource::open(Arc::new(Checkpoint::open(folder)?))?;
+    Ok(Arc::new(quantised))
+}

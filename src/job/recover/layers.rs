@@ -1,0 +1,222 @@
+//! The sweep of a recovery: it trains layers one by one, or merges what was trained, and measures the perplexities.
+
+use anyhow::{Context, Result};
+
+use super::super::outputs::Outputs;
+use super::super::prune::Pruned;
+use super::super::record::RunResults;
+use super::super::settle::Job;
+use super::super::streams::Streams;
+use super::base::FrozenBase;
+use super::resolved::Recovery;
+use super::steps::{Trained, states_dtype};
+use crate::linalg::StoredDtype;
+use crate::model::on_device::candle_dtype;
+use crate::pipeline::expected;
+use crate::pruning::Pattern;
+use crate::recovery::{BlockTrainer, LayerOutput, Merger};
+use crate::run::manifest::{LayerReport, Perplexities};
+use crate::run::{Events, RecoveryReport};
+use crate::runtime::{Editor, HiddenStates, SweepReport};
+use crate::training::rounding::Bf16Rounding;
+
+/// Trains or merges the layers that are left, and measures the perplexities.
+///
+/// # Errors
+/// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written.
+pub(super) fn sweep(
+    job: &Job,
+    recovery: &Recovery,
+    (outputs, streams): (&mut Outputs<'_>, &mut Streams<'_>),
+    trained: Option<&Trained>,
+    events: &dyn Events,
+) -> Result<Pruned> {
+    let finished = outputs.finished()?;
+    let measured = outputs.measured().cloned();
+    let output = LayerOutput {
+        layers: outputs.layers_before.clone(),
+        norms: norms_dtype(job, recovery),
+        output: outputs.receivers(),
+    };
+    let rounding = match recovery.settings.stochastic_rounding {
+        true => Bf16Rounding::Stochastic {
+            seed: job.seed(),
+            step: 0,
+        },
+        false => Bf16Rounding::Nearest,
+    };
+    let (swept, layers) = match trained {
+        Some(trained) => {
+            let mut merger = Merger {
+                part: &recovery.part,
+                config: &job.model.config,
+                shelf: &trained.shelf,
+                base: trained.base.layers(job, recovery, 0),
+                rounding,
+                output,
+                events,
+            };
+            let editor: &mut dyn Editor = &mut merger;
+            let swept = streams.sweep(job, finished, Some(editor), events)?;
+            (swept, merger.output.layers)
+        }
+        None => {
+            let states = streams.calibration.take();
+            let mut trainer = block_trainer(job, recovery, (states, streams), output, events)?;
+            trainer.rounding = rounding;
+            let editor: &mut dyn Editor = &mut trainer;
+            let swept = streams.sweep(job, finished, Some(editor), events)?;
+            (swept, trainer.output.layers)
+        }
+    };
+    let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
+    conclude(
+        job,
+        recovery,
+        outputs,
+        (layers, trained),
+        (perplexity, swept),
+    )
+}
+
+/// The editor that trains layers one by one.
+fn block_trainer<'t>(
+    job: &'t Job,
+    recovery: &'t Recovery,
+    (states, streams): (Option<HiddenStates>, &Streams<'_>),
+    output: LayerOutput<'t>,
+    events: &'t dyn Events,
+) -> Result<BlockTrainer<'t>> {
+    let model = &job.model;
+    let teacher = recovery.teacher.as_ref().context("blocks have a teacher")?;
+    let samples = job.texts.samples();
+    let schedule = recovery.schedule(samples);
+    let given = job.given_training.as_ref().context("data of a training")?;
+    let order = given.order(samples, job.seed())?;
+    let (steps, per_step) = (schedule.steps, recovery.settings.per_step());
+    let batch = move |layer: usize, step: u64| {
+        let step = layer * steps as usize + step as usize;
+        order.examples_of(step, per_step)
+    };
+    let none = || {
+        HiddenStates::new(
+            None,
+            "none",
+            0,
+            model.seqlen,
+            1,
+            candle_dtype(StoredDtype::F32),
+        )
+    };
+    let targets = match &states {
+        Some(_) => job.embedded_by(&*teacher.source, streams.devices(), events)?,
+        None => none()?,
+    };
+    Ok(BlockTrainer {
+        teacher: teacher.source.clone(),
+        config: model.config.clone(),
+        base: FrozenBase::open(job, recovery, events)?.layers(job, recovery, 0),
+        part: &recovery.part,
+        target: recovery.settings.block_target,
+        optimizer: recovery.optimizer(),
+        max_grad_norm: recovery.settings.max_grad_norm,
+        schedule,
+        batch: Box::new(batch),
+        seed: job.seed(),
+        states: match states {
+            Some(states) => states,
+            None => none()?,
+        },
+        targets,
+        rounding: Bf16Rounding::Nearest,
+        output,
+        clock: &model.clock,
+        events,
+    })
+}
+
+/// The dtype of stored norms.
+fn norms_dtype(job: &Job, recovery: &Recovery) -> StoredDtype {
+    let names = recovery.norms_of(0, &job.model.config);
+    let entry = names.first().and_then(|name| job.model.source.entry(name));
+    let dtype = entry.and_then(|entry| crate::model::stored_dtype(entry).ok());
+    dtype.unwrap_or(job.model.dtype())
+}
+
+/// The outcome of the sweep. The state of the run records what was measured.
+fn conclude(
+    job: &Job,
+    recovery: &Recovery,
+    outputs: &mut Outputs<'_>,
+    (layers, trained): (Vec<LayerReport>, Option<&Trained>),
+    (perplexity, swept): (Perplexities, SweepReport),
+) -> Result<Pruned> {
+    if let Some(state) = &mut outputs.state {
+        state.measured(perplexity.clone(), &layers)?;
+    }
+    let report = report(job, recovery, &layers, trained)?;
+    Ok(Pruned {
+        expected: expected::expected_of(&layers, Pattern::Unstructured),
+        results: RunResults {
+            peak: None,
+            swept,
+            perplexity,
+            layers: Some(layers),
+            output: None,
+            recovery: Some(report),
+        },
+    })
+}
+
+fn report(
+    job: &Job,
+    recovery: &Recovery,
+    layers: &[LayerReport],
+    trained: Option<&Trained>,
+) -> Result<RecoveryReport> {
+    let config = &job.model.config;
+    let settings = &recovery.settings;
+    let specs = recovery.part.parameters(config);
+    let each: usize = specs.iter().map(|spec| spec.elements()).sum();
+    let matrices = layers.iter().flat_map(|layer| &layer.matrices);
+    let new_zeros = matrices.map(|matrix| matrix.zeros.saturating_sub(matrix.zeros_before));
+    let texts = &job.texts;
+    let (text, examples) = match (&texts.examples, &texts.calibration) {
+        (Some((examples, held)), _) => {
+            let held = held.as_ref().map_or(0, |held| held.len());
+            (examples.protocol().clone(), [examples.len(), held])
+        }
+        (None, Some(samples)) => (samples.protocol.clone(), [samples.nsamples, 0]),
+        (None, None) => Default::default(),
+    };
+    let head = trained.map(|trained| &trained.head);
+    let is_factors = settings.trains == crate::settings::TrainedKind::Factors;
+    let schedule = recovery.schedule(examples[0]);
+    Ok(RecoveryReport {
+        how: settings.how.name().to_string(),
+        teacher: recovery
+            .teacher_folder()
+            .map(|folder| folder.display().to_string()),
+        trains: settings.trains.name().to_string(),
+        rank: is_factors.then_some(settings.rank),
+        target_modules: recovery
+            .part
+            .projections
+            .iter()
+            .map(|projection| projection.module().to_string())
+            .collect(),
+        parameters: (each * config.num_hidden_layers) as u64,
+        optim: settings.optim.clone(),
+        rate: schedule.rate,
+        steps_of: schedule.steps,
+        base_quant: settings.base_quant.map(|format| format.name().to_string()),
+        text,
+        examples,
+        steps: head.map(|head| head.steps.clone()).unwrap_or_default(),
+        held_out: head.map(|head| head.held_out.clone()).unwrap_or_default(),
+        best_step: head.and_then(|head| head.best_step),
+        new_zeros: new_zeros.sum(),
+        adapter: None,
+        states: states_dtype(job.model.products).name().to_string(),
+    })
+}

@@ -1,0 +1,108 @@
+//! `prune recover`: settle → outputs → training → sweep → finish → record.
+//!
+//! | file | story |
+//! | --- | --- |
+//! | `resolved` | trained parameters, teacher and optimizer, resolved against the model |
+//! | `shape` | the training in numbers, for the memory plan |
+//! | `steps` | `--how lora` and `full`: the steps of a training of the whole model |
+//! | `saved` | such a training between two steps, on the disk |
+//! | `base` | the frozen base of such a training, quantised where the flags ask for it |
+//! | `layers` | the sweep that trains layers one by one, or merges what was trained |
+//! | `published` | `recovery.json` and the model card |
+//! | `given` | recorded data, for tests |
+
+mod base;
+mod given;
+mod layers;
+mod published;
+mod resolved;
+mod saved;
+mod shape;
+mod steps;
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+
+use super::given::Given;
+use super::outputs::Outputs;
+use super::record::RunResults;
+use super::recorder::Recorder;
+use super::settle::{Job, Settled};
+use super::streams::Streams;
+use super::{interruption, profile};
+use crate::disk;
+use crate::run::{Events, Manifest};
+use crate::settings::Settings;
+pub use given::{GivenTraining, InitialParameters};
+pub(in crate::job) use resolved::Recovery;
+
+/// Trains what a pruned checkpoint lost, writes the results, and returns the record.
+///
+/// # Errors
+/// Everything that can be wrong with settings, checkpoints, texts and folders fails before the training; after that, reading, writing,
+/// and a loss or gradients that are not finite.
+pub fn recover(settings: Settings, events: &dyn Events) -> Result<Manifest> {
+    recover_given(settings, GivenTraining::default(), events)
+}
+
+/// Trains as [`recover`] does, with recorded data.
+///
+/// # Errors
+/// Fails as [`recover`].
+pub fn recover_given(
+    mut settings: Settings,
+    training: GivenTraining,
+    events: &dyn Events,
+) -> Result<Manifest> {
+    let recorder = Recorder::new(events);
+    if settings.output.log_memory {
+        recorder.log_memory();
+    }
+    interruption::before_outputs(&settings, &recorder);
+    let device = &mut settings.device;
+    // Training has no kernels for GPUs. A flag that names one is refused.
+    device.use_cpu |= !device.names_a_gpu() && device.simulate.is_none();
+    let given = Given {
+        training: Some(Arc::new(training)),
+        ..Given::default()
+    };
+    let job = match Job::settle(settings, given, &recorder)? {
+        Settled::Job(job) => job,
+        Settled::Finished(manifest) => {
+            interruption::is_over(&recorder);
+            return Ok(*manifest);
+        }
+    };
+    job.announce(&recorder);
+    let peak = profile::measure_peak(&job);
+    interruption::with_outputs(&job, &recorder);
+    let mut outputs = Outputs::open(&job, &recorder)?;
+    let recovery = job.recovery.as_ref().context("this run trains")?;
+    let trained = match recovery.is_whole() {
+        true => Some(steps::train(&job, recovery, &outputs, &recorder)?),
+        false => None,
+    };
+    let mut streams = Streams::embed(&job, &outputs, &recorder)?;
+    let swept = layers::sweep(
+        &job,
+        recovery,
+        (&mut outputs, &mut streams),
+        trained.as_ref(),
+        &recorder,
+    )?;
+    drop(streams);
+    let own = job.published_recovery(recovery, &swept.results)?;
+    let output = outputs.finish(&job, own, &swept.expected, &recorder)?;
+    let results = RunResults {
+        output,
+        peak,
+        ..swept.results
+    };
+    let manifest = job.record(&outputs, results, &recorder)?;
+    if let Some(folder) = job.folder.state() {
+        disk::remove(&saved::path(folder)).context("removing the state of the training")?;
+    }
+    interruption::is_over(&recorder);
+    Ok(manifest)
+}

@@ -1,0 +1,137 @@
+//! The files that a recovery publishes beside the weights: `recovery.json`, the record of the pruning, and a model card.
+//!
+//! They tell a stranger nothing about this machine: a path is reduced to its last component.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+use super::super::record::RunResults;
+use super::super::settle::Job;
+use super::resolved::Recovery;
+use crate::bytes::{LARGEST_RECORD, read_whole};
+use crate::checkpoint::{CARD_FILE, OwnFiles, card_of_source, cards_in};
+use crate::run::RecoveryReport;
+use crate::run::manifest::Perplexities;
+use crate::run::pruning_record::PRUNING_FILE;
+
+/// The record of the training in the model's folder.
+pub(super) const RECOVERY_FILE: &str = "recovery.json";
+
+/// The content of [`RECOVERY_FILE`].
+#[derive(Serialize)]
+struct PublishedRecovery<'a> {
+    schema: u32,
+    prune_version: &'a str,
+    /// The name of the checkpoint that was trained.
+    model: String,
+    recovery: RecoveryReport,
+    perplexity: &'a Perplexities,
+}
+
+impl Job {
+    /// Returns the files that are published with the recovered model.
+    pub(super) fn published_recovery(
+        &self,
+        recovery: &Recovery,
+        results: &RunResults,
+    ) -> Result<OwnFiles> {
+        if self.folder.model.is_none() {
+            return Ok(OwnFiles::default());
+        }
+        let folder = &self.model.folder;
+        let mut report = results
+            .recovery
+            .clone()
+            .context("a training has a report")?;
+        report.teacher = report.teacher.as_deref().map(last_component);
+        report.text = report.text.published();
+        let published = PublishedRecovery {
+            schema: 1,
+            prune_version: env!("CARGO_PKG_VERSION"),
+            model: self.model.report()?.name(),
+            recovery: report,
+            perplexity: &results.perplexity,
+        };
+        let mut json = serde_json::to_vec_pretty(&published).context("writing recovery.json")?;
+        json.push(b'\n');
+        let mut written = vec![(RECOVERY_FILE, json)];
+        let pruning = folder.join(PRUNING_FILE);
+        if pruning.is_file() {
+            let bytes = read_whole(&pruning, LARGEST_RECORD)
+                .with_context(|| format!("reading `{}`", pruning.display()))?;
+            written.push((PRUNING_FILE, bytes));
+        }
+        let declined = self.settings.output.no_model_card;
+        let cards = cards_in(folder).unwrap_or_default().into_iter();
+        let copied: Vec<(String, String)> = cards
+            .filter_map(|name| {
+                let new_name = match declined {
+                    true => name.clone(),
+                    false => card_of_source(&name)?,
+                };
+                Some((name, new_name))
+            })
+            .collect();
+        if !declined {
+            written.push((CARD_FILE, card(recovery, &published).into_bytes()));
+        }
+        Ok(OwnFiles { written, copied })
+    }
+}
+
+/// The last component of a path.
+fn last_component(path: &str) -> String {
+    let name = Path::new(path).file_name();
+    name.map_or_else(
+        || path.to_string(),
+        |name| name.to_string_lossy().into_owned(),
+    )
+}
+
+/// The model card.
+fn card(recovery: &Recovery, published: &PublishedRecovery<'_>) -> String {
+    let report = &published.recovery;
+    let mut text = format!(
+        "---\nlibrary_name: transformers\ntags:\n- pruned\n- recovered\n---\n\n# {}, recovered\n\nPruned weights of this model are zero. \
+         The others were trained after the pruning with [prune](https://crates.io/crates/prune) {}, `--how {}`.\n\n",
+        published.model, published.prune_version, report.how
+    );
+    text += "| setting | value |\n| --- | --- |\n";
+    let mut row = |name: &str, value: String| text += &format!("| {name} | {value} |\n");
+    row("trained parameters", report.parameters.to_string());
+    row("matrices", report.target_modules.join(", "));
+    if let Some(rank) = report.rank {
+        row("rank", rank.to_string());
+    }
+    row(
+        "optimizer",
+        format!("{}, rate {:.3e}", report.optim, report.rate),
+    );
+    if recovery.is_whole() {
+        row("steps", report.steps.len().to_string());
+    } else {
+        row("steps per layer", report.steps_of.to_string());
+    }
+    row(
+        "text",
+        format!(
+            "{}, {} tokens",
+            report.text.dataset, report.text.tokens_used
+        ),
+    );
+    for (side, perplexity) in [
+        ("before", published.perplexity.dense),
+        ("after", published.perplexity.pruned),
+    ] {
+        if let Some(measured) = perplexity {
+            row(
+                &format!("perplexity {side}"),
+                format!("{:.4}", measured.perplexity),
+            );
+        }
+    }
+    text += "\n`recovery.json` has the losses. `pruning.json`, if it is here, tells how the model was pruned.\n";
+    text
+}

@@ -1,0 +1,335 @@
+//! The recovery part of a run: trained parameters, teacher, optimizer and rates, resolved against the model.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+
+use super::super::located;
+use super::super::opened::OpenedModel;
+use crate::checkpoint::{Checkpoint, WeightSource};
+use crate::failure::Failure;
+use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection};
+use crate::quantized::QuantizedSource;
+use crate::recovery::{TrainedForm, TrainedPart};
+use crate::run::Events;
+use crate::settings::{
+    ALL_LINEAR, ComputeDtype, ModelSettings, RecoverySettings, RecoveryWay, Settings, TrainedKind,
+};
+use crate::training::optimizer::find;
+use crate::training::{Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, Schedule};
+
+/// The recovery part of a run.
+pub(in crate::job) struct Recovery {
+    pub(in crate::job) settings: RecoverySettings,
+    /// The parameters of each layer.
+    pub(super) part: TrainedPart,
+    /// The dense model; `None` without one.
+    pub(super) teacher: Option<Teacher>,
+    kind: &'static OptimizerKind,
+    rate: f64,
+}
+
+/// The dense model.
+pub(super) struct Teacher {
+    /// Its folder as given, or its snapshot in the hub's cache.
+    pub(super) folder: PathBuf,
+    pub(super) source: Arc<dyn WeightSource>,
+    /// The fingerprint of its files.
+    pub(super) fingerprint: String,
+}
+
+impl Recovery {
+    /// Resolves the recovery part of the settings; `None` where the run does not train.
+    ///
+    /// # Errors
+    /// Fails for settings that contradict each other, for a teacher that is missing, cannot be read or has another shape, for
+    /// modules that the model does not have, and for a rank that no matrix has room for.
+    pub(in crate::job) fn resolve(
+        settings: &Settings,
+        model: &OpenedModel,
+        events: &dyn Events,
+    ) -> Result<Option<Self>> {
+        let Some(recovery) = &settings.recovery else {
+            return Ok(None);
+        };
+        check_ways(recovery)?;
+        check_device(settings)?;
+        let writes = settings.output.save.is_some() || settings.output.save_model.is_some();
+        if model.quantized.is_some() && writes && !settings.output.no_save_model {
+            return Err(quantized_base(&model.folder).into());
+        }
+        let kind = find(&recovery.optim).ok_or_else(|| {
+            let names: Vec<&str> = OPTIMIZERS.iter().map(|kind| kind.name).collect();
+            Failure::usage(format!("there is no optimizer `{}`", recovery.optim))
+                .hint(format!("use one of {}", names.join(", ")))
+        })?;
+        let config = &model.config;
+        let part = TrainedPart {
+            projections: projections(&recovery.target_modules, config)?,
+            form: match recovery.trains {
+                TrainedKind::Weights => TrainedForm::Weights,
+                TrainedKind::Factors => TrainedForm::Factors {
+                    rank: recovery.rank,
+                    alpha: recovery.alpha,
+                },
+            },
+            norms: recovery.train_norms,
+        };
+        check_rank(recovery, &part, config)?;
+        let teacher = recovery.teacher.as_ref();
+        let teacher = teacher.map(|folder| Teacher::open(folder, settings, model, events));
+        Ok(Some(Self {
+            settings: recovery.clone(),
+            part,
+            teacher: teacher.transpose()?,
+            kind,
+            rate: recovery.rate(config.hidden_size),
+        }))
+    }
+
+    /// Returns whether the loss is that of the whole model.
+    pub(in crate::job) fn is_whole(&self) -> bool {
+        self.settings.how != RecoveryWay::Blocks
+    }
+
+    /// The optimizer.
+    pub(super) fn optimizer(&self) -> Box<dyn Optimizer> {
+        (self.kind.build)(Hyperparameters {
+            weight_decay: self.settings.weight_decay,
+            momentum: self.settings.momentum,
+            ..Hyperparameters::default()
+        })
+    }
+
+    /// Returns whether parameters and states stay in a file.
+    pub(super) fn is_paged(&self) -> bool {
+        self.kind.is_paged
+    }
+
+    /// The learning rates of a training with so many examples.
+    pub(super) fn schedule(&self, examples: usize) -> Schedule {
+        let steps = self.settings.steps_of(examples);
+        Schedule {
+            shape: self.settings.schedule,
+            rate: self.rate,
+            warmup: self.settings.warmup_of(steps),
+            steps,
+        }
+    }
+
+    /// Names of the tensors that are written.
+    pub(in crate::job) fn tensors(&self, config: &ModelConfig) -> Vec<String> {
+        let layers = 0..config.num_hidden_layers;
+        let of_layer = |layer: usize| {
+            let matrices = self.part.projections.iter();
+            let matrices = matrices.map(move |projection| projection.tensor_name(layer));
+            matrices.chain(self.norms_of(layer, config))
+        };
+        layers.flat_map(of_layer).collect()
+    }
+
+    /// Names of the norms of a layer, if they are trained.
+    pub(in crate::job) fn norms_of(&self, layer: usize, config: &ModelConfig) -> Vec<String> {
+        match self.part.norms {
+            true => config.family.norm_names(layer).into(),
+            false => Vec::new(),
+        }
+    }
+
+    /// Settings that decide the result and are no values of flags.
+    pub(in crate::job) fn deciding(&self) -> Vec<(String, String)> {
+        let teacher = self.teacher.as_ref();
+        let of_teacher = teacher.map_or("none", |teacher| &teacher.fingerprint);
+        vec![("teacher files".to_string(), of_teacher.to_string())]
+    }
+
+    /// The teacher's folder.
+    pub(in crate::job) fn teacher_folder(&self) -> Option<&Path> {
+        self.teacher.as_ref().map(|teacher| &*teacher.folder)
+    }
+}
+
+impl Teacher {
+    fn open(
+        folder: &Path,
+        settings: &Settings,
+        model: &OpenedModel,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        let of = ModelSettings {
+            cache_dir: settings.model.cache_dir.clone(),
+            ..ModelSettings::of(folder)
+        };
+        let (folder, _) = located::model(&of, events).context("in --teacher")?;
+        let (config, is_quantized) = located::config(&folder).context("in --teacher")?;
+        check_shape(&config, &model.config, &folder)?;
+        let checkpoint = Arc::new(Checkpoint::open(&folder).context("in --teacher")?);
+        let fingerprint = checkpoint.fingerprint()?;
+        let source: Arc<dyn WeightSource> = match is_quantized {
+            true => Arc::new(QuantizedSource::open(checkpoint)?),
+            false => checkpoint,
+        };
+        Embedding::open(&*source, &config).context("in --teacher")?;
+        for layer in 0..config.num_hidden_layers {
+            DecoderLayer::check(&*source, &config, layer).context("in --teacher")?;
+        }
+        Ok(Self {
+            folder,
+            source,
+            fingerprint,
+        })
+    }
+}
+
+/// Refuses settings that contradict each other.
+fn check_ways(recovery: &RecoverySettings) -> Result<()> {
+    let name = recovery.how.name();
+    let refused = match (recovery.how, recovery.trains) {
+        (RecoveryWay::Blocks, _) if recovery.teacher.is_none() => Some((
+            "--how blocks needs the dense model, whose outputs the layers learn".to_string(),
+            "add --teacher DENSE, or train without one: --how lora".to_string(),
+        )),
+        (RecoveryWay::Lora | RecoveryWay::Full, _) if recovery.teacher.is_some() => Some((
+            format!("--how {name} learns from the text and uses no --teacher"),
+            "leave --teacher out, or use --how blocks".to_string(),
+        )),
+        (_, TrainedKind::Weights) if recovery.base_quant.is_some() => Some((
+            "--base-quant needs a base that stays frozen, and all kept weights are trained"
+                .to_string(),
+            "train factors: --how lora, or --how blocks --train factors".to_string(),
+        )),
+        (_, TrainedKind::Weights) if recovery.save_adapter => Some((
+            "--save-adapter needs trained factors, and all kept weights are trained".to_string(),
+            "leave it out, or train factors: --how lora".to_string(),
+        )),
+        (RecoveryWay::Blocks, _) if recovery.save_adapter => Some((
+            "--save-adapter needs --how lora: factors of blocks are merged layer by layer"
+                .to_string(),
+            "leave --save-adapter out, or use --how lora".to_string(),
+        )),
+        (RecoveryWay::Blocks, _) if recovery.base_quant.is_some() => Some((
+            "--base-quant needs --how lora: blocks read each layer once".to_string(),
+            "leave --base-quant out".to_string(),
+        )),
+        _ if recovery.save_adapter && recovery.train_norms => Some((
+            "an adapter has no place for the norms that --train-norms trains".to_string(),
+            "leave one of the two flags out".to_string(),
+        )),
+        _ if recovery.patience.is_some() && recovery.held_out == 0 => Some((
+            "--patience needs held-out examples".to_string(),
+            "add --held-out 8, or leave --patience out".to_string(),
+        )),
+        _ => None,
+    };
+    match refused {
+        None => Ok(()),
+        Some((message, hint)) => Err(Failure::usage(message).hint(hint).into()),
+    }
+}
+
+/// Refuses arithmetic and devices that no backward pass exists for.
+fn check_device(settings: &Settings) -> Result<()> {
+    if settings.model.dtype == ComputeDtype::F16 {
+        return Err(
+            Failure::usage("training in f16 is refused: its gradients underflow")
+                .detail("f16 ends at 6e-8, and gradients of deep layers are smaller")
+                .hint("use --dtype bf16 for a bf16 checkpoint, or --dtype f32")
+                .into(),
+        );
+    }
+    let device = &settings.device;
+    if device.simulate.is_some() || device.names_a_gpu() {
+        return Err(Failure::usage("recover computes on the CPU")
+            .hint("leave --device out, or use --use-cpu")
+            .into());
+    }
+    Ok(())
+}
+
+fn quantized_base(folder: &Path) -> Failure {
+    Failure::usage(format!(
+        "`{}` is quantised to 4 bits, and no model can be merged into it",
+        folder.display()
+    ))
+    .hint("train an adapter only: --how lora --save-adapter --no-save-model; or name the unquantised checkpoint with --base-quant nf4")
+}
+
+/// The matrices that are trained, in the order of a layer.
+fn projections(names: &[String], config: &ModelConfig) -> Result<Vec<Projection>> {
+    let all: Vec<Projection> = config.projections().collect();
+    if let [only] = names
+        && only == ALL_LINEAR
+    {
+        return Ok(all);
+    }
+    let known: Vec<&str> = all.iter().map(|projection| projection.module()).collect();
+    if let Some(unknown) = names.iter().find(|name| !known.contains(&name.as_str())) {
+        return Err(Failure::usage(format!(
+            "--target-modules: a layer of this model has no `{unknown}`"
+        ))
+        .hint(format!("use {ALL_LINEAR}, or some of {}", known.join(",")))
+        .into());
+    }
+    let is_named = |projection: &Projection| names.iter().any(|name| name == projection.module());
+    Ok(all.into_iter().filter(is_named).collect())
+}
+
+/// Refuses a rank above the smaller side of a matrix.
+fn check_rank(recovery: &RecoverySettings, part: &TrainedPart, config: &ModelConfig) -> Result<()> {
+    if recovery.trains == TrainedKind::Weights {
+        return Ok(());
+    }
+    let side = |projection: &Projection| {
+        let (out, inner) = projection.shape(config);
+        (out.min(inner), *projection)
+    };
+    let smallest = part
+        .projections
+        .iter()
+        .map(side)
+        .min_by_key(|(side, _)| *side);
+    let Some((side, projection)) = smallest.filter(|(side, _)| recovery.rank > *side) else {
+        return Ok(());
+    };
+    let (out, inner) = projection.shape(config);
+    Err(Failure::usage(format!(
+        "--rank {} is above the rank of {} ({out} x {inner}), which is at most {side}",
+        recovery.rank,
+        projection.module()
+    ))
+    .hint(format!("use --rank {side} or less"))
+    .into())
+}
+
+/// Refuses a teacher of another shape.
+fn check_shape(teacher: &ModelConfig, model: &ModelConfig, folder: &Path) -> Result<()> {
+    let facts = |config: &ModelConfig| {
+        [
+            ("num_hidden_layers", config.num_hidden_layers),
+            ("hidden_size", config.hidden_size),
+            ("intermediate_size", config.intermediate_size),
+            ("num_attention_heads", config.num_attention_heads),
+            ("num_key_value_heads", config.num_key_value_heads),
+            ("head_dim", config.head_dim),
+            ("vocab_size", config.vocab_size),
+        ]
+    };
+    let both = facts(teacher).into_iter().zip(facts(model));
+    let mut different = both
+        .filter(|(teacher, model)| teacher.1 != model.1)
+        .peekable();
+    if different.peek().is_none() {
+        return Ok(());
+    }
+    let mut failure = Failure::new(format!(
+        "the teacher `{}` has another shape than the model",
+        folder.display()
+    ));
+    for ((name, teacher), (_, model)) in different {
+        failure = failure.detail(format!("{name} is {teacher} there, {model} here"));
+    }
+    Err(failure
+        .hint("name the dense model that was pruned; a model with fewer layers or less width can use --how lora or full")
+        .into())
+}

@@ -1,0 +1,193 @@
+//! A training in numbers, for the memory plan and the check of disks; and the line that announces it.
+
+use std::path::{Path, PathBuf};
+
+use super::super::opened::OpenedModel;
+use super::super::settle::Job;
+use super::resolved::Recovery;
+use super::saved;
+use super::steps::states_dtype;
+use crate::bytes::ByteSize;
+use crate::model::{ModelConfig, footprint};
+use crate::pipeline::TrainingShape;
+use crate::recovery::{ParameterSpec, Shelf, TrainedForm};
+use crate::run::{Events, MemorySettings};
+
+impl Recovery {
+    /// The training in numbers, before its text is known.
+    pub(in crate::job) fn shape(&self, model: &OpenedModel) -> TrainingShape {
+        let (config, optimizer) = (&*model.config, self.optimizer());
+        let specs = self.part.parameters(config);
+        let one_layer = Shelf::bytes(&specs, &*optimizer, 1, false);
+        let mask = |spec: &ParameterSpec| {
+            if spec.has_mask() {
+                spec.elements() / 8
+            } else {
+                0
+            }
+        };
+        let whole = |spec: &ParameterSpec| {
+            8 * spec.elements() + optimizer.state_bytes(spec.elements()) + mask(spec)
+        };
+        let values: usize = specs
+            .iter()
+            .map(|spec| 4 * spec.elements() + mask(spec))
+            .sum();
+        let is_whole = self.is_whole();
+        let shelf = match (is_whole, self.is_paged()) {
+            (true, false) => self.shelf_bytes(config),
+            _ => 0,
+        };
+        TrainingShape {
+            is_by_layer: !is_whole,
+            per_step: if is_whole {
+                self.settings.per_step()
+            } else {
+                0
+            },
+            examples: self.settings.per_step() + self.settings.held_out,
+            held_out: self.settings.held_out,
+            state_element: states_dtype(model.products).bytes(),
+            shelf: ByteSize(shelf),
+            values: ByteSize(match (is_whole, self.is_paged()) {
+                (true, false) => 0,
+                (true, true) => values as u64,
+                // Values, gradients, masks and states of the layer that is trained.
+                (false, _) => one_layer,
+            }),
+            gradients: ByteSize::of(self.gradient_elements(config), 4),
+            update: ByteSize(match (is_whole, self.is_paged()) {
+                (true, true) => specs.iter().map(whole).max().unwrap_or(0) as u64,
+                _ => 0,
+            }),
+            base: self.base_bytes(model),
+            resident_layers: 0,
+        }
+    }
+
+    /// Bytes of the parameters of all layers.
+    fn shelf_bytes(&self, config: &ModelConfig) -> u64 {
+        let specs = self.part.parameters(config);
+        let has_best = self.settings.held_out > 0;
+        Shelf::bytes(
+            &specs,
+            &*self.optimizer(),
+            config.num_hidden_layers,
+            has_best,
+        )
+    }
+
+    /// Elements of the gradients of a layer, and for factors of the gradient of the largest matrix.
+    fn gradient_elements(&self, config: &ModelConfig) -> usize {
+        let specs = self.part.parameters(config);
+        let own: usize = specs.iter().map(ParameterSpec::elements).sum();
+        let largest = self.part.projections.iter();
+        let largest = largest.map(|projection| projection.elements(config)).max();
+        match self.part.form {
+            TrainedForm::Weights => own,
+            // The gradients are collected into copies, and the changes have copies of the factors.
+            TrainedForm::Factors { .. } => 3 * own + largest.unwrap_or(0),
+        }
+    }
+
+    /// Bytes of a layer's frozen weights in memory.
+    fn base_bytes(&self, model: &OpenedModel) -> ByteSize {
+        let config = &*model.config;
+        let layer = footprint::layer_weights(config, model.dtype(), &MemorySettings::default());
+        let trained = self.part.projections.iter();
+        let trained: usize = trained.map(|projection| projection.elements(config)).sum();
+        match self.part.form {
+            TrainedForm::Weights => {
+                let stored = ByteSize::of(trained, model.dtype().bytes());
+                ByteSize(layer.0.saturating_sub(stored.0))
+            }
+            TrainedForm::Factors { .. } => layer + ByteSize::of(trained / 8, 1),
+        }
+    }
+
+    /// Tells the settings of the training.
+    pub(in crate::job) fn announce(&self, job: &Job, events: &dyn Events) {
+        let config = &*job.model.config;
+        let settings = &self.settings;
+        let specs = self.part.parameters(config);
+        let each: usize = specs.iter().map(ParameterSpec::elements).sum();
+        let of = match self.part.form {
+            TrainedForm::Weights => "kept weights".to_string(),
+            TrainedForm::Factors { rank, alpha } => {
+                format!("factors of rank {rank}, alpha {alpha}")
+            }
+        };
+        events.note(format!(
+            "recovery     {}: {of} of {} matrices, {} parameters",
+            settings.how.name(),
+            self.part.projections.len() * config.num_hidden_layers,
+            each * config.num_hidden_layers,
+        ));
+        let examples = match &job.texts.examples {
+            Some((examples, _)) => examples.len(),
+            None => job.texts.samples(),
+        };
+        let schedule = self.schedule(examples);
+        let per_layer = if self.is_whole() { "" } else { " per layer" };
+        events.note(format!(
+            "training     {}, rate {:.3e} ({}), {} steps{per_layer} of {} x {} tokens",
+            settings.optim,
+            schedule.rate,
+            schedule.shape.name(),
+            schedule.steps,
+            settings.per_step(),
+            job.model.seqlen,
+        ));
+        if let Some((examples, held)) = &job.texts.examples {
+            let held = held.as_ref().map_or(0, |held| held.len());
+            events.note(format!(
+                "examples     {} of {} tokens, {held} held out",
+                examples.len(),
+                examples.seqlen()
+            ));
+        }
+        if let Some(teacher) = self.teacher_folder() {
+            events.note(format!(
+                "teacher      {}, target {}",
+                teacher.display(),
+                settings.block_target.name()
+            ));
+        }
+    }
+}
+
+impl Job {
+    /// The seed of samples, examples and factors.
+    pub(super) fn seed(&self) -> u64 {
+        let calibration = self.settings.calibration.as_ref();
+        calibration.map_or(0, |calibration| calibration.seed)
+    }
+
+    /// The folder of files that go with the process.
+    pub(super) fn offload_folder(&self) -> PathBuf {
+        let asked = self.settings.device.offload_folder.clone();
+        let run = self.settings.output.save.clone();
+        asked.or(run).unwrap_or_else(std::env::temp_dir)
+    }
+
+    /// Files of a training: the saved state, twice while it is replaced, and parameters in the offload folder.
+    pub(in crate::job) fn recovery_files(&self) -> Vec<(&Path, ByteSize, &'static str)> {
+        let Some(recovery) = self
+            .recovery
+            .as_ref()
+            .filter(|recovery| recovery.is_whole())
+        else {
+            return Vec::new();
+        };
+        let shelf = ByteSize(recovery.shelf_bytes(&self.model.config));
+        let mut needs = Vec::new();
+        if let Some(folder) = self.folder.state() {
+            let saved = match saved::path(folder).exists() {
+                true => shelf,
+                false => shelf + shelf,
+            };
+            needs.push((folder, saved, "the state of the training"));
+        }
+        needs
+    }
+}

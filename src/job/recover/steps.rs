@@ -1,0 +1,292 @@
+//! The steps of a training of the whole model: from the first, or from those that an earlier process saved.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::super::outputs::Outputs;
+use super::super::settle::Job;
+use super::base::FrozenBase;
+use super::resolved::Recovery;
+use super::saved::{self, TrainingHead};
+use crate::data::{ExampleOrder, Examples};
+use crate::linalg::{Products, StoredDtype};
+use crate::model::LayerContext;
+use crate::model::on_device::candle_dtype;
+use crate::recovery::{Example, Shelf, ShelfPlace, Trainer, TrainerParts};
+use crate::run::recovery::{HeldOutReport, StepReport};
+use crate::run::{Event, Events, Moment};
+use crate::runtime::memory;
+use crate::training::{Schedule, TrainingStep};
+
+/// Time between two saved states, unless `--save-every` says so.
+const SAVE_INTERVAL: Duration = Duration::from_secs(600);
+
+/// Rows of the memory log of a training, about.
+const MEMORY_ROWS: u64 = 20;
+
+/// A training that is over.
+pub(super) struct Trained {
+    pub(super) base: FrozenBase,
+    pub(super) shelf: Shelf,
+    pub(super) head: TrainingHead,
+}
+
+/// Trains the whole model.
+///
+/// # Errors
+/// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written. The
+/// steps before are saved where a run folder exists.
+pub(super) fn train(
+    job: &Job,
+    recovery: &Recovery,
+    outputs: &Outputs<'_>,
+    events: &dyn Events,
+) -> Result<Trained> {
+    let base = FrozenBase::open(job, recovery, events)?;
+    let (examples, held) = job
+        .texts
+        .examples
+        .as_ref()
+        .context("examples to train on")?;
+    let given = job.given_training.as_ref().context("data of a training")?;
+    let seed = job.seed();
+    let mut training = Training {
+        job,
+        recovery,
+        examples,
+        held: held.as_ref(),
+        order: given.order(examples.len(), seed)?,
+        schedule: recovery.schedule(examples.len()),
+        head: TrainingHead {
+            settings: job.deciding.clone(),
+            ..TrainingHead::default()
+        },
+        saved: Instant::now(),
+        events,
+    };
+    let mut trainer = training.trainer(&base)?;
+    job.model.clock.mark(Moment::BeforePruning, events);
+    trainer.initialise(seed, &|layer, initial| given.initial(layer, initial))?;
+    if let Some(folder) = job.folder.state() {
+        let found = saved::read(folder, &job.deciding, trainer.shelf_mut())?;
+        if let Some(head) = found {
+            let done = head.steps.len();
+            events.note(format!("continuing the training behind step {done}"));
+            training.head = head;
+        }
+    }
+    let merges_on = outputs.finished_layers() > 0 || outputs.measured().is_some();
+    if !training.head.is_over || !merges_on {
+        let run = training.run(&mut trainer);
+        if let Err(error) = run {
+            if trainer.is_between_steps() && !training.head.steps.is_empty() {
+                training.save(&trainer)?;
+            }
+            return Err(error);
+        }
+    }
+    job.model.clock.mark(Moment::AfterPruning, events);
+    let head = std::mem::take(&mut training.head);
+    Ok(Trained {
+        base,
+        shelf: trainer.into_shelf(),
+        head,
+    })
+}
+
+struct Training<'a> {
+    job: &'a Job,
+    recovery: &'a Recovery,
+    examples: &'a Examples,
+    held: Option<&'a Examples>,
+    order: ExampleOrder,
+    schedule: Schedule,
+    head: TrainingHead,
+    /// The time of the last saved state.
+    saved: Instant,
+    events: &'a dyn Events,
+}
+
+impl<'a> Training<'a> {
+    fn trainer(&self, base: &FrozenBase) -> Result<Trainer<'a>> {
+        let (job, recovery, model) = (self.job, self.recovery, &self.job.model);
+        let optimizer = recovery.optimizer();
+        let place = match recovery.is_paged() {
+            true => ShelfPlace::File(job.offload_folder()),
+            false => ShelfPlace::Memory,
+        };
+        let config = &model.config;
+        let specs = recovery.part.parameters(config);
+        let shelf = Shelf::new(specs, &*optimizer, config.num_hidden_layers, &place)?;
+        let settings = job.plan.memory_settings.clone();
+        let context = LayerContext::with_settings(config, model.seqlen, settings);
+        Trainer::new(TrainerParts {
+            source: model.source.clone(),
+            config: config.clone(),
+            base: base.layers(job, recovery, job.resident_layers),
+            part: recovery.part.clone(),
+            shelf,
+            optimizer,
+            max_grad_norm: recovery.settings.max_grad_norm,
+            context: context.with_products(model.products),
+            spill_folder: job.spill_folder.clone(),
+            states: candle_dtype(states_dtype(model.products)),
+            seqlen: model.seqlen,
+            clock: &model.clock,
+            events: self.events,
+        })
+    }
+
+    /// Performs the steps that are left.
+    fn run(&mut self, trainer: &mut Trainer<'_>) -> Result<()> {
+        let steps = self.schedule.steps;
+        let per_step = self.recovery.settings.per_step();
+        let done = self.head.steps.len() as u64;
+        self.events.emit(Event::PhaseStarted {
+            phase: format!("train {}", self.recovery.settings.how.name()),
+            unit: "steps",
+            steps,
+        });
+        self.events.emit(Event::Progress { done });
+        let start = Instant::now();
+        // An earlier process may have ended between a step and its measurement.
+        let measured = self.head.held_out.last().map_or(0, |report| report.step);
+        if done > measured && self.is_measured_after(done) {
+            self.measure(trainer, done)?;
+        }
+        for step in done..steps {
+            if self.is_out_of_patience() {
+                break;
+            }
+            let chosen = self.order.examples_of(step as usize, per_step);
+            let at = TrainingStep {
+                number: step + 1,
+                rate: self.schedule.rate_of(step),
+            };
+            let outcome = with_examples(self.examples, &chosen, |batch| trainer.step(batch, at))?;
+            self.head.steps.push(StepReport {
+                step: at.number,
+                loss: outcome.loss,
+                norm: outcome.norm,
+                rate: at.rate,
+                predicted: outcome.predicted as u64,
+                memory: memory::resident().map(|resident| resident.anonymous.0),
+            });
+            self.events.emit(Event::TrainingStep {
+                step: at.number,
+                steps,
+                layer: None,
+                loss: outcome.loss,
+                rate: at.rate,
+                tokens: (per_step * self.examples.seqlen()) as u64,
+            });
+            self.events.emit(Event::Progress { done: at.number });
+            if at.number.is_multiple_of((steps / MEMORY_ROWS).max(1)) {
+                let clock = &self.job.model.clock;
+                clock.mark(Moment::Step(at.number), self.events);
+            }
+            if self.is_measured_after(at.number) {
+                self.measure(trainer, at.number)?;
+            }
+            if self.is_saved_after(at.number) {
+                self.save(trainer)?;
+            }
+        }
+        self.events.emit(Event::PhaseDone {
+            phase: format!("train {}", self.recovery.settings.how.name()),
+            elapsed: start.elapsed(),
+        });
+        self.head.is_over = true;
+        self.save(trainer)
+    }
+
+    /// Measures the held-out examples, and keeps the values if they are the best.
+    fn measure(&mut self, trainer: &mut Trainer<'_>, step: u64) -> Result<()> {
+        let Some(held) = self.held else { return Ok(()) };
+        let all: Vec<usize> = (0..held.len()).collect();
+        let loss = with_examples(held, &all, |batch| trainer.loss(batch))?;
+        let best = self.head.held_out.iter().map(|report| report.loss);
+        let is_best = best.fold(f64::INFINITY, f64::min) > loss;
+        self.head.held_out.push(HeldOutReport {
+            step,
+            loss,
+            perplexity: loss.exp(),
+        });
+        if is_best {
+            trainer.shelf_mut().keep_best()?;
+            self.head.best_step = Some(step);
+        }
+        self.events.note(format!(
+            "step {step}: held-out loss {loss:.4}, perplexity {:.4}{}",
+            loss.exp(),
+            if is_best { "" } else { ", not the best" }
+        ));
+        Ok(())
+    }
+
+    fn is_measured_after(&self, step: u64) -> bool {
+        let steps = self.schedule.steps;
+        let every = self.recovery.settings.eval_every;
+        let every = every.unwrap_or((steps / 10).max(1));
+        step == steps || step.is_multiple_of(every.max(1))
+    }
+
+    /// Returns whether the last measurements, as many as `--patience`, were worse than one before them.
+    fn is_out_of_patience(&self) -> bool {
+        let Some(patience) = self.recovery.settings.patience else {
+            return false;
+        };
+        let best = self.head.best_step.unwrap_or(0);
+        let later = self
+            .head
+            .held_out
+            .iter()
+            .filter(|report| report.step > best);
+        later.count() as u64 >= patience
+    }
+
+    fn is_saved_after(&self, step: u64) -> bool {
+        match self.recovery.settings.save_every {
+            Some(every) => step.is_multiple_of(every.max(1)),
+            None => self.saved.elapsed() >= SAVE_INTERVAL,
+        }
+    }
+
+    fn save(&mut self, trainer: &Trainer<'_>) -> Result<()> {
+        self.saved = Instant::now();
+        match self.job.folder.state() {
+            Some(folder) => saved::write(folder, &self.head, trainer.shelf()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The dtype of stored hidden states: that of the arithmetic.
+pub(super) fn states_dtype(products: Products) -> StoredDtype {
+    match products {
+        Products::Bf16(_) => StoredDtype::Bf16,
+        Products::F32 | Products::Split => StoredDtype::F32,
+    }
+}
+
+/// Calls `body` with some examples.
+fn with_examples<R>(
+    examples: &Examples,
+    chosen: &[usize],
+    body: impl FnOnce(&[Example<'_>]) -> R,
+) -> R {
+    let targets: Vec<Vec<Option<u32>>> = chosen
+        .iter()
+        .map(|&example| examples.targets_of(example))
+        .collect();
+    let batch: Vec<Example<'_>> = chosen
+        .iter()
+        .zip(&targets)
+        .map(|(&example, targets)| Example {
+            tokens: examples.tokens_of(example),
+            targets,
+        })
+        .collect();
+    body(&batch)
+}
