@@ -22,9 +22,12 @@ mod shelf;
 mod states;
 mod trainer;
 
+#[cfg(test)]
+mod tests;
+
 pub use base::{BaseLayer, BaseLayers, MaskFile};
 pub use blocks::{BlockTrainer, TeacherTarget};
-pub use merger::Merger;
+pub use merger::{LayerOutput, Merger};
 pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};
 pub use shelf::{ParameterChange, Shelf, ShelfPlace};
 pub use trainer::{Example, StepOutcome, Trainer, TrainerParts};
