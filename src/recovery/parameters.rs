@@ -162,6 +162,9 @@ impl TrainedPart {
 
     /// Turns the base of a layer into the layer that these values make. Matrices are rounded to their stored dtype.
     ///
+    /// # Arguments
+    /// * `rounding`: that to bf16; every matrix has random bits of its own
+    ///
     /// # Errors
     /// Fails when a matrix at rest cannot be read, and when there is too little memory.
     pub fn applied(
@@ -177,6 +180,8 @@ impl TrainedPart {
         } = base;
         let specs = self.parameters(config);
         for (at, (spec, of)) in specs.iter().zip(values).enumerate() {
+            let number = layer.index() * specs.len() + at;
+            let rounding = rounding.of_parameter(number as u64);
             match spec.name {
                 ParameterName::Weight(projection) => {
                     let weight = layer.linear_mut(projection).weight_mut();

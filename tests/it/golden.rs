@@ -7,6 +7,7 @@ mod compare;
 mod families;
 mod permutation;
 mod recovery;
+mod recovery_nf4;
 mod reference;
 mod repairs;
 

@@ -1,13 +1,18 @@
 //! A training has the same bits with any number of threads, in memory and on disk; a step that fails changes nothing.
 
+use std::borrow::Cow;
+use std::sync::Arc;
+
 use candle_core::DType;
 
 use super::fixture::{FACTORS, TestModel, Text, Training, bits, unchanged};
 use crate::bytes::ByteSize;
-use crate::recovery::{Example, ShelfPlace, TrainedForm, Trainer};
+use crate::checkpoint::WeightSource;
+use crate::recovery::{BaseLayers, Example, MaskFile, ShelfPlace, TrainedForm, Trainer};
 use crate::run::{MemorySettings, Silent};
 use crate::runtime::Clock;
 use crate::training::TrainingStep;
+use crate::training::rounding::Bf16Rounding;
 
 const SEQLEN: usize = 20;
 
@@ -64,6 +69,9 @@ fn threads_places_and_reads_change_no_bit() {
                 change(&mut training);
                 training
             };
+            let masks =
+                MaskFile::of(&*model.pruned, &model.config, &base.part, folder.path()).unwrap();
+            let masks = Some(Arc::new(masks));
             let spilled = Some(folder.path().to_owned());
             let file = ShelfPlace::File(folder.path().to_owned());
             let variants = [
@@ -79,6 +87,10 @@ fn threads_places_and_reads_change_no_bit() {
                     with(&|training| training.spill_folder = spilled.clone()),
                 ),
                 ("in a file", with(&|training| training.place = file.clone())),
+                (
+                    "masks in a file",
+                    with(&|training| training.masks = masks.clone()),
+                ),
                 (
                     "head at rest",
                     with(&|training| training.memory.head_rows = Some(64)),
@@ -194,5 +206,37 @@ fn a_loss_or_gradient_that_is_not_finite_stops_before_the_update() {
         other.shelf_mut().load(&mut good.as_slice()).unwrap();
         assert_eq!(step(&mut other, &texts, 2), resumed);
         assert!(bits(other.shelf()) == bits(trainer.shelf()));
+    }
+}
+
+#[test]
+fn the_mask_of_a_file_decides_whatever_the_base_holds() {
+    let model = TestModel::small(DType::F32);
+    let folder = tempfile::tempdir().unwrap();
+    let part = model.part(FACTORS);
+    let masks = MaskFile::of(&*model.pruned, &model.config, &part, folder.path()).unwrap();
+    // A dense base under the masks of the pruned model.
+    let layers = |source: &Arc<dyn WeightSource>, masks| {
+        let (source, config) = (Arc::clone(source), Arc::clone(&model.config));
+        BaseLayers::new(source, config, part.clone(), masks, (0, false))
+    };
+    let mut dense = layers(&model.dense, Some(Arc::new(masks)));
+    let mut pruned = layers(&model.pruned, None);
+    for index in 0..3 {
+        let [dense, pruned] = [&mut dense, &mut pruned].map(|base| base.take(index, None).unwrap());
+        assert_eq!(dense.pruned, pruned.pruned);
+        let values = part.initial(&model.config, &dense, 1).unwrap().values;
+        let values: Vec<_> = values.into_iter().map(Cow::Owned).collect();
+        let [dense, pruned] = [dense, pruned].map(|base| {
+            let applied = part.applied(&model.config, base, &values, Bf16Rounding::Nearest);
+            applied.unwrap()
+        });
+        for projection in model.config.projections() {
+            let [dense, pruned] = [&dense, &pruned].map(|layer| {
+                let weight = layer.linear(projection).weight().held();
+                weight.unwrap().as_bytes().to_vec()
+            });
+            assert!(dense == pruned, "{projection:?}");
+        }
     }
 }

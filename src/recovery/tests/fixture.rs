@@ -22,7 +22,7 @@ use crate::training::{Hyperparameters, Optimizer};
 
 /// A pruned model and its dense one.
 pub(super) struct TestModel {
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
     pub(super) dense: Arc<dyn WeightSource>,
     pub(super) pruned: Arc<dyn WeightSource>,
     pub(super) config: Arc<ModelConfig>,
@@ -74,8 +74,24 @@ impl TestModel {
             dense: open(&dense),
             pruned: open(folder.path()),
             config: Arc::new(ModelConfig::load(&dense).unwrap()),
-            _folder: folder,
+            folder,
         })
+    }
+
+    /// The same pruned model in another dtype, also as the dense one.
+    pub(super) fn in_dtype(&self, dtype: DType) -> Self {
+        let file = self.folder.path().join(FILE);
+        let tensors = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
+        let narrow = |(name, tensor): (String, Tensor)| (name, tensor.to_dtype(dtype).unwrap());
+        let tensors = tensors.into_iter().map(narrow).collect();
+        let folder = tempfile::tempdir().unwrap();
+        candle_core::safetensors::save(&tensors, folder.path().join(FILE)).unwrap();
+        Self {
+            dense: open(folder.path()),
+            pruned: open(folder.path()),
+            config: Arc::clone(&self.config),
+            folder,
+        }
     }
 
     /// Three layers of odd shapes with waves for weights, two thirds of which are pruned.
@@ -142,7 +158,7 @@ impl TestModel {
             dense: saved("dense", dense),
             pruned: saved("pruned", pruned),
             config: Arc::new(config),
-            _folder: folder,
+            folder,
         }
     }
 
