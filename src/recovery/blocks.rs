@@ -152,7 +152,7 @@ impl BlockTrainer<'_> {
             })?;
         }
         let LayerParameters { values, kept } = &mut trained.parameters;
-        let mut collected = self.part.collected(&self.config, &gradients, kept)?;
+        let mut collected = self.part.collected(&self.config, gradients, kept)?;
         let squares = collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
         if !(sum.is_finite() && squares.is_finite()) {
             return Err(not_finite(layer.index(), at).into());

@@ -261,21 +261,21 @@ impl TrainedPart {
     pub fn collected(
         &self,
         config: &ModelConfig,
-        gradients: &LayerGradients,
+        mut gradients: LayerGradients,
         kept: &[Option<KeptMask>],
     ) -> Result<Vec<Vec<f32>>> {
-        let specs = self.parameters(config);
-        let of = |spec: &ParameterSpec| match spec.name {
-            ParameterName::Weight(projection) => gradients.weight(projection),
-            ParameterName::A(projection) => gradients.factors(projection).map(|[a, _]| a),
-            ParameterName::B(projection) => gradients.factors(projection).map(|[_, b]| b),
-            ParameterName::Norm(norm) => gradients.norms().map(|norms| norms[norm]),
+        let mut of = |name: ParameterName| match name {
+            // The largest ones are not copied.
+            ParameterName::Weight(projection) => gradients.take_weight(projection),
+            ParameterName::A(projection) => gradients.factors(projection).map(|[a, _]| a.to_vec()),
+            ParameterName::B(projection) => gradients.factors(projection).map(|[_, b]| b.to_vec()),
+            ParameterName::Norm(norm) => gradients.norms().map(|norms| norms[norm].to_vec()),
         };
+        let specs = self.parameters(config);
         let collected = specs.iter().zip(kept).map(|(spec, kept)| {
-            let gradient = of(spec);
-            let mut gradient = gradient
-                .with_context(|| format!("{:?} has no gradient", spec.name))?
-                .to_vec();
+            let gradient = of(spec.name);
+            let mut gradient =
+                gradient.with_context(|| format!("{:?} has no gradient", spec.name))?;
             if let Some(kept) = kept {
                 kept.apply(&mut gradient);
             }

@@ -375,8 +375,7 @@ impl<'a> Trainer<'a> {
             }
             drop(layer);
             let kept = parts.shelf.kept(index)?;
-            let collected = parts.part.collected(&parts.config, &of_layer, &kept)?;
-            drop(of_layer);
+            let collected = parts.part.collected(&parts.config, of_layer, &kept)?;
             squares += collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
             parts.shelf.put_gradients(index, collected)?;
             memory::release_freed();

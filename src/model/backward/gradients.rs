@@ -105,6 +105,14 @@ impl LayerGradients {
         }
     }
 
+    /// Takes the gradient of a matrix out; `None` as of [`LayerGradients::weight`].
+    pub fn take_weight(&mut self, projection: Projection) -> Option<Vec<f32>> {
+        match self.weights.remove(&projection)? {
+            MatrixGradient::Whole(values) => Some(values),
+            MatrixGradient::Factors { .. } => None,
+        }
+    }
+
     /// The gradients of the factors of a matrix: of A `[rank, in_features]` and of B `[out_features, rank]`; `None` if it has none.
     pub fn factors(&self, projection: Projection) -> Option<[&[f32]; 2]> {
         match self.weights.get(&projection)? {
