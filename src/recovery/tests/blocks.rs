@@ -53,29 +53,40 @@ fn weights_of(layer: &DecoderLayer) -> Vec<Vec<f32>> {
     layer.projections().map(of).collect()
 }
 
-/// Trains all layers, one after the other, and checks that their pruned weights stay +0. Returns the losses of every layer.
-fn trained_blocks(
-    model: &TestModel,
+/// The settings of a training layer by layer.
+struct BlockTraining<'a> {
+    form: TrainedForm,
     target: TeacherTarget,
     rate: f64,
+    ids: &'a [u32],
+    seqlen: usize,
+    steps: u64,
+}
+
+/// Trains all layers behind the `finished` ones, and checks that their pruned weights stay +0. Returns the losses of every trained
+/// layer, and these layers.
+fn trained_blocks(
+    model: &TestModel,
+    settings: &BlockTraining<'_>,
     batch: &dyn Fn(usize, u64) -> Vec<usize>,
-    (ids, seqlen, steps): (&[u32], usize, u64),
-) -> Vec<Vec<f64>> {
-    let training = Training::new(model.part(TrainedForm::Weights), seqlen);
+    finished: &[DecoderLayer],
+) -> (Vec<Vec<f64>>, Vec<DecoderLayer>) {
+    let &BlockTraining { ids, seqlen, .. } = settings;
+    let training = Training::new(model.part(settings.form), seqlen);
     let (clock, events) = (Clock::new(), Silent);
     let mut trainer = BlockTrainer {
         teacher: model.dense.clone(),
         config: model.config.clone(),
         base: training.base(model),
         part: &training.part,
-        target,
+        target: settings.target,
         optimizer: adamw(Hyperparameters::default()),
         max_grad_norm: None,
         schedule: Schedule {
             shape: ScheduleShape::Constant,
-            rate,
+            rate: settings.rate,
             warmup: 0,
-            steps,
+            steps: settings.steps,
         },
         batch,
         seed: 0,
@@ -88,7 +99,11 @@ fn trained_blocks(
         events: &events,
     };
     let mut compute = Compute::on_cpu(LayerContext::new(&model.config, seqlen), &events);
-    for index in 0..model.config.num_hidden_layers {
+    for layer in finished {
+        trainer.pass(layer, &mut compute).unwrap();
+    }
+    let mut layers = Vec::new();
+    for index in finished.len()..model.config.num_hidden_layers {
         let load = || DecoderLayer::load(&*model.pruned, &model.config, index).unwrap();
         let before = weights_of(&load());
         let recovered = trainer.edit(load(), &mut compute).unwrap();
@@ -100,16 +115,18 @@ fn trained_blocks(
                 "pruned weights are +0"
             );
         }
+        layers.push(recovered);
     }
-    let report = &trainer.output.layers[1];
-    assert!(
-        report
-            .matrices
-            .iter()
-            .all(|matrix| matrix.zeros == matrix.zeros_before)
-    );
+    for report in &trainer.output.layers {
+        let matrices = &report.matrices;
+        assert!(
+            matrices
+                .iter()
+                .all(|matrix| matrix.zeros == matrix.zeros_before)
+        );
+    }
     let losses = trainer.losses.iter();
-    losses.map(|loss| loss.losses.clone()).collect()
+    (losses.map(|loss| loss.losses.clone()).collect(), layers)
 }
 
 #[test]
@@ -135,13 +152,15 @@ fn layers_follow_the_reference_one_after_the_other() {
         samples.iter().map(|&sample| sample as usize).collect()
     };
     let start = Instant::now();
-    let losses = trained_blocks(
-        &model,
-        TeacherTarget::Dense,
-        record["lr"].as_f64().unwrap(),
-        &batch,
-        (&ids, SEQLEN, (steps * EPOCHS) as u64),
-    );
+    let settings = BlockTraining {
+        form: TrainedForm::Weights,
+        target: TeacherTarget::Dense,
+        rate: record["lr"].as_f64().unwrap(),
+        ids: &ids,
+        seqlen: SEQLEN,
+        steps: (steps * EPOCHS) as u64,
+    };
+    let (losses, _) = trained_blocks(&model, &settings, &batch, &[]);
     let mut worst = 0f64;
     let layers = record["layers"].as_array().unwrap();
     for (got, expected) in losses.iter().zip(layers) {
@@ -157,17 +176,32 @@ fn layers_follow_the_reference_one_after_the_other() {
 }
 
 #[test]
-fn both_targets_agree_in_the_first_layer_and_not_behind_it() {
+fn both_targets_agree_in_the_first_layer_and_a_resumed_training_has_the_same_bits() {
     let model = TestModel::small(DType::F32);
     let ids: Vec<u32> = (0..80).map(|at| at * 7 % 130).collect();
     let batch = |_: usize, step: u64| vec![step as usize % 4, 3 - step as usize % 4];
-    let [chain, ebft] = [TeacherTarget::Dense, TeacherTarget::Ebft]
-        .map(|target| trained_blocks(&model, target, 1e-3, &batch, (&ids, 20, 12)));
-    assert_eq!(chain[0], ebft[0]);
-    assert_ne!(chain[1], ebft[1]);
-    for losses in chain.iter().chain(&ebft) {
-        // Steps 0 and 8 have the same samples.
-        assert!(losses[8] < losses[0], "{losses:?}");
+    for form in [TrainedForm::Weights, FACTORS] {
+        let [chain, ebft] = [TeacherTarget::Dense, TeacherTarget::Ebft].map(|target| {
+            let settings = BlockTraining {
+                form,
+                target,
+                rate: 1e-3,
+                ids: &ids,
+                seqlen: 20,
+                steps: 12,
+            };
+            let (losses, layers) = trained_blocks(&model, &settings, &batch, &[]);
+            let (of_resumed, last) = trained_blocks(&model, &settings, &batch, &layers[..2]);
+            assert_eq!(of_resumed, losses[2..], "{form:?}, {target:?}");
+            assert_eq!(weights_of(&last[0]), weights_of(&layers[2]));
+            losses
+        });
+        assert_eq!(chain[0], ebft[0]);
+        assert_ne!(chain[1], ebft[1]);
+        for losses in chain.iter().chain(&ebft) {
+            // Steps 0 and 8 have the same samples.
+            assert!(losses[8] < losses[0], "{losses:?}");
+        }
     }
 }
 

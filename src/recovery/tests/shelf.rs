@@ -71,12 +71,12 @@ fn memory_and_file_hold_the_same_and_a_stream_continues_either() {
             let mut stream = Vec::new();
             trainer.shelf().save(&mut stream).unwrap();
             train(&mut trainer, 5..8);
-            for layer in 0..3 {
+            for (layer, best) in best.iter().enumerate() {
                 let kept = trainer.shelf().best_values(layer).unwrap();
                 let kept: Vec<Vec<u32>> = (kept.iter())
                     .map(|values| values.iter().map(|value| value.to_bits()).collect())
                     .collect();
-                assert_eq!(kept, best[layer]);
+                assert_eq!(&kept, best);
             }
             (stream, bits(trainer.shelf()), best)
         });
