@@ -1,13 +1,13 @@
 //! A training has the same bits with any number of threads, in memory and on disk; a step that fails changes nothing.
 
 use std::borrow::Cow;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
 
 use super::fixture::{FACTORS, TestModel, Text, Training, bits, unchanged};
 use crate::bytes::ByteSize;
-use crate::checkpoint::WeightSource;
+use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::recovery::{BaseLayers, Example, MaskFile, ShelfPlace, TrainedForm, Trainer};
 use crate::run::{MemorySettings, Silent};
 use crate::runtime::Clock;
@@ -239,4 +239,49 @@ fn the_mask_of_a_file_decides_whatever_the_base_holds() {
             assert!(dense == pruned, "{projection:?}");
         }
     }
+}
+
+/// A source that notes which threads read which tensors.
+struct NotedReads {
+    source: Arc<dyn WeightSource>,
+    reads: Mutex<Vec<(String, bool)>>,
+}
+
+impl WeightSource for NotedReads {
+    fn entry(&self, name: &str) -> Option<&TensorEntry> {
+        self.source.entry(name)
+    }
+
+    fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
+        let is_ahead = std::thread::current().name() == Some("reading ahead");
+        let read = (entry.name.clone(), is_ahead);
+        self.reads.lock().unwrap().push(read);
+        self.source.read(entry, start, buffer)
+    }
+}
+
+#[test]
+fn layers_behind_resident_ones_are_read_ahead_and_resident_ones_once() {
+    let model = TestModel::small(DType::F32);
+    let noted = Arc::new(NotedReads {
+        source: Arc::clone(&model.pruned),
+        reads: Mutex::default(),
+    });
+    let source: Arc<dyn WeightSource> = Arc::<NotedReads>::clone(&noted);
+    let (config, part) = (Arc::clone(&model.config), model.part(FACTORS));
+    let mut base = BaseLayers::new(source, config, part, None, (1, true));
+    // Two steps: forwards, then backwards.
+    let order = [0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0];
+    for (at, &index) in order.iter().enumerate() {
+        base.take(index, order.get(at + 1).copied()).unwrap();
+    }
+    let reads = noted.reads.lock().unwrap();
+    let of_layer = |layer: usize| {
+        let name = format!("model.layers.{layer}.mlp.up_proj.weight");
+        let reads = reads.iter().filter(|(read, _)| *read == name);
+        reads.map(|(_, is_ahead)| *is_ahead).collect::<Vec<_>>()
+    };
+    assert_eq!(of_layer(0), [false]);
+    assert_eq!(of_layer(1), [true; 4]);
+    assert_eq!(of_layer(2), [true; 4]);
 }
