@@ -160,14 +160,24 @@ impl BaseLayers {
         }
     }
 
-    /// Returns the base of a layer, and begins to read `next`.
+    /// Returns the base of a layer, and begins to read `next`, unless it is in memory.
     ///
     /// # Errors
     /// Fails when a tensor cannot be read.
     pub fn take(&mut self, index: usize, next: Option<usize>) -> Result<BaseLayer> {
-        if let Some(Some(layer)) = self.resident.get(index) {
-            return Ok(layer.clone());
+        let stays = self.resident.get(index).cloned().flatten();
+        let layer = match stays {
+            Some(layer) => layer,
+            None => self.read(index)?,
+        };
+        if let Some(next) = next.filter(|_| self.reads_ahead) {
+            self.read_ahead(next);
         }
+        Ok(layer)
+    }
+
+    /// Reads a layer that is not resident, unless it was read ahead.
+    fn read(&mut self, index: usize) -> Result<BaseLayer> {
         let layer = match self.ahead.take() {
             Some((ahead, reading)) if ahead == index => reading
                 .join()
@@ -178,14 +188,13 @@ impl BaseLayers {
         if let Some(place) = self.resident.get_mut(index) {
             *place = Some(layer.clone());
         }
-        if let Some(next) = next.filter(|_| self.reads_ahead) {
-            self.read_ahead(next);
-        }
         Ok(layer)
     }
 
     fn read_ahead(&mut self, index: usize) {
-        if matches!(self.resident.get(index), Some(Some(_))) {
+        let is_resident = matches!(self.resident.get(index), Some(Some(_)));
+        let is_ahead = matches!(self.ahead, Some((ahead, _)) if ahead == index);
+        if is_resident || is_ahead {
             return;
         }
         let reader = self.reader.clone();

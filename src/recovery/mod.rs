@@ -22,6 +22,9 @@ mod shelf;
 mod states;
 mod trainer;
 
+#[cfg(test)]
+mod tests;
+
 pub use base::{BaseLayer, BaseLayers, MaskFile};
 pub use blocks::{BlockTrainer, TeacherTarget};
 pub use merger::{LayerOutput, Merger};

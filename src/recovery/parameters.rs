@@ -162,6 +162,9 @@ impl TrainedPart {
 
     /// Turns the base of a layer into the layer that these values make. Matrices are rounded to their stored dtype.
     ///
+    /// # Arguments
+    /// * `rounding`: that to bf16; every matrix has random bits of its own
+    ///
     /// # Errors
     /// Fails when a matrix at rest cannot be read, and when there is too little memory.
     pub fn applied(
@@ -177,6 +180,8 @@ impl TrainedPart {
         } = base;
         let specs = self.parameters(config);
         for (at, (spec, of)) in specs.iter().zip(values).enumerate() {
+            let number = layer.index() * specs.len() + at;
+            let rounding = rounding.of_parameter(number as u64);
             match spec.name {
                 ParameterName::Weight(projection) => {
                     let weight = layer.linear_mut(projection).weight_mut();
@@ -259,15 +264,16 @@ impl TrainedPart {
         mut gradients: LayerGradients,
         kept: &[Option<KeptMask>],
     ) -> Result<Vec<Vec<f32>>> {
-        let specs = self.parameters(config);
-        let mut of = |spec: &ParameterSpec| match spec.name {
+        let mut of = |name: ParameterName| match name {
+            // The largest ones are not copied.
             ParameterName::Weight(projection) => gradients.take_weight(projection),
             ParameterName::A(projection) => gradients.factors(projection).map(|[a, _]| a.to_vec()),
             ParameterName::B(projection) => gradients.factors(projection).map(|[_, b]| b.to_vec()),
             ParameterName::Norm(norm) => gradients.norms().map(|norms| norms[norm].to_vec()),
         };
+        let specs = self.parameters(config);
         let collected = specs.iter().zip(kept).map(|(spec, kept)| {
-            let gradient = of(spec);
+            let gradient = of(spec.name);
             let mut gradient =
                 gradient.with_context(|| format!("{:?} has no gradient", spec.name))?;
             if let Some(kept) = kept {

@@ -305,7 +305,10 @@ impl Shelf {
         out.write_all(&[u8::from(self.has_best)])?;
         for layer in 0..self.layers {
             let values = self.values(layer)?;
-            let best = self.best_values(layer)?;
+            let best = match self.has_best {
+                true => self.floats(layer, DataKind::Best)?,
+                false => Vec::new(),
+            };
             for (at, values) in values.iter().enumerate() {
                 out.write_all(bytemuck::cast_slice(values))?;
                 match &self.store {
@@ -316,8 +319,8 @@ impl Shelf {
                         out.write_all(&state)?;
                     }
                 }
-                if self.has_best {
-                    out.write_all(bytemuck::cast_slice(&best[at]))?;
+                if let Some(best) = best.get(at) {
+                    out.write_all(bytemuck::cast_slice(best))?;
                 }
             }
         }

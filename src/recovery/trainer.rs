@@ -11,6 +11,7 @@
 //! The loss is the mean over all predicted tokens of the step, so the number of examples that pass at once changes nothing. This is
 //! gradient checkpointing with one checkpoint per layer (Chen et al. 2016, arXiv:1604.06174), and layers outside, examples inside.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -175,7 +176,7 @@ impl<'a> Trainer<'a> {
         for index in 0..layers {
             // The last layer is needed again first.
             let next = if index + 1 < layers { index + 1 } else { index };
-            let layer = self.layer(index, Some(next))?.0;
+            let layer = self.layer(index, Some(next))?;
             for example in 0..examples.len() {
                 let state = inputs.get(index, example)?;
                 let next = self.forward(&layer, &state)?;
@@ -221,7 +222,7 @@ impl<'a> Trainer<'a> {
         let layers = self.parts.config.num_hidden_layers;
         for index in 0..layers {
             let next = (index + 1) % layers;
-            let layer = self.layer(index, Some(next))?.0;
+            let layer = self.layer(index, Some(next))?;
             for example in 0..examples.len() {
                 let next = self.forward(&layer, &states.get(example)?)?;
                 states.put(example, next)?;
@@ -282,12 +283,18 @@ impl<'a> Trainer<'a> {
             .measure(Phase::Read, || parts.base.take(index, next))
     }
 
-    /// The layer that the current values make, with its gradients at zero.
-    fn layer(
+    /// The layer that the current values make.
+    fn layer(&mut self, index: usize, next: Option<usize>) -> Result<DecoderLayer> {
+        Ok(self.layer_and(index, next, |_, _| ())?.0)
+    }
+
+    /// The layer that the current values make, and something else of its base and these values.
+    fn layer_and<T>(
         &mut self,
         index: usize,
         next: Option<usize>,
-    ) -> Result<(DecoderLayer, crate::model::LayerGradients)> {
+        also: impl FnOnce(&BaseLayer, &[Cow<'_, [f32]>]) -> T,
+    ) -> Result<(DecoderLayer, T)> {
         let base = self.base(index, next)?;
         let TrainerParts {
             shelf,
@@ -298,9 +305,9 @@ impl<'a> Trainer<'a> {
         } = &self.parts;
         clock.measure(Phase::Update, || {
             let values = shelf.values(index)?;
-            let gradients = part.gradients(config, &base, &values);
+            let other = also(&base, &values);
             let layer = part.applied(config, base, &values, Bf16Rounding::Nearest)?;
-            Ok((layer, gradients))
+            Ok((layer, other))
         })
     }
 
@@ -359,7 +366,11 @@ impl<'a> Trainer<'a> {
         let mut squares = 0.0;
         for index in (0..self.parts.config.num_hidden_layers).rev() {
             // After the first layer the next step begins with it.
-            let (layer, mut of_layer) = self.layer(index, Some(index.saturating_sub(1)))?;
+            let (part, config) = (self.parts.part.clone(), Arc::clone(&self.parts.config));
+            let zeros =
+                |base: &BaseLayer, values: &[Cow<'_, [f32]>]| part.gradients(&config, base, values);
+            let next = Some(index.saturating_sub(1));
+            let (layer, mut of_layer) = self.layer_and(index, next, zeros)?;
             let parts = &mut self.parts;
             for example in 0..inputs.examples() {
                 parts.events.check()?;

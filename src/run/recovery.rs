@@ -65,9 +65,6 @@ pub struct StepReport {
     pub rate: f64,
     /// Predicted tokens.
     pub predicted: u64,
-    /// Resident anonymous memory after the step, in bytes; absent where the system does not report it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub memory: Option<u64>,
 }
 
 /// A measurement of the held-out examples.

@@ -74,7 +74,6 @@ fn gradients_are_those_of_the_vectors() {
     reason = "the measurement decides on the tolerance"
 )]
 fn without_safeguards_it_is_the_cuda_kernel() {
-    let mut near_ties = 0;
     for (label, count, spread) in [("8192", 8192, 4), ("5000", 5000, 4), ("wide", 8192, 12)] {
         let optimizer = AdamW8bit::new(settings(false));
         let mut parameter = start(count);
@@ -89,34 +88,22 @@ fn without_safeguards_it_is_the_cuda_kernel() {
             let Some((_, codes)) = golden_tensor(FILE, &key("state1")) else {
                 return;
             };
+            // Moments depend on gradients alone, so no difference of a parameter reaches them.
             let codes = [codes, golden_tensor(FILE, &key("state2")).unwrap().1].concat();
-            for (at, (found, expected)) in state[..2 * count].iter().zip(&codes).enumerate() {
-                assert!(
-                    found.abs_diff(*expected) <= 1,
-                    "{label} {number} {at}: {found} {expected}"
-                );
-                near_ties += usize::from(found != expected);
-            }
+            let other = |(found, expected): &(&u8, &u8)| found != expected;
+            let others = state.iter().zip(&codes).filter(other).count();
+            assert_eq!(others, 0, "codes of {label} after {number}");
             let scales =
                 [key("absmax1"), key("absmax2")].map(|key| golden_f32(FILE, &key).unwrap());
             let found = state[2 * count..].as_chunks::<4>().0.iter();
-            for (found, expected) in found.zip(scales.concat()) {
-                let found = f32::from_le_bytes(*found);
-                assert!(
-                    (found - expected).abs() <= 1e-5 * expected,
-                    "{found} {expected}"
-                );
-            }
+            let found: Vec<f32> = found.map(|&bytes| f32::from_le_bytes(bytes)).collect();
+            assert_eq!(found, scales.concat(), "scales of {label} after {number}");
             let expected = golden_f32(FILE, &key("parameter")).unwrap();
-            // A code that differs by one at a near tie moves the next steps of its element.
-            let tolerance = if label == "wide" { 1e-3 } else { 1e-4 };
             let off = distance(&parameter, &expected) / distance(&start(count), &expected);
-            println!("{label} after {number}: {off:e} of the way moved, {near_ties} near ties");
-            assert!(off <= tolerance, "{label} {number}: {off:e}");
+            println!("{label} after {number}: {off:e} of the way moved");
+            assert!(off <= 1e-6, "{label} {number}: {off:e}");
         }
     }
-    // Of 213,840 codes.
-    assert!(near_ties <= 200, "{near_ties}");
 }
 
 /// The distance from f32 AdamW after 50 steps, as a share of the way moved; and the largest difference of one parameter.

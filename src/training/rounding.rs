@@ -20,11 +20,25 @@ pub enum Bf16Rounding {
     Nearest,
     /// A neighbour at random.
     Stochastic {
-        /// The seed of the training and of the parameter.
+        /// The seed of the training, or of a parameter in it.
         seed: u64,
         /// The number of the step.
         step: u64,
     },
+}
+
+impl Bf16Rounding {
+    /// The same rounding with random bits of its own for a parameter with this number.
+    #[must_use]
+    pub fn of_parameter(self, number: u64) -> Self {
+        match self {
+            Self::Nearest => Self::Nearest,
+            Self::Stochastic { seed, step } => Self::Stochastic {
+                seed: finalised(seed ^ finalised(number + 1)),
+                step,
+            },
+        }
+    }
 }
 
 /// Rounds master values to stored bf16 elements, little endian.
@@ -67,15 +81,19 @@ fn stochastic(value: f32, random: u16) -> u16 {
     }
 }
 
-/// 16 random bits of an element: the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014) over a sum of multiples of odd
-/// numbers.
+/// 16 random bits of an element: the finaliser over a sum of multiples of odd numbers.
 fn mixed(seed: u64, step: u64, element: u64) -> u16 {
-    let mut x = seed
+    let x = seed
         .wrapping_add(step.wrapping_mul(0xd1b5_4a32_d192_ed03))
         .wrapping_add(element.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    (finalised(x) >> 48) as u16
+}
+
+/// The finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014).
+fn finalised(mut x: u64) -> u64 {
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    ((x ^ x >> 31) >> 48) as u16
+    x ^ x >> 31
 }
 
 #[cfg(test)]
@@ -119,6 +137,21 @@ mod tests {
                 )
             );
         }
+    }
+
+    #[test]
+    fn every_parameter_has_random_bits_of_its_own() {
+        let rounding = Bf16Rounding::Stochastic { seed: 3, step: 8 };
+        let values = vec![1.0 + 2f32.powi(-8); 1 << 12];
+        let of = |number| rounded(&values, rounding.of_parameter(number));
+        assert_eq!(of(1), of(1));
+        for (a, b) in [(0, 1), (1, 2), (0, 16)] {
+            let (a, b) = (of(a), of(b));
+            let same = a.iter().zip(&b).filter(|(a, b)| a == b).count();
+            // Half of 4096 with a standard deviation of 32.
+            assert!(same.abs_diff(2048) < 200, "{same}");
+        }
+        assert_eq!(Bf16Rounding::Nearest.of_parameter(4), Bf16Rounding::Nearest);
     }
 
     #[test]

@@ -7,6 +7,8 @@ mod compare;
 mod families;
 mod permutation;
 mod recovery;
+mod recovery_nf4;
+mod recovery_runs;
 mod reference;
 mod repairs;
 

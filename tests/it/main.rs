@@ -36,6 +36,7 @@ mod permute;
 mod plan;
 mod publishing;
 mod quantize;
+mod recover;
 mod report;
 mod resume;
 mod run_folder;

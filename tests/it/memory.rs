@@ -240,6 +240,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         windows: WINDOWS,
         sides: &[Side::Dense, Side::Pruned],
         observes: None,
+        trains: None,
         shared_with: Vec::new(),
         flow: prune::pipeline::Flow::default(),
         technique: prune::pruning::method("wanda").map(Technique::of),

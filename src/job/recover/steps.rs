@@ -16,7 +16,6 @@ use crate::model::on_device::candle_dtype;
 use crate::recovery::{Example, Shelf, ShelfPlace, Trainer, TrainerParts};
 use crate::run::recovery::{HeldOutReport, StepReport};
 use crate::run::{Event, Events, Moment};
-use crate::runtime::memory;
 use crate::training::{Schedule, TrainingStep};
 
 /// Time between two saved states, unless `--save-every` says so.
@@ -171,7 +170,6 @@ impl<'a> Training<'a> {
                 norm: outcome.norm,
                 rate: at.rate,
                 predicted: outcome.predicted as u64,
-                memory: memory::resident().map(|resident| resident.anonymous.0),
             });
             self.events.emit(Event::TrainingStep {
                 step: at.number,

@@ -105,10 +105,10 @@ impl LayerGradients {
         }
     }
 
-    /// Takes the gradient of a matrix `[out_features, in_features]` out, so that no copy is made.
+    /// Takes the gradient of a matrix out; `None` as of [`LayerGradients::weight`].
     pub fn take_weight(&mut self, projection: Projection) -> Option<Vec<f32>> {
-        match self.weights.get_mut(&projection)? {
-            MatrixGradient::Whole(values) => Some(std::mem::take(values)),
+        match self.weights.remove(&projection)? {
+            MatrixGradient::Whole(values) => Some(values),
             MatrixGradient::Factors { .. } => None,
         }
     }

@@ -25,7 +25,7 @@ use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
 use crate::linalg::profile::Part;
 use crate::linalg::{ProductContext, elementwise, tensor};
 
-/// PassSizes of a layer and a sample.
+/// Sizes of a layer and a sample.
 #[derive(Debug, Clone, Copy)]
 struct PassSizes {
     seqlen: usize,

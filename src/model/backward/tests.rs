@@ -288,7 +288,7 @@ fn frozen_matrices_have_no_gradient_and_wrong_shapes_are_refused() {
     let short = tensor(&wave(48, 0.1), &[1, 48]);
     let error = layer.backward(&x, &short, &mut gradients, &mut context);
     assert!(error.unwrap_err().to_string().contains("[1, 48]"));
-    // Measured by hand: 150·(2·48 + 2·48 + 2·16) + max(70·(2·48 + 3·76), 150·(4·48 + 2·16)), with two parts of 75 tokens.
+    // Computed by hand: 150·(2·48 + 2·48 + 2·16) + max(70·(2·48 + 3·76), 150·(4·48 + 2·16)), with two parts of 75 tokens.
     let heads = layer.heads();
     assert_eq!(
         backward_elements(heads, 48, 76, SEQLEN, 80),

@@ -1,6 +1,10 @@
 //! Gradients of the recovery goldens: PyTorch in f64 on `stories260k`, pruned by Wanda at 60 %.
 //!
 //! The goldens ask for 5e-5 of an f32 backward pass and 1e-2 of a bf16 one, as norm of the difference over norm of each tensor.
+//! The first holds with a margin of 10. The second cannot hold with weights in bf16: their rounding alone changes gradients by up to
+//! 1.6e-2, in exact arithmetic. bf16 activations add 2.4e-2 in the forward pass and 4.3e-2 in the backward pass. The largest part is
+//! that of q and k, through attention: its backward pass in f32 would leave 0.8e-2 of the 4.3e-2, and products of factors' gradients in
+//! f32 all of it. `Products::Split` gives 2e-6 on the same weights.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -151,12 +155,14 @@ struct Gradients {
     weights: Vec<LayerGradients>,
 }
 
+/// Computes both with one arithmetic for the forward pass and another for the backward pass, which computes activations again.
 fn gradients(
     recovery: &Recovery,
     layers: &[DecoderLayer],
-    products: Products,
+    [forward, backward]: [Products; 2],
 ) -> Result<Gradients> {
-    let mut context = LayerContext::new(&recovery.config, SEQLEN).with_products(products);
+    let context = |products| LayerContext::new(&recovery.config, SEQLEN).with_products(products);
+    let (mut forward, mut backward) = (context(forward), context(backward));
     let head = Head::load(&recovery.checkpoint, &recovery.config)?;
     let mut weights: Vec<LayerGradients> = layers
         .iter()
@@ -166,12 +172,12 @@ fn gradients(
     let predicted = BATCH * (SEQLEN - 1);
     let mut loss = 0.0;
     for ids in recovery.samples() {
-        let states = recovery.states(layers, &ids, &mut context)?;
+        let states = recovery.states(layers, &ids, &mut forward)?;
         let mut targets: Vec<Option<u32>> = ids[1..].iter().copied().map(Some).collect();
         targets.push(None);
         let last = &states[layers.len()];
         let (sum, mut gradient) =
-            head.loss_gradient(last, &targets, 1.0 / predicted as f32, &mut context)?;
+            head.loss_gradient(last, &targets, 1.0 / predicted as f32, &mut forward)?;
         loss += sum / predicted as f64;
         hidden[layers.len()].extend(gradient.flatten_all()?.to_vec1::<f32>()?);
         for index in (0..layers.len()).rev() {
@@ -179,7 +185,7 @@ fn gradients(
                 &states[index],
                 &gradient,
                 &mut weights[index],
-                &mut context,
+                &mut backward,
             )?;
             hidden[index].extend(gradient.flatten_all()?.to_vec1::<f32>()?);
         }
@@ -191,8 +197,40 @@ fn gradients(
     })
 }
 
-/// Gradients of the low-rank factors and of all hidden states against the f64 goldens.
-fn low_rank(recovery: &Recovery, dtype: StoredDtype, products: Products) -> Result<Worst> {
+/// Loss and gradients of the low-rank factors and of all hidden states, by kind and name in the goldens.
+struct FactorGradients(Vec<(&'static str, String, Vec<f32>)>);
+
+impl FactorGradients {
+    /// The largest differences from the f64 goldens.
+    fn apart_from_goldens(&self, recovery: &Recovery) -> Result<Worst> {
+        let golden = recovery.golden("gradients.f64.safetensors")?;
+        let loss = recovery.json()?["loss_f64"].as_f64().context("a loss")?;
+        let mut worst = Worst::default();
+        for (kind, name, got) in &self.0 {
+            match golden.get(name) {
+                Some(exact) => worst.add(kind, got, &bytemuck::pod_collect_to_vec(exact)),
+                None => worst.add(kind, got, &[loss]),
+            }
+        }
+        Ok(worst)
+    }
+
+    /// The largest differences from gradients in another arithmetic.
+    fn apart_from(&self, exact: &Self) -> Worst {
+        let mut worst = Worst::default();
+        for ((kind, _, got), (_, _, exact)) in self.0.iter().zip(&exact.0) {
+            worst.add(kind, got, &wide(exact));
+        }
+        worst
+    }
+}
+
+/// Gradients of a model whose changed weights are rounded to `dtype`.
+fn low_rank(
+    recovery: &Recovery,
+    dtype: StoredDtype,
+    products: [Products; 2],
+) -> Result<FactorGradients> {
     let mut layers = recovery.layers()?;
     let mut low_ranks = BTreeMap::new();
     for (index, layer) in layers.iter_mut().enumerate() {
@@ -208,17 +246,13 @@ fn low_rank(recovery: &Recovery, dtype: StoredDtype, products: Products) -> Resu
         }
     }
     let got = gradients(recovery, &layers, products)?;
-    let golden = recovery.golden("gradients.f64.safetensors")?;
-    let exact = |name: &str| -> Vec<f64> { bytemuck::pod_collect_to_vec(&golden[name]) };
-    let mut worst = Worst::default();
-    let loss = recovery.json()?["loss_f64"].as_f64().context("a loss")?;
-    worst.add("loss", &[got.loss as f32], &[loss]);
-    for (index, hidden) in got.hidden.iter().enumerate() {
+    let mut all = vec![("loss", "loss".to_owned(), vec![got.loss as f32])];
+    for (index, hidden) in got.hidden.into_iter().enumerate() {
         let name = match index == layers.len() {
             true => "hidden_into_final_norm.grad".to_owned(),
             false => format!("hidden_into_layer.{index}.grad"),
         };
-        worst.add("hidden states", hidden, &exact(&name));
+        all.push(("hidden states", name, hidden));
     }
     for ((index, projection), low_rank) in &low_ranks {
         let gradient = got.weights[*index].weight(*projection);
@@ -226,10 +260,10 @@ fn low_rank(recovery: &Recovery, dtype: StoredDtype, products: Products) -> Resu
         let (mut da, mut db) = (vec![0.0; low_rank.a.len()], vec![0.0; low_rank.b.len()]);
         low_rank.project(&mut gradient, &mut da, &mut db);
         let name = module(*projection, *index);
-        worst.add("A", &da, &exact(&format!("{name}.lora_A.weight")));
-        worst.add("B", &db, &exact(&format!("{name}.lora_B.weight")));
+        all.push(("A", format!("{name}.lora_A.weight"), da));
+        all.push(("B", format!("{name}.lora_B.weight"), db));
     }
-    Ok(worst)
+    Ok(FactorGradients(all))
 }
 
 /// The f32 arithmetics of this CPU.
@@ -246,14 +280,27 @@ fn gradients_of_low_rank_factors_and_hidden_states_are_the_references() {
     };
     let recovery = Recovery::open(&shared).unwrap();
     for products in exact_arithmetics() {
-        let worst = low_rank(&recovery, StoredDtype::F32, products).unwrap();
+        let got = low_rank(&recovery, StoredDtype::F32, [products; 2]).unwrap();
+        let worst = got.apart_from_goldens(&recovery).unwrap();
         worst.assert(&format!("LoRA, {products:?}"), 5e-5);
     }
+    let bf16 = |products| low_rank(&recovery, StoredDtype::Bf16, products).unwrap();
+    let exact = bf16([Products::F32; 2]);
+    let worst = exact.apart_from_goldens(&recovery).unwrap();
+    worst.assert("LoRA, bf16 weights, exact arithmetic", 2e-2);
+    if Kernel::has_split() {
+        let split = bf16([Products::Split; 2]).apart_from(&exact);
+        split.assert("LoRA, bf16 weights, split arithmetic", 5e-5);
+    }
     let kernels = Kernel::all().into_iter().filter(|kernel| kernel.is_bf16());
-    for products in kernels.map(Products::Bf16).chain([Products::F32]) {
-        let worst = low_rank(&recovery, StoredDtype::Bf16, products).unwrap();
-        // Weights and activations are rounded to bf16. Measured on tiles: 4.6e-2.
-        worst.assert(&format!("LoRA, bf16 weights, {products:?}"), 6e-2);
+    for products in kernels.map(Products::Bf16) {
+        let of = |what: &str| format!("LoRA, bf16 weights, {products:?}: {what}");
+        let backward = bf16([Products::F32, products]).apart_from(&exact);
+        backward.assert(&of("backward pass"), 5e-2);
+        let forward = bf16([products, Products::F32]).apart_from(&exact);
+        forward.assert(&of("forward pass"), 3e-2);
+        let worst = bf16([products; 2]).apart_from_goldens(&recovery);
+        worst.unwrap().assert(&of("all"), 5e-2);
     }
 }
 
@@ -266,7 +313,7 @@ fn gradients_of_kept_weights_are_the_references_and_those_of_pruned_weights_are_
     let layers = recovery.layers().unwrap();
     let golden = recovery.golden("gradients.weights.safetensors").unwrap();
     for products in exact_arithmetics() {
-        let mut got = gradients(&recovery, &layers, products).unwrap();
+        let mut got = gradients(&recovery, &layers, [products; 2]).unwrap();
         let mut worst = Worst::default();
         for (index, layer) in layers.iter().enumerate() {
             for projection in layer.projections() {

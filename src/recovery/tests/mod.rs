@@ -1,0 +1,7 @@
+//! Tests of the room: the recorded curves of the reference, and what may change no bit.
+
+mod bits;
+mod blocks;
+mod curves;
+mod fixture;
+mod shelf;

@@ -1,0 +1,188 @@
+//! `prune recover` on small random checkpoints: every way lowers its loss and keeps zeros, a training that is killed anywhere leaves the
+//! files of an undisturbed one, and bad input is refused.
+
+mod killed;
+mod refused;
+
+use std::path::Path;
+
+use prune::linalg::StoredDtype;
+use prune::run::Manifest;
+use prune::synthetic::RandomCheckpoint;
+use safetensors::SafeTensors;
+
+use crate::support::{Place, TEXTS};
+
+/// A dense model `m` of two layers, and a pruned one in `pruned/model`.
+pub(crate) fn pruned(dtype: StoredDtype, pattern: &str) -> Place {
+    let place = Place::with(&RandomCheckpoint {
+        dtype,
+        ..RandomCheckpoint::default()
+    });
+    place.prune(&format!(
+        "--model m {pattern} --eval none --save pruned {TEXTS}"
+    ));
+    place
+}
+
+/// What every training here shares.
+pub(crate) const COMMON: &str = "recover --model pruned/model --dataset train.txt \
+    --eval-dataset test.txt --seqlen 64 --eval-windows 3 --steps 6 --lr 3e-3 --schedule constant";
+
+/// Ways, and what they add.
+pub(crate) const WAYS: [&str; 7] = [
+    "--how full",
+    "--how full --train-norms --optim paged-adamw8bit --hidden-states disk --held-out 0",
+    "--how lora --rank 4 --alpha 8 --target-modules q_proj,down_proj",
+    "--how lora --base-quant nf4-double --optim paged-adamw32bit --eval-every 2",
+    "--how blocks --teacher m --nsamples 16",
+    "--how blocks --teacher m --nsamples 16 --train factors --rank 4 --block-target ebft",
+    "--how blocks --teacher m --nsamples 16 --train-norms --optim sgd --momentum 0.9 --lr 10",
+];
+
+/// Elements of every matrix of the decoder, in f32, by name.
+fn matrices(model: &Path) -> Vec<(String, Vec<f32>)> {
+    let bytes = std::fs::read(model.join("model.safetensors")).expect("a model");
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let mut names: Vec<String> = file.names().into_iter().map(String::from).collect();
+    names.retain(|name| name.contains("_proj"));
+    names.sort();
+    let values = |name: &String| {
+        let tensor = file.tensor(name).expect("listed");
+        let values: Vec<f32> = match tensor.dtype() {
+            safetensors::Dtype::F32 => bytemuck::pod_collect_to_vec(tensor.data()),
+            safetensors::Dtype::BF16 => tensor
+                .data()
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .map(|&half| half::bf16::from_le_bytes(half).to_f32())
+                .collect(),
+            other => panic!("{other:?}"),
+        };
+        values
+    };
+    names
+        .iter()
+        .map(|name| (name.clone(), values(name)))
+        .collect()
+}
+
+/// Checks that what is zero in `before` is +0 in `after`, and returns the number of weights that changed.
+fn changed(before: &Path, after: &Path, when: &str) -> usize {
+    let mut changed = 0;
+    for ((name, before), (other, after)) in matrices(before).iter().zip(matrices(after)) {
+        assert_eq!(*name, other);
+        for (before, after) in before.iter().zip(after) {
+            assert!(*before != 0.0 || after.to_bits() == 0, "{name}: {when}");
+            changed += usize::from(*before != after);
+        }
+    }
+    changed
+}
+
+/// The first and the last loss.
+fn losses(manifest: &Manifest) -> (f64, f64) {
+    let recovery = manifest.recovery.as_ref().expect("a training");
+    match (recovery.steps.first(), recovery.steps.last()) {
+        (Some(first), Some(last)) => (first.loss, last.loss),
+        _ => {
+            let layer = manifest
+                .layers
+                .last()
+                .and_then(|layer| layer.training.as_ref());
+            let layer = layer.expect("a layer that was trained");
+            (layer.first, layer.last)
+        }
+    }
+}
+
+#[test]
+fn every_way_lowers_its_loss_and_keeps_zeros() {
+    for (dtype, pattern) in [
+        (StoredDtype::F32, "--sparsity-ratio 0.5"),
+        (StoredDtype::Bf16, "--sparsity-type 2:4"),
+    ] {
+        let place = pruned(dtype, pattern);
+        let before = place.path("pruned/model");
+        for way in WAYS {
+            let ran = place.prune(&format!("{COMMON} {way} --save out --force"));
+            let when = format!("{way} of {}", dtype.name());
+            assert_eq!(ran.code, 0, "{when}: {}", ran.stderr);
+            let count = changed(&before, &place.path("out/model"), &when);
+            assert!(count > 1000, "{when}: {count} weights changed");
+            let manifest = place.manifest("out");
+            let (first, last) = losses(&manifest);
+            assert!(last < first, "{when}: {first} then {last}");
+            assert!(!place.path("out/training.state").exists(), "{when}");
+            let dense = manifest.perplexity.dense.expect("measured").perplexity;
+            let recovered = manifest.perplexity.pruned.expect("measured").perplexity;
+            assert!(dense != recovered, "{when}: {dense}");
+            if dtype == StoredDtype::F32 {
+                assert_eq!(
+                    manifest.recovery.expect("a training").new_zeros,
+                    0,
+                    "{when}"
+                );
+            }
+            for name in ["recovery.json", "pruning.json", "README.md"] {
+                assert!(
+                    place.path("out/model").join(name).exists(),
+                    "{when}: {name}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn threads_places_and_pages_change_no_bit() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    for way in [
+        "--how lora --rank 4",
+        "--how full",
+        "--how blocks --teacher m --nsamples 16",
+    ] {
+        let model = |more: &str| {
+            let ran = place.prune(&format!(
+                "{COMMON} {way} --eval none --save out --force {more}"
+            ));
+            assert_eq!(ran.code, 0, "{way} {more}: {}", ran.stderr);
+            matrices(&place.path("out/model"))
+        };
+        let first = model("--threads 1");
+        for more in [
+            "--threads 3",
+            "--hidden-states disk",
+            "--optim paged-adamw32bit",
+            "--max-memory cpu=1GiB",
+            r#"--memory-settings {"mlp_tokens":7,"logits_bytes":4096,"head_rows":100,"prefetch":false}"#,
+        ] {
+            assert!(model(more) == first, "{way} {more}");
+        }
+    }
+}
+
+#[test]
+fn the_best_state_is_written_and_patience_ends_a_training() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    // Random texts have nothing to learn: with such a rate the held-out loss soon rises.
+    let flags = "--how full --held-out 4 --eval-every 1 --patience 2 --steps 40 --lr 0.02";
+    let line = COMMON.replace("--steps 6 --lr 3e-3", "");
+    let ran = place.prune(&format!("{line} {flags} --save out"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let recovery = place.manifest("out").recovery.expect("a training");
+    let best = recovery.best_step.expect("measured");
+    assert_eq!(
+        recovery.steps.len() as u64,
+        best + 2,
+        "{:?}",
+        recovery.held_out
+    );
+    assert!(recovery.steps.len() < 40);
+    let lowest = recovery
+        .held_out
+        .iter()
+        .min_by(|a, b| a.loss.total_cmp(&b.loss));
+    assert_eq!(lowest.expect("measured").step, best);
+}

@@ -1,0 +1,102 @@
+//! A training that is killed or stopped anywhere: the same command leaves the files of an undisturbed run.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use prune::linalg::StoredDtype;
+
+use super::{COMMON, pruned};
+use crate::resume::{assert_same, outcome};
+use crate::support::{Place, Ran};
+
+/// A way, and the operations at which it is killed.
+const KILLED: [&str; 3] = [
+    "--how full --optim paged-adamw8bit --save-every 1 --held-out 2 --eval-every 2",
+    "--how lora --rank 4 --save-every 2",
+    "--how blocks --teacher m --nsamples 16",
+];
+
+/// Runs with a fault; `None` where a signal ended it.
+fn with_fault(place: &Place, line: &str, fault: &str) -> Option<Ran> {
+    let mut command = place.command(line);
+    let output = command
+        .env("PRUNE_FAULT", fault)
+        .output()
+        .expect("the binary");
+    Some(Ran {
+        code: output.status.code()?,
+        stdout: String::from_utf8(output.stdout).expect("results are UTF-8"),
+        stderr: String::from_utf8(output.stderr).expect("messages are UTF-8"),
+    })
+}
+
+fn files(place: &Place) -> BTreeMap<String, Vec<u8>> {
+    outcome(&place.path("out"))
+}
+
+#[test]
+fn a_killed_training_leaves_the_same_bytes() {
+    let place = pruned(StoredDtype::Bf16, "--sparsity-ratio 0.5");
+    for way in KILLED {
+        let command = format!("{COMMON} {way} --save out");
+        let ran = place.prune(&command);
+        assert_eq!(ran.code, 0, "{way}: {}", ran.stderr);
+        let undisturbed = files(&place);
+        let mut killed = 0;
+        for at in (4..400).step_by(9) {
+            fs::remove_dir_all(place.path("out")).expect("removed");
+            if with_fault(&place, &command, &format!("kill:{at}")).is_some() {
+                break;
+            }
+            killed += 1;
+            let ran = place.prune(&command);
+            assert_eq!(ran.code, 0, "{way}, killed at {at}: {}", ran.stderr);
+            assert_same(
+                &files(&place),
+                &undisturbed,
+                &format!("{way}, killed at {at}"),
+            );
+        }
+        assert!(killed > 5, "{way}: {killed} kills");
+        fs::remove_dir_all(place.path("out")).expect("removed");
+    }
+}
+
+#[test]
+fn a_full_disk_ends_with_an_error_and_the_same_command_continues() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    let command = format!("{COMMON} --how lora --rank 4 --save-every 1 --save out");
+    place.prune(&command);
+    let undisturbed = files(&place);
+    let mut failed = 0;
+    for at in [8, 14, 20, 26, 40] {
+        fs::remove_dir_all(place.path("out")).expect("removed");
+        let ran = with_fault(&place, &command, &format!("full:{at}")).expect("no signal");
+        if ran.code == 0 {
+            continue;
+        }
+        failed += 1;
+        assert_eq!(ran.code, 1, "{}", ran.stderr);
+        assert!(ran.stderr.contains("error: "), "{}", ran.stderr);
+        let ran = place.prune(&command);
+        assert_eq!(ran.code, 0, "full at {at}: {}", ran.stderr);
+        assert_same(&files(&place), &undisturbed, &format!("full at {at}"));
+    }
+    assert!(failed > 1, "{failed} runs failed");
+}
+
+#[test]
+fn a_training_with_other_settings_is_not_continued() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    let command = format!("{COMMON} --how full --save-every 1 --save out");
+    assert!(with_fault(&place, &command, "kill:24").is_none());
+    let other = place.run(&command.replace("--lr 3e-3", "--lr 4e-3"));
+    assert_eq!(other.code, 1, "{}", other.stderr);
+    assert!(
+        other.stderr.contains("lr: 0.003 there, 0.004 now"),
+        "{}",
+        other.stderr
+    );
+    let other = place.run(&command.replace("--how full", "--how lora"));
+    assert_eq!(other.code, 1, "{}", other.stderr);
+}

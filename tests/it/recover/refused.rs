@@ -1,0 +1,140 @@
+//! Input that `prune recover` refuses: the error says what is wrong, and what to type instead. Nothing is written.
+
+use prune::linalg::StoredDtype;
+use prune::synthetic::RandomCheckpoint;
+
+use super::{COMMON, pruned};
+use crate::support::Place;
+
+/// The error of a command.
+fn refused(place: &Place, line: &str, code: i32, says: &[&str]) {
+    let ran = place.run(line);
+    assert_eq!(ran.code, code, "{line}: {}", ran.stderr);
+    for text in says {
+        assert!(
+            ran.stderr.contains(text),
+            "{line}\n{}\nhas no `{text}`",
+            ran.stderr
+        );
+    }
+    assert!(!ran.stderr.contains("panicked"), "{}", ran.stderr);
+}
+
+#[test]
+fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    place.checkpoint(
+        "other",
+        &RandomCheckpoint {
+            num_hidden_layers: 3,
+            ..RandomCheckpoint::default()
+        },
+    );
+    let cases: [(&str, &[&str]); 13] = [
+        (
+            "--how blocks",
+            &["needs the dense model", "--teacher DENSE"],
+        ),
+        (
+            "--how lora --teacher m",
+            &["uses no --teacher", "leave --teacher out"],
+        ),
+        (
+            "--how full --base-quant nf4",
+            &["--base-quant needs a base that stays frozen", "--how lora"],
+        ),
+        (
+            "--how lora --rank 65",
+            &["--rank 65 is above the rank of", "use --rank"],
+        ),
+        (
+            "--how lora --target-modules q_proj,qkv",
+            &["no `qkv`", "q_proj,k_proj"],
+        ),
+        (
+            "--how lora --lora-dropout 0.1",
+            &[
+                "--lora-dropout 0.1 is not possible",
+                "leave --lora-dropout out",
+            ],
+        ),
+        ("--how full --dtype f16", &["f16", "--dtype bf16"]),
+        (
+            "--how full --optim adam",
+            &["no optimizer `adam`", "paged-adamw8bit"],
+        ),
+        (
+            "--how full --patience 3 --held-out 0",
+            &["--patience needs held-out examples"],
+        ),
+        (
+            "--how full --train factors",
+            &["--train is a choice of --how blocks"],
+        ),
+        (
+            "--how full --save-adapter",
+            &["--save-adapter needs trained factors"],
+        ),
+        ("--how lora --alpha 0", &["--alpha 0 is not above 0"]),
+        ("--how full --device cuda", &["--use-cpu"]),
+    ];
+    for (more, says) in cases {
+        refused(&place, &format!("{COMMON} {more} --save out"), 2, says);
+    }
+    refused(
+        &place,
+        &format!("{COMMON} --how blocks --teacher other --save out"),
+        1,
+        &["another shape", "num_hidden_layers is 3 there, 2 here"],
+    );
+    refused(
+        &place,
+        &format!("{COMMON} --how blocks --teacher m --save m"),
+        1,
+        &["error: "],
+    );
+    assert!(!place.path("out").exists());
+}
+
+#[test]
+fn texts_that_are_too_short_and_trainings_that_explode_say_so() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    std::fs::write(place.path("short.txt"), "a b c d").expect("a new file");
+    let short = COMMON.replace("train.txt", "short.txt");
+    refused(
+        &place,
+        &format!("{short} --how full --save out"),
+        1,
+        &["error: ", "hint: "],
+    );
+    let wild = COMMON.replace("--lr 3e-3", "--lr 1e30");
+    refused(
+        &place,
+        &format!("{wild} --how full --max-grad-norm 0 --save out"),
+        1,
+        &[
+            "in step 2",
+            "no parameter was changed by this step",
+            "use a smaller rate",
+        ],
+    );
+    refused(
+        &place,
+        &format!("{wild} --how blocks --teacher m --nsamples 16 --save blocks"),
+        1,
+        &["layer 0 are not finite in step 2", "use a smaller rate"],
+    );
+}
+
+#[test]
+fn a_quantised_checkpoint_is_trained_as_an_adapter_only() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    place.prune("quantize --to nf4 pruned/model --save four");
+    let line = COMMON.replace("pruned/model", "four");
+    refused(
+        &place,
+        &format!("{line} --how lora --save out"),
+        2,
+        &["quantised to 4 bits", "--save-adapter --no-save-model"],
+    );
+}
