@@ -123,7 +123,7 @@ struct OptimizerArgs {
     #[arg(long, value_name = "NAME", default_value = "adamw")]
     optim: String,
 
-    /// Learning rate [default: 0.064 / hidden_size for weights, 0.016 / sqrt(hidden_size) for factors]
+    /// Learning rate [default: 0.064 / hidden_size for weights, in blocks 0.256 / hidden_size; 0.016 / sqrt(hidden_size) for factors]
     #[arg(long, value_name = "RATE", value_parser = positive)]
     lr: Option<f64>,
 

@@ -229,7 +229,7 @@ fn not_finite(layer: usize, at: TrainingStep) -> Failure {
         at.number, at.rate
     ))
     .detail("no parameter was changed by this step; finished layers are kept")
-    .hint(format!("use a smaller rate, like --lr {:e}", at.rate / 10.0))
+    .hint(format!("use a smaller rate, like --lr {:.0e}", at.rate / 10.0))
 }
 
 impl Editor for BlockTrainer<'_> {

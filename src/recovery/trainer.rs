@@ -426,7 +426,7 @@ fn check_finite(what: &str, value: f64, at: TrainingStep) -> Result<()> {
     ))
     .detail("no parameter was changed by this step")
     .hint(format!(
-        "use a smaller rate, like --lr {:e}, more --warmup, or a smaller --max-grad-norm",
+        "use a smaller rate, like --lr {:.0e}, more --warmup, or a smaller --max-grad-norm",
         at.rate / 10.0
     ))
     .into())

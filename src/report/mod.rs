@@ -10,6 +10,7 @@
 //! | `page` | the page of `prune report`, from one or several runs |
 //! | `grid` | the table of a sweep, and the parts of its page |
 //! | `merges` | the parts of table and page that only merges have |
+//! | `recoveries` | the parts of the table that only recovery trainings have |
 //! | `merge_card` | the model card of a merged model |
 //! | `comparison` | groups of runs that may share a chart |
 //! | `plots/` | pictures as SVG |
@@ -33,6 +34,7 @@ pub mod plan;
 pub mod plots;
 pub mod profile;
 pub mod quantization;
+mod recoveries;
 mod settings;
 pub mod table;
 

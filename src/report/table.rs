@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::format::duration;
-use super::merges;
+use super::{merges, recoveries};
 use crate::bytes::ByteSize;
 use crate::run::fallback::{FallbackOutcome, FallbackReport};
 use crate::run::manifest::PerplexityReport;
@@ -90,6 +90,11 @@ impl TableRows {
                 ),
             );
         }
+        if let Some(recovery) = &manifest.recovery {
+            for (name, value) in recoveries::rows(recovery, &manifest.layers) {
+                self.add(&name, value);
+            }
+        }
         let Some(sparsity) = manifest.sparsity else {
             return;
         };
@@ -100,7 +105,7 @@ impl TableRows {
                 sparsity.ratio, sparsity.zeros, sparsity.weights
             ),
         );
-        if sparsity.zeros_before > 0 {
+        if sparsity.zeros_before > 0 && manifest.recovery.is_none() {
             self.add(
                 "zeros before",
                 format!("{} weights were zero already", sparsity.zeros_before),
@@ -151,9 +156,13 @@ impl TableRows {
     fn perplexities(&mut self, manifest: &Manifest) {
         let evaluation = manifest.evaluation.as_ref();
         let dataset = evaluation.map_or("evaluation text", |text| &text.dataset);
+        let [first, second] = match manifest.recovery {
+            Some(_) => ["perplexity before", "perplexity after"],
+            None => ["dense perplexity", "pruned perplexity"],
+        };
         for (name, report) in [
-            ("dense perplexity", manifest.perplexity.dense),
-            ("pruned perplexity", manifest.perplexity.pruned),
+            (first, manifest.perplexity.dense),
+            (second, manifest.perplexity.pruned),
         ] {
             if let Some(report) = report {
                 self.add(name, perplexity(&report, dataset));

@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! rate of kept weights   0.064 / hidden_size        1e-3 for 64, 1.6e-5 for 4096
+//! the same in blocks     0.256 / hidden_size        4e-3 for 64, 6.3e-5 for 4096
 //! rate of factors        0.016 / √hidden_size       2e-3 for 64, 2.5e-4 for 4096
 //! ```
 //!
-//! The first follows the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466, table 8). The second is a curve
+//! The first two follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466, table 8). The third is a curve
 //! through the rates that were best for the models in docs/recovery.md and QLoRA's for 7B (Dettmers et al. 2023, arXiv:2305.14314).
 
 use std::path::PathBuf;
@@ -165,9 +166,10 @@ impl RecoverySettings {
     /// The learning rate for a model of this width.
     pub fn rate(&self, hidden_size: usize) -> f64 {
         let width = hidden_size as f64;
-        self.lr.unwrap_or(match self.trains {
-            TrainedKind::Weights => 0.064 / width,
-            TrainedKind::Factors => 0.016 / width.sqrt(),
+        self.lr.unwrap_or(match (self.trains, self.how) {
+            (TrainedKind::Weights, RecoveryWay::Blocks) => 0.256 / width,
+            (TrainedKind::Weights, _) => 0.064 / width,
+            (TrainedKind::Factors, _) => 0.016 / width.sqrt(),
         })
     }
 
@@ -214,6 +216,7 @@ mod tests {
         let full = RecoverySettings::of(RecoveryWay::Full);
         assert_eq!(full.rate(64), 1e-3);
         assert!((full.rate(4096) - 1.5625e-5).abs() < 1e-12);
+        assert_eq!(RecoverySettings::of(RecoveryWay::Blocks).rate(64), 4e-3);
         let lora = RecoverySettings::of(RecoveryWay::Lora);
         assert_eq!(lora.rate(64), 2e-3);
         assert_eq!(lora.rate(4096), 2.5e-4);

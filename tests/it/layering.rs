@@ -121,6 +121,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "recipe",
             "generation",
             "quantized",
+            "training",
+            "recovery",
         ],
     ),
     (
@@ -143,6 +145,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "adapter",
             "vocabulary",
             "quantized",
+            "training",
+            "recovery",
             "merge",
             "demo",
             "report",
@@ -186,6 +190,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "merging",
             "hub",
             "quantized",
+            "training",
+            "recovery",
             // Hidden commands.
             "demo",
             "synthetic",

@@ -59,6 +59,7 @@ pub fn recover_given(
     if settings.output.log_memory {
         recorder.log_memory();
     }
+    resolved::check(&settings)?;
     interruption::before_outputs(&settings, &recorder);
     let device = &mut settings.device;
     // Training has no kernels for GPUs. A flag that names one is refused.

@@ -53,8 +53,6 @@ impl Recovery {
         let Some(recovery) = &settings.recovery else {
             return Ok(None);
         };
-        check_ways(recovery)?;
-        check_device(settings)?;
         let writes = settings.output.save.is_some() || settings.output.save_model.is_some();
         if model.quantized.is_some() && writes && !settings.output.no_save_model {
             return Err(quantized_base(&model.folder).into());
@@ -180,6 +178,17 @@ impl Teacher {
             fingerprint,
         })
     }
+}
+
+/// Refuses settings that contradict each other, and arithmetic and devices that no backward pass exists for.
+///
+/// # Errors
+/// Fails with exit code 2, naming the flags.
+pub(super) fn check(settings: &Settings) -> Result<()> {
+    if let Some(recovery) = &settings.recovery {
+        check_ways(recovery)?;
+    }
+    check_device(settings)
 }
 
 /// Refuses settings that contradict each other.

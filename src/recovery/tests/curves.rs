@@ -116,6 +116,7 @@ fn distance(got: &[f32], exact: &[f32]) -> f64 {
 }
 
 #[test]
+#[ignore = "takes 15 seconds, and tests/it repeats the same curve by a whole run"]
 fn low_rank_factors_follow_the_reference() {
     let Some(record) = record("curve.lora.json") else {
         return;
@@ -156,7 +157,7 @@ fn kept_weights_follow_the_reference_and_pruned_ones_stay_zero() {
     };
     let model = TestModel::stories().unwrap();
     let training = Training::new(model.part(TrainedForm::Weights), SEQLEN);
-    let (apart, shelf) = follow((&record, 200), &training, &model, &unchanged);
+    let (apart, shelf) = follow((&record, 40), &training, &model, &unchanged);
     assert!(apart.loss <= 1e-4 && apart.norm <= 1e-3, "{:e}", apart.loss);
     let mut pruned = 0;
     for layer in 0..shelf.layers() {

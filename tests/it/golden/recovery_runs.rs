@@ -3,7 +3,7 @@
 //! The goldens train models that Wanda pruned at 60 %, with PyTorch in f32. Losses are compared within 1e-4, perplexities within 0.5 %.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use prune::job::recover::{GivenTraining, recover_given};
@@ -213,7 +213,7 @@ fn dataset(path: &Path) -> Result<prune::data::DatasetSpec> {
 }
 
 /// Ids, order and first factors of a golden.
-fn given(path: &PathBuf) -> Result<GivenTraining> {
+fn given(path: &Path) -> Result<GivenTraining> {
     let inputs = tensors(path)?.with_context(|| format!("no `{}`", path.display()))?;
     let order = inputs.get("order").map(|order| {
         let order: Vec<i16> = bytemuck::pod_collect_to_vec(order);

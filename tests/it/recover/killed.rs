@@ -11,9 +11,9 @@ use crate::support::{Place, Ran};
 
 /// A way, and the operations at which it is killed.
 const KILLED: [&str; 3] = [
-    "--how full --optim paged-adamw8bit --save-every 1 --held-out 2 --eval-every 2",
-    "--how lora --rank 4 --save-every 2",
-    "--how blocks --teacher m --nsamples 16",
+    "--how full --lr 3e-3 --optim paged-adamw8bit --save-every 1 --held-out 2 --eval-every 2",
+    "--how lora --lr 3e-3 --rank 4 --save-every 2",
+    "--how blocks --lr 3e-3 --teacher m --nsamples 16",
 ];
 
 /// Runs with a fault; `None` where a signal ended it.
@@ -39,7 +39,7 @@ fn a_killed_training_leaves_the_same_bytes() {
     let place = pruned(StoredDtype::Bf16, "--sparsity-ratio 0.5");
     for way in KILLED {
         let command = format!("{COMMON} {way} --save out");
-        let ran = place.prune(&command);
+        let ran = place.run(&command);
         assert_eq!(ran.code, 0, "{way}: {}", ran.stderr);
         let undisturbed = files(&place);
         let mut killed = 0;
@@ -49,7 +49,7 @@ fn a_killed_training_leaves_the_same_bytes() {
                 break;
             }
             killed += 1;
-            let ran = place.prune(&command);
+            let ran = place.run(&command);
             assert_eq!(ran.code, 0, "{way}, killed at {at}: {}", ran.stderr);
             assert_same(
                 &files(&place),
@@ -65,8 +65,8 @@ fn a_killed_training_leaves_the_same_bytes() {
 #[test]
 fn a_full_disk_ends_with_an_error_and_the_same_command_continues() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
-    let command = format!("{COMMON} --how lora --rank 4 --save-every 1 --save out");
-    place.prune(&command);
+    let command = format!("{COMMON} --how lora --lr 3e-3 --rank 4 --save-every 1 --save out");
+    assert_eq!(place.run(&command).code, 0);
     let undisturbed = files(&place);
     let mut failed = 0;
     for at in [8, 14, 20, 26, 40] {
@@ -78,7 +78,7 @@ fn a_full_disk_ends_with_an_error_and_the_same_command_continues() {
         failed += 1;
         assert_eq!(ran.code, 1, "{}", ran.stderr);
         assert!(ran.stderr.contains("error: "), "{}", ran.stderr);
-        let ran = place.prune(&command);
+        let ran = place.run(&command);
         assert_eq!(ran.code, 0, "full at {at}: {}", ran.stderr);
         assert_same(&files(&place), &undisturbed, &format!("full at {at}"));
     }
@@ -88,7 +88,7 @@ fn a_full_disk_ends_with_an_error_and_the_same_command_continues() {
 #[test]
 fn a_training_with_other_settings_is_not_continued() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
-    let command = format!("{COMMON} --how full --save-every 1 --save out");
+    let command = format!("{COMMON} --how full --lr 3e-3 --save-every 1 --save out");
     assert!(with_fault(&place, &command, "kill:24").is_none());
     let other = place.run(&command.replace("--lr 3e-3", "--lr 4e-3"));
     assert_eq!(other.code, 1, "{}", other.stderr);
