@@ -14,7 +14,7 @@ use super::comparison::{NamedRun, RunComparison, method_label};
 use super::format::{escape, finite};
 use super::grid;
 use super::merges;
-use super::plots::{Figure, heat, memory, perplexity, phases};
+use super::plots::{Figure, heat, memory, perplexity, phases, training};
 use super::settings::{self, Table};
 use crate::run::Manifest;
 use crate::run::grid::GridRecord;
@@ -207,6 +207,8 @@ fn section<'a>(run: &'a NamedRun, prefix: &str) -> Result<RunSection<'a>> {
     let drawn = [
         heat::sparsity(manifest)?,
         heat::output_error(manifest)?,
+        training::losses(manifest)?,
+        training::rates(manifest)?,
         phases::figure(manifest)?,
         memory::figure(manifest)?,
     ];
@@ -225,7 +227,7 @@ fn section<'a>(run: &'a NamedRun, prefix: &str) -> Result<RunSection<'a>> {
         summary: summary(manifest),
         warnings: &manifest.warnings,
         figures: drawn.into_iter().flatten().collect(),
-        lacks_errors: !manifest.layers.is_empty() && !has_errors,
+        lacks_errors: !manifest.layers.is_empty() && !has_errors && manifest.recovery.is_none(),
         settings: settings::settings(manifest),
         details: details
             .into_iter()

@@ -277,6 +277,7 @@ impl RunFolder {
             manifest.gate = gate;
             self.record(&manifest)?;
         }
+        remove(folder.join(state::TRAINING_FILE))?;
         remove(StateFile::path(folder))?;
         Ok(Some(manifest))
     }

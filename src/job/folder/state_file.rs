@@ -18,7 +18,7 @@ use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{bias_of, pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::merging::{MergedTensor, ModelPerplexity};
-use crate::run::state::{FILE, SCHEMA, SessionReport, merge_phases};
+use crate::run::state::{FILE, SCHEMA, SessionReport, TRAINING_FILE, merge_phases};
 use crate::run::{Events, RunState};
 use crate::runtime::Clock;
 
@@ -184,8 +184,10 @@ impl<'a> StateFile<'a> {
         manifest.warnings = now.warnings;
     }
 
-    /// The run is finished: nothing is left to continue. If a power cut brings the file back, the record beside it says so.
+    /// The run is finished: nothing is left to continue, also of a training. If a power cut brings the file back, the record beside it says so.
     pub(in crate::job) fn remove(&self) -> Result<()> {
+        let training = self.path.with_file_name(TRAINING_FILE);
+        disk::remove(&training).with_context(|| format!("removing `{}`", training.display()))?;
         disk::remove(&self.path).with_context(|| format!("removing `{}`", self.path.display()))
     }
 }

@@ -31,7 +31,6 @@ use super::recorder::Recorder;
 use super::settle::{Job, Settled};
 use super::streams::Streams;
 use super::{interruption, profile};
-use crate::disk;
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
 pub use given::{GivenTraining, InitialParameters};
@@ -101,9 +100,6 @@ pub fn recover_given(
         ..swept.results
     };
     let manifest = job.record(&outputs, results, &recorder)?;
-    if let Some(folder) = job.folder.state() {
-        disk::remove(&saved::path(folder)).context("removing the state of the training")?;
-    }
     interruption::is_over(&recorder);
     Ok(manifest)
 }

@@ -5,6 +5,7 @@
 //! | `heat` | layer × matrix: sparsity, relative output error |
 //! | `phases` | bars: time per phase |
 //! | `memory` | memory over time, or the peak per phase where no samples were taken |
+//! | `training` | losses and learning rate of a training |
 //! | `perplexity` | perplexity against sparsity, one line per method |
 //! | `canvas`, `scale`, `bars`, `chart` | shared parts: colours and texts, ticks, horizontal bars, lines over axes |
 //!
@@ -19,6 +20,7 @@ pub mod memory;
 pub mod perplexity;
 pub mod phases;
 mod scale;
+pub mod training;
 
 /// A picture and its caption.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
