@@ -21,6 +21,7 @@
 //! | `adapted` | [`AdaptedSource`], base and adapter read as one model |
 //! | `combine` | [`Combination`], several adapters into one, factor by factor |
 //! | `combined_files` | a combination as a folder that peft loads |
+//! | `trained_files` | [`TrainedAdapter`], trained factors as such a folder |
 
 mod adapted;
 mod change;
@@ -33,6 +34,7 @@ mod low_rank;
 mod opened;
 mod parts;
 mod stored;
+mod trained_files;
 
 #[cfg(test)]
 mod combine_tests;
@@ -46,3 +48,4 @@ pub use change::TensorChange;
 pub use combine::{AdapterShare, Combination, CombinationKind, Draws, MajoritySign};
 pub use low_rank::LowRank;
 pub use opened::Adapter;
+pub use trained_files::TrainedAdapter;

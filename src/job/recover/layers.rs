@@ -216,7 +216,9 @@ fn report(
         held_out: head.map(|head| head.held_out.clone()).unwrap_or_default(),
         best_step: head.and_then(|head| head.best_step),
         new_zeros: new_zeros.sum(),
-        adapter: None,
+        adapter: job
+            .adapter_folder(recovery)
+            .map(|folder| folder.display().to_string()),
         states: states_dtype(job.model.products).name().to_string(),
     })
 }

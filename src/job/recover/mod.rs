@@ -93,6 +93,9 @@ pub fn recover_given(
     )?;
     drop(streams);
     let own = job.published_recovery(recovery, &swept.results)?;
+    if let Some((trained, folder)) = trained.as_ref().zip(job.adapter_folder(recovery)) {
+        trained.write_adapter(&job, recovery, &folder)?;
+    }
     let output = outputs.finish(&job, own, &swept.expected, &recorder)?;
     let results = RunResults {
         output,

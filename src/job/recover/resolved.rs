@@ -186,13 +186,13 @@ impl Teacher {
 /// Fails with exit code 2, naming the flags.
 pub(super) fn check(settings: &Settings) -> Result<()> {
     if let Some(recovery) = &settings.recovery {
-        check_ways(recovery)?;
+        check_ways(recovery, settings)?;
     }
     check_device(settings)
 }
 
 /// Refuses settings that contradict each other.
-fn check_ways(recovery: &RecoverySettings) -> Result<()> {
+fn check_ways(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
     let name = recovery.how.name();
     let refused = match (recovery.how, recovery.trains) {
         (RecoveryWay::Blocks, _) if recovery.teacher.is_none() => Some((
@@ -220,6 +220,10 @@ fn check_ways(recovery: &RecoverySettings) -> Result<()> {
         (RecoveryWay::Blocks, _) if recovery.base_quant.is_some() => Some((
             "--base-quant needs --how lora: blocks read each layer once".to_string(),
             "leave --base-quant out".to_string(),
+        )),
+        _ if recovery.save_adapter && settings.output.save.is_none() => Some((
+            "--save-adapter needs a run folder".to_string(),
+            "add --save DIR; the adapter becomes DIR/adapter".to_string(),
         )),
         _ if recovery.save_adapter && recovery.train_norms => Some((
             "an adapter has no place for the norms that --train-norms trains".to_string(),

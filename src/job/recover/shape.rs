@@ -163,6 +163,16 @@ impl Job {
         calibration.map_or(0, |calibration| calibration.seed)
     }
 
+    /// The folder of `--save-adapter`: beside the model in the run folder.
+    pub(super) fn adapter_folder(&self, recovery: &Recovery) -> Option<PathBuf> {
+        let run = self
+            .folder
+            .run
+            .as_ref()
+            .filter(|_| recovery.settings.save_adapter);
+        run.map(|run| run.join("adapter"))
+    }
+
     /// The folder of files that go with the process.
     pub(super) fn offload_folder(&self) -> PathBuf {
         let asked = self.settings.device.offload_folder.clone();

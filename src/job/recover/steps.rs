@@ -1,5 +1,7 @@
 //! The steps of a training of the whole model: from the first, or from those that an earlier process saved.
 
+use std::borrow::Cow;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -9,6 +11,7 @@ use super::super::settle::Job;
 use super::base::FrozenBase;
 use super::resolved::Recovery;
 use super::saved::{self, TrainingHead};
+use crate::adapter::TrainedAdapter;
 use crate::data::{ExampleOrder, Examples};
 use crate::linalg::{Products, StoredDtype};
 use crate::model::LayerContext;
@@ -29,6 +32,40 @@ pub(super) struct Trained {
     pub(super) base: FrozenBase,
     pub(super) shelf: Shelf,
     pub(super) head: TrainingHead,
+}
+
+impl Trained {
+    /// Writes the factors as an adapter for peft; the best ones where they were kept.
+    ///
+    /// # Errors
+    /// Fails when the disk refuses.
+    pub(super) fn write_adapter(
+        &self,
+        job: &Job,
+        recovery: &Recovery,
+        folder: &Path,
+    ) -> Result<()> {
+        let (config, part) = (&job.model.config, &recovery.part);
+        let of_layer = |layer: usize| {
+            let matrices = part.projections.iter().map(|projection| {
+                let (out, inner) = projection.shape(config);
+                (projection.full_name(layer), [out, inner])
+            });
+            matrices.collect()
+        };
+        let modules = part.projections.iter();
+        let adapter = TrainedAdapter {
+            base: job.model.report()?.name(),
+            rank: recovery.settings.rank,
+            alpha: recovery.settings.alpha,
+            modules: modules.map(|one| one.module().to_string()).collect(),
+            layers: (0..config.num_hidden_layers).map(of_layer).collect(),
+        };
+        adapter.write(folder, &|layer| {
+            let values = self.shelf.best_values(layer)?;
+            Ok(values.into_iter().map(Cow::into_owned).collect())
+        })
+    }
 }
 
 /// Trains the whole model.

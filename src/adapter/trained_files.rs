@@ -1,0 +1,159 @@
+//! Trained factors as a folder that peft loads: `adapter_config.json` and `adapter_model.safetensors`.
+//!
+//! The factors of one layer are in memory. They are f32. The config is written last. peft adds s·B·A to the whole weight: it knows no mask,
+//! so pruned weights of the base are not zero behind its adapter. A merged model keeps its zeros.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write as _};
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+use serde_json::json;
+
+use super::config::CONFIG_FILE;
+use super::keys::PREFIX;
+use super::opened::WEIGHTS_FILE;
+use crate::checkpoint::{cannot_write, encode_header, write_atomic, write_atomic_with};
+use crate::disk;
+
+/// Trained factors of the matrices of a model.
+#[derive(Debug, Clone)]
+pub struct TrainedAdapter {
+    /// The name of the base, for `base_model_name_or_path`.
+    pub base: String,
+    /// Rows of A.
+    pub rank: usize,
+    /// s·rank.
+    pub alpha: f64,
+    /// The names of the trained modules inside a layer: `q_proj`.
+    pub modules: Vec<String>,
+    /// Full names of the matrices of each layer, with `[out_features, in_features]`.
+    pub layers: Vec<Vec<(String, [usize; 2])>>,
+}
+
+impl TrainedAdapter {
+    /// Writes the adapter into `folder`, over an adapter that is there.
+    ///
+    /// # Arguments
+    /// * `factors`: the factors of a layer, A `[rank, in]` and B `[out, rank]` of each matrix in turn
+    ///
+    /// # Errors
+    /// Fails when files cannot be written, and with the error of `factors`.
+    pub fn write(
+        &self,
+        folder: &Path,
+        factors: &dyn Fn(usize) -> Result<Vec<Vec<f32>>>,
+    ) -> Result<()> {
+        let config = folder.join(CONFIG_FILE);
+        // Without its config, an adapter that is half replaced is not loaded.
+        let created = std::fs::create_dir_all(folder).and_then(|()| disk::remove(&config));
+        created.map_err(|error| cannot_write(folder, &error))?;
+        let header = self.header();
+        write_atomic_with(&folder.join(WEIGHTS_FILE), &mut |out| {
+            let mut out = io::BufWriter::with_capacity(1 << 20, out);
+            out.write_all(&header)?;
+            for layer in 0..self.layers.len() {
+                for values in factors(layer).map_err(io::Error::other)? {
+                    // The bytes of a file are little endian, as those of every machine that this program is built for.
+                    out.write_all(bytemuck::cast_slice(&values))?;
+                }
+            }
+            out.flush()
+        })?;
+        let mut text = serde_json::to_vec_pretty(&self.config()).context("writing the config")?;
+        text.push(b'\n');
+        write_atomic(&config, &text)
+    }
+
+    fn header(&self) -> Vec<u8> {
+        let (mut infos, mut end) = (Vec::new(), 0);
+        for (name, [out, inner]) in self.layers.iter().flatten() {
+            for (factor, shape) in [
+                ("lora_A", [self.rank, *inner]),
+                ("lora_B", [*out, self.rank]),
+            ] {
+                let bytes = 4 * shape[0] * shape[1];
+                let info = TensorInfo {
+                    dtype: Dtype::F32,
+                    shape: shape.to_vec(),
+                    data_offsets: (end, end + bytes),
+                };
+                end += bytes;
+                infos.push((format!("{PREFIX}{name}.{factor}.weight"), info));
+            }
+        }
+        encode_header(&BTreeMap::from([("format".into(), "pt".into())]), &infos)
+    }
+
+    fn config(&self) -> serde_json::Value {
+        json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "inference_mode": true,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": self.modules,
+            "use_rslora": false,
+            "use_dora": false,
+            "bias": "none",
+            "lora_dropout": 0.0,
+            "fan_in_fan_out": false,
+            "init_lora_weights": true,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adapter::Adapter;
+
+    #[test]
+    fn our_reader_finds_the_factors_that_were_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = |layer: usize, module: &str| format!("model.layers.{layer}.self_attn.{module}");
+        let adapter = TrainedAdapter {
+            base: "pruned".to_string(),
+            rank: 2,
+            alpha: 8.0,
+            modules: vec!["q_proj".to_string(), "k_proj".to_string()],
+            layers: (0..3)
+                .map(|layer| {
+                    vec![
+                        (name(layer, "q_proj"), [4, 3]),
+                        (name(layer, "k_proj"), [5, 3]),
+                    ]
+                })
+                .collect(),
+        };
+        let factors = |layer: usize| {
+            let wave = |count: usize, pace: usize| -> Vec<f32> {
+                (0..count)
+                    .map(|at| ((at * pace + layer) as f32).sin())
+                    .collect()
+            };
+            Ok(vec![wave(6, 3), wave(8, 5), wave(6, 7), wave(10, 11)])
+        };
+        let place = folder.path().join("adapter");
+        for _ in 0..2 {
+            adapter.write(&place, &factors).unwrap();
+        }
+        let read = Adapter::open(&place).unwrap();
+        assert_eq!(read.base_model_name(), Some("pruned"));
+        assert_eq!(read.changed().count(), 6);
+        for layer in 0..3 {
+            let written = factors(layer).unwrap();
+            for (at, module) in ["q_proj", "k_proj"].into_iter().enumerate() {
+                let tensor = format!("{}.weight", name(layer, module));
+                let found = read.factors(&tensor).unwrap().unwrap();
+                assert_eq!((found.rank, found.scale), (2, 4.0));
+                assert_eq!(found.down, written[2 * at], "{tensor}");
+                assert_eq!(found.up, written[2 * at + 1], "{tensor}");
+            }
+        }
+        assert_eq!(std::fs::read_dir(&place).unwrap().count(), 2);
+    }
+}
