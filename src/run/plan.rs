@@ -149,6 +149,9 @@ pub enum PartKind {
     /// The layer that is read ahead.
     #[serde(rename = "the next layer")]
     NextLayer,
+    /// Frozen layers of a training: those that stay in memory, and the one that is read ahead.
+    #[serde(rename = "frozen layers")]
+    FrozenLayers,
     /// Rotary tables, and packed operands of products.
     #[serde(rename = "rotary tables and packing")]
     Context,

@@ -15,7 +15,7 @@ use crate::support::{Place, ran, words};
 /// Words of the longest sentence.
 const LONGEST_SENTENCE: usize = 40;
 /// Words of all pages in docs/ but the generated one.
-const ALL_PAGES: usize = 26_800;
+const ALL_PAGES: usize = 27_900;
 /// Lines and columns of README's first screen.
 const SCREEN: (usize, usize) = (45, 100);
 /// The page that `cli_page` writes.
@@ -232,10 +232,17 @@ fn staged() -> (Place, Server) {
 fn run(place: &Place, server: &Server, page: &Path, line: &str) -> Option<String> {
     let arguments = line.strip_prefix("prune ").expect("a command of prune");
     let is_pruning = arguments.starts_with("--model") || arguments.starts_with("sweep --model");
-    let writes = is_pruning || arguments.starts_with("merge") || arguments.starts_with("quantize");
+    let is_recovery = arguments.starts_with("recover");
+    let writes = is_pruning
+        || is_recovery
+        || arguments.starts_with("merge")
+        || arguments.starts_with("quantize");
     let mut arguments = arguments.to_string();
     if is_pruning && !arguments.contains("--nsamples") {
         arguments += " --nsamples 2";
+    }
+    if is_recovery {
+        arguments += " --seqlen 64 --steps 2";
     }
     // A page shows several ways to one result.
     if writes && !arguments.contains("--resume") && arguments.contains("--save ") {

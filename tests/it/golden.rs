@@ -7,7 +7,6 @@ mod compare;
 mod families;
 mod permutation;
 mod recovery;
-mod recovery_nf4;
 mod recovery_runs;
 mod reference;
 mod repairs;

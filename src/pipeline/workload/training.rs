@@ -3,9 +3,9 @@
 //! ```text
 //! whole model   inputs (layers + 1) · examples · L·H·e, gradients examples · L·H·4, held-out states held · L·H·4
 //! by layer      samples twice: behind the recovered layers, and the targets
-//! forward       layer + the base that is read ahead + values of the layer + a sample in the layer
+//! forward       layer + frozen layers + a sample in the layer
 //! backward      the same + gradients of the layer + activations and their gradients
-//! update        values, gradient, mask and optimizer state of one parameter, or of a layer
+//! update        values of a layer, or values, gradient, mask and optimizer state of one parameter
 //! ```
 
 use super::host::Host;
@@ -57,9 +57,13 @@ impl TrainingShape {
         layers.min(usize::try_from(fitting).unwrap_or(usize::MAX))
     }
 
-    /// Memory of the frozen weights that stay.
-    pub fn resident(&self) -> ByteSize {
-        ByteSize(self.base.0.saturating_mul(self.resident_layers as u64))
+    /// Values and masks of a layer that exist in a phase: those of a layer that is trained alone exist always, others only while they
+    /// become the weights of the layer.
+    fn in_use(&self, phase: Phase) -> ByteSize {
+        match self.is_by_layer || phase == Phase::Update {
+            true => self.values,
+            false => ByteSize::ZERO,
+        }
     }
 
     /// Memory of the hidden states of a training of the whole model.
@@ -113,16 +117,15 @@ impl Host<'_> {
         let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
         let mut all = self.training_states(trains);
         all.push(part(PartKind::Layer, layer));
-        let ahead = if settings.prefetch { 1 } else { 0 };
-        all.push(part(
-            PartKind::NextLayer,
-            ByteSize(trains.base.0.saturating_mul(ahead)) + trains.resident(),
-        ));
+        all.push(part(PartKind::FrozenLayers, self.frozen(trains)));
         if footprint::keeps_packed(run.kernel(), settings) {
             let packed = footprint::layer_packed(run.config, run.kernel());
             all.push(part(PartKind::PackedLayer, packed));
         }
-        all.push(part(PartKind::Parameters, trains.shelf + trains.values));
+        all.push(part(
+            PartKind::Parameters,
+            trains.shelf + trains.in_use(phase),
+        ));
         if !trains.is_by_layer && settings.head_rows.is_none() {
             let head = footprint::head_weight(run.config, run.dtypes.head);
             all.push(part(PartKind::HeadAndLogits, head));
@@ -150,9 +153,17 @@ impl Host<'_> {
         // The workspace of the layers stays.
         parts.push(part(PartKind::Workspace, gradient + workspace));
         parts.push(part(PartKind::Parameters, trains.shelf));
-        parts.push(part(PartKind::NextLayer, trains.base + trains.resident()));
+        parts.push(part(PartKind::FrozenLayers, self.frozen(trains)));
         parts.push(self.context(true));
         self.phase(Phase::Head, parts)
+    }
+
+    /// Frozen layers that stay in memory, and the one that is read ahead where not all stay.
+    fn frozen(&self, trains: &TrainingShape) -> ByteSize {
+        let all_stay = trains.resident_layers >= self.run.config.num_hidden_layers;
+        let ahead = self.option.settings.prefetch && !all_stay;
+        let layers = trains.resident_layers + usize::from(ahead);
+        ByteSize(trains.base.0.saturating_mul(layers as u64))
     }
 
     /// Token ids, and the hidden states of a step.

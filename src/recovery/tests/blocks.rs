@@ -130,6 +130,7 @@ fn trained_blocks(
 }
 
 #[test]
+#[ignore = "takes 7 seconds, and tests/it repeats the same curve by a whole run"]
 #[expect(
     clippy::print_stdout,
     reason = "the measured differences decide on the limits"
