@@ -325,6 +325,7 @@ impl State {
                     print_line(&self.progress.line());
                 }
             }
+            Event::TrainingStep { loss, tokens, .. } => self.progress.set_loss(*loss, *tokens),
             Event::PhaseDone { .. } => {
                 self.progress.end_phase();
                 if let Some(bars) = &mut self.bars {

@@ -35,6 +35,8 @@ pub(super) struct Progress {
     began: Option<Instant>,
     last_told: Option<Instant>,
     sweep: Option<SweepProgress>,
+    /// The loss of the last step of a training, and the tokens of a step.
+    training: Option<(f64, u64)>,
 }
 
 impl Progress {
@@ -67,6 +69,7 @@ impl Progress {
         self.end_phase();
         let now = Instant::now();
         (self.phase, self.unit, self.steps) = (phase, unit, steps);
+        self.training = None;
         (self.began, self.last_told) = (Some(now), Some(now));
     }
 
@@ -82,6 +85,11 @@ impl Progress {
     /// Units of the phase that are done.
     pub(super) fn set_done(&mut self, done: u64) {
         self.done = done;
+    }
+
+    /// A step of a training is over.
+    pub(super) fn set_loss(&mut self, loss: f64, tokens: u64) {
+        self.training = Some((loss, tokens));
     }
 
     /// Returns true once per `interval`.
@@ -109,7 +117,14 @@ impl Progress {
             return self.unit.to_string();
         }
         let rate = self.done as f64 / elapsed;
-        let mut text = format!("{} {}/s", three_digits(rate), self.unit);
+        let mut text = match self.training {
+            // A step may take minutes; tokens are comparable with other programs.
+            Some((loss, tokens)) => {
+                let speed = three_digits(rate * tokens as f64);
+                format!("loss {loss:.4} | {speed} tokens/s")
+            }
+            None => format!("{} {}/s", three_digits(rate), self.unit),
+        };
         if let Some(left) = self.steps.checked_sub(self.done).filter(|&left| left > 0) {
             text += &format!(" | ETA {}", duration(left as f64 / rate));
         }

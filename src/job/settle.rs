@@ -154,7 +154,9 @@ impl Job {
             Sharing::Next(first) => (Arc::clone(&first.texts), first.plan.clone(), 0),
             Sharing::Alone | Sharing::First(_) => {
                 let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
-                shape.trains = recovery.as_ref().map(|recovery| recovery.shape(&model));
+                let nsamples = settings.calibration.as_ref().map(|of| of.nsamples);
+                let recovery = recovery.as_ref();
+                shape.trains = recovery.map(|recovery| recovery.shape(&model, nsamples));
                 texts_and_plan(&settings, &model, &planning, shape, &given, events)?
             }
         };

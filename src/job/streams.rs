@@ -91,7 +91,11 @@ impl<'a> Streams<'a> {
 }
 
 /// The passes of a sweep: one sample through one layer, or through the head. Each sample passes the `finished` layers once.
+/// 0 for a training, whose steps take other times: its layers are counted.
 pub(super) fn passes(job: &Job, finished: usize, streams_of_windows: usize) -> u64 {
+    if job.recovery.is_some() {
+        return 0;
+    }
     let layers = job.model.config.num_hidden_layers;
     let samples = job.samples().map_or(0, |samples| samples.nsamples);
     let calibration = samples * job.passes_of_a_sample(finished);

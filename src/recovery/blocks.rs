@@ -197,6 +197,16 @@ impl BlockTrainer<'_> {
         };
         let index = base.layer.index();
         let mut losses = Vec::new();
+        self.events.emit(Event::PhaseStarted {
+            phase: format!(
+                "layer {}/{}: train",
+                index + 1,
+                self.config.num_hidden_layers
+            ),
+            unit: "steps",
+            steps: self.schedule.steps,
+        });
+        let start = Instant::now();
         for step in 0..self.schedule.steps {
             let samples = (self.batch)(index, step);
             let at = TrainingStep {
@@ -213,7 +223,16 @@ impl BlockTrainer<'_> {
                 rate: at.rate,
                 tokens: (samples.len() * self.states.seqlen()) as u64,
             });
+            self.events.emit(Event::Progress { done: step + 1 });
         }
+        self.events.emit(Event::PhaseDone {
+            phase: format!(
+                "layer {}/{}: train",
+                index + 1,
+                self.config.num_hidden_layers
+            ),
+            elapsed: start.elapsed(),
+        });
         let loss = BlockLoss {
             first: losses.first().copied().unwrap_or(f64::NAN),
             last: losses.last().copied().unwrap_or(f64::NAN),

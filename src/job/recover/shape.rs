@@ -15,7 +15,14 @@ use crate::run::{Events, MemorySettings};
 
 impl Recovery {
     /// The training in numbers, before its text is known.
-    pub(in crate::job) fn shape(&self, model: &OpenedModel) -> TrainingShape {
+    ///
+    /// # Arguments
+    /// * `nsamples`: calibration samples of a training by layers
+    pub(in crate::job) fn shape(
+        &self,
+        model: &OpenedModel,
+        nsamples: Option<u32>,
+    ) -> TrainingShape {
         let (config, optimizer) = (&*model.config, self.optimizer());
         let specs = self.part.parameters(config);
         let one_layer = Shelf::bytes(&specs, &*optimizer, 1, false);
@@ -38,7 +45,15 @@ impl Recovery {
             (true, false) => self.shelf_bytes(config),
             _ => 0,
         };
+        let samples = nsamples.unwrap_or(0) as usize;
+        let steps = match (is_whole, self.settings.epochs) {
+            // The number of examples is not known yet.
+            (true, Some(_)) => 0,
+            _ => self.settings.steps_of(samples),
+        };
         TrainingShape {
+            passes: steps * self.settings.per_step() as u64,
+            epochs: self.settings.epochs.filter(|_| is_whole),
             is_by_layer: !is_whole,
             per_step: if is_whole {
                 self.settings.per_step()

@@ -182,9 +182,8 @@ impl<'a> Training<'a> {
         self.events.emit(Event::PhaseStarted {
             phase: format!("train {}", self.recovery.settings.how.name()),
             unit: "steps",
-            steps,
+            steps: steps - done.min(steps),
         });
-        self.events.emit(Event::Progress { done });
         let start = Instant::now();
         // An earlier process may have ended between a step and its measurement.
         let measured = self.head.held_out.last().map_or(0, |report| report.step);
@@ -216,7 +215,9 @@ impl<'a> Training<'a> {
                 rate: at.rate,
                 tokens: (per_step * self.examples.seqlen()) as u64,
             });
-            self.events.emit(Event::Progress { done: at.number });
+            self.events.emit(Event::Progress {
+                done: at.number - done,
+            });
             if at.number.is_multiple_of((steps / MEMORY_ROWS).max(1)) {
                 let clock = &self.job.model.clock;
                 clock.mark(Moment::Step(at.number), self.events);

@@ -27,6 +27,10 @@ pub struct TrainingShape {
     pub examples: usize,
     /// Held-out examples.
     pub held_out: usize,
+    /// Examples that pass each layer forwards and backwards in the whole training.
+    pub passes: u64,
+    /// Passes over all examples, where these decide the number of steps.
+    pub epochs: Option<u64>,
     /// Bytes of an element of a stored input.
     pub state_element: usize,
     /// Parameters with their gradients, states and masks that are in memory until the end.
@@ -47,6 +51,9 @@ impl TrainingShape {
     /// Notes the number of examples, once the text is tokenized.
     pub fn known_examples(&mut self, examples: usize, held_out: usize) {
         (self.examples, self.held_out) = (examples, held_out);
+        if let Some(epochs) = self.epochs {
+            self.passes = epochs * (examples - held_out) as u64;
+        }
     }
 
     /// Layers whose frozen weights have room beside the peak of a plan without them.

@@ -39,6 +39,9 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     };
     let flop = passes * samples * (per_token.all - per_token.down)
         + (propagated + windows) * per_token.all;
+    // Forwards, activations again, and two products per matrix backwards.
+    let trained = run.trains.as_ref().map_or(0, |trains| trains.passes) as f64;
+    let flop = flop + 4.0 * trained * per_token.all;
     let weights = layer_bytes(run);
     let states = state_bytes(run, option.processors);
     let written = run.runs() as f64 * weights;
