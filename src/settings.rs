@@ -7,6 +7,7 @@ mod device;
 mod grid;
 mod layer_drop;
 mod merge;
+mod output;
 mod recovery;
 mod width_drop;
 
@@ -24,7 +25,6 @@ use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Flow, ObservationOrder, Propagation, Selection};
 use crate::pruning::{self, MethodOptions, Pattern, Technique};
 use crate::quantized::FourBitFormat;
-use crate::run::verification::VerifyLevel;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
 pub use grid::{Deal, GridSettings, GridShard};
@@ -33,6 +33,7 @@ pub use merge::{
     MajorityOf, MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings,
     SaliencySource, TrimScope,
 };
+pub use output::OutputSettings;
 pub use recovery::{ALL_LINEAR, RecoverySettings, RecoveryWay, TrainedKind};
 pub use width_drop::{WidthDropSettings, WidthOf, WidthShare};
 
@@ -382,31 +383,6 @@ impl EvalSides {
             Self::None => &[],
         }
     }
-}
-
-/// Output flags.
-#[derive(Debug, Clone, Default, Serialize)]
-pub struct OutputSettings {
-    /// `--save`: the run folder.
-    pub save: Option<PathBuf>,
-    /// `--save-model`: the model's folder; `None` for `model` in the run folder.
-    pub save_model: Option<PathBuf>,
-    /// `--no-save-model`.
-    pub no_save_model: bool,
-    /// `--no-model-card`.
-    pub no_model_card: bool,
-    /// `--save-masks`.
-    pub save_masks: bool,
-    /// `--force`: replace a finished run.
-    pub force: bool,
-    /// `--resume`: fail where there is nothing to resume.
-    pub resume: bool,
-    /// `--log-memory`.
-    pub log_memory: bool,
-    /// `--profile`: measure the peak of the CPU as well.
-    pub profile: bool,
-    /// `--verify`.
-    pub verify: VerifyLevel,
 }
 
 /// Settings of `prune generate`.

@@ -97,10 +97,7 @@ impl Job {
         if prunes || settings.layer_drop.is_some() || given.observes.is_some() {
             model.refuse_quantized()?;
         }
-        let writes = prunes || recovery.is_some();
-        let teacher = recovery.as_ref().and_then(Recovery::teacher_folder);
-        let sources: Vec<&Path> = [&*model.folder].into_iter().chain(teacher).collect();
-        let mut folder = RunFolder::at(&sources, &settings.output, writes)?;
+        let mut folder = run_folder(&settings, &model, recovery.as_ref())?;
         if folder.model.is_some() {
             check_sidecars(&model.folder)?;
         }
@@ -154,9 +151,7 @@ impl Job {
             Sharing::Next(first) => (Arc::clone(&first.texts), first.plan.clone(), 0),
             Sharing::Alone | Sharing::First(_) => {
                 let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
-                let nsamples = settings.calibration.as_ref().map(|of| of.nsamples);
-                let recovery = recovery.as_ref();
-                shape.trains = recovery.map(|recovery| recovery.shape(&model, nsamples));
+                shape.trains = Recovery::shape_of(recovery.as_ref(), &settings, &model);
                 texts_and_plan(&settings, &model, &planning, shape, &given, events)?
             }
         };
@@ -347,6 +342,18 @@ impl Job {
             events.note(format!("masks        {}", masks.display()));
         }
     }
+}
+
+/// The folders of a run's results. A model is written where weights change.
+fn run_folder(
+    settings: &Settings,
+    model: &OpenedModel,
+    recovery: Option<&Recovery>,
+) -> Result<RunFolder> {
+    let writes = settings.sparsity.is_some() || recovery.is_some();
+    let teacher = recovery.and_then(Recovery::teacher_folder);
+    let sources: Vec<&Path> = [&*model.folder].into_iter().chain(teacher).collect();
+    RunFolder::at(&sources, &settings.output, writes)
 }
 
 /// Replaces a model by the part of it that the flags ask for: first layers are dropped, then width. An earlier process may have

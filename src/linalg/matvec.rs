@@ -70,7 +70,7 @@ impl WithSimd for RowTask<'_> {
         let columns = x.len();
         for (y, row) in out.iter_mut().zip(first_row..) {
             let own = row * columns..(row + 1) * columns;
-            *y = match &weight.values {
+            *y = match &*weight.values {
                 StoredValues::F32(values) => RowSum::new(simd).add(&values[own], x).total(),
                 StoredValues::F16(values) => dot(simd, &values[own], x, |row, wide| {
                     row.convert_to_f32_slice(wide)

@@ -69,7 +69,7 @@ impl StoredMatrix {
     /// Panics when `order` does not name every row once.
     pub fn permute_rows(&mut self, order: &[usize]) {
         let columns = self.columns();
-        match &mut self.values {
+        match std::sync::Arc::make_mut(&mut self.values) {
             StoredValues::F32(values) => permute_blocks(values, columns, order),
             StoredValues::F16(values) => permute_blocks(values, columns, order),
             StoredValues::Bf16(values) => permute_blocks(values, columns, order),
@@ -82,7 +82,7 @@ impl StoredMatrix {
     /// Panics when `order` has another length than a row, or names a column that does not exist.
     pub fn permute_columns(&mut self, order: &[usize]) {
         assert_eq!(order.len(), self.columns(), "one place per column");
-        match &mut self.values {
+        match std::sync::Arc::make_mut(&mut self.values) {
             StoredValues::F32(values) => permute_columns(values, order),
             StoredValues::F16(values) => permute_columns(values, order),
             StoredValues::Bf16(values) => permute_columns(values, order),

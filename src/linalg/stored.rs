@@ -3,6 +3,8 @@
 //! A matrix is never converted as a whole: the bytes written must equal the bytes read, and an f32 copy of a bf16 layer would double the
 //! memory of the run. Arithmetic widens a few rows at a time to f32.
 
+use std::sync::Arc;
+
 use anyhow::Result;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -69,7 +71,8 @@ pub(super) enum StoredValues {
 pub struct StoredMatrix {
     rows: usize,
     columns: usize,
-    pub(super) values: StoredValues,
+    /// Copies share the elements until one of them changes.
+    pub(super) values: Arc<StoredValues>,
 }
 
 /// A table of 256 rows of eight elements: an element has all bits set if its bit of the row's index is 0.
@@ -130,7 +133,7 @@ impl StoredMatrix {
         Ok(Self {
             rows,
             columns,
-            values,
+            values: Arc::new(values),
         })
     }
 
@@ -156,7 +159,7 @@ impl StoredMatrix {
         Self {
             rows,
             columns,
-            values,
+            values: Arc::new(values),
         }
     }
 
@@ -177,7 +180,7 @@ impl StoredMatrix {
 
     /// The element type.
     pub fn dtype(&self) -> StoredDtype {
-        match self.values {
+        match *self.values {
             StoredValues::F32(_) => StoredDtype::F32,
             StoredValues::F16(_) => StoredDtype::F16,
             StoredValues::Bf16(_) => StoredDtype::Bf16,
@@ -186,17 +189,17 @@ impl StoredMatrix {
 
     /// The stored bytes, little-endian, row-major.
     pub fn as_bytes(&self) -> &[u8] {
-        typed!(&self.values, values => bytemuck::cast_slice(values))
+        typed!(&*self.values, values => bytemuck::cast_slice(values))
     }
 
     /// The stored bytes, for a change.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
-        typed!(&mut self.values, values => bytemuck::cast_slice_mut(values))
+        typed!(Arc::make_mut(&mut self.values), values => bytemuck::cast_slice_mut(values))
     }
 
     pub(super) fn values_of(&self, rows: std::ops::Range<usize>) -> super::product::Values<'_> {
         let range = rows.start * self.columns..rows.end * self.columns;
-        match &self.values {
+        match &*self.values {
             StoredValues::F32(values) => super::product::Values::F32(&values[range]),
             StoredValues::F16(values) => super::product::Values::F16(&values[range]),
             StoredValues::Bf16(values) => super::product::Values::Bf16(&values[range]),
@@ -215,7 +218,7 @@ impl StoredMatrix {
         );
         let start = first_row * self.columns;
         let range = start..start + wide.len();
-        match &self.values {
+        match &*self.values {
             StoredValues::F32(values) => wide.copy_from_slice(&values[range]),
             StoredValues::F16(values) => values[range].convert_to_f32_slice(wide),
             StoredValues::Bf16(values) => widen_bf16(&values[range], wide),
@@ -225,7 +228,7 @@ impl StoredMatrix {
     /// Writes +0 wherever `is_pruned(row, column)`; all other elements keep their bits.
     pub fn zero_where(&mut self, is_pruned: impl Fn(usize, usize) -> bool + Sync) {
         let columns = self.columns.max(1);
-        typed!(&mut self.values, values => {
+        typed!(Arc::make_mut(&mut self.values), values => {
             values.par_chunks_mut(columns).enumerate().for_each(|(row, values)| {
                 for (column, value) in values.iter_mut().enumerate() {
                     if is_pruned(row, column) {
@@ -250,7 +253,7 @@ impl StoredMatrix {
             "a mask has a bit for every weight"
         );
         let tasks = pruned.par_chunks(CHUNK / 8);
-        match &mut self.values {
+        match Arc::make_mut(&mut self.values) {
             StoredValues::F32(values) => zero_bits_of(values, pruned),
             StoredValues::F16(values) => {
                 keep_halves(bytemuck::cast_slice_mut(values), tasks, CHUNK)
@@ -264,7 +267,7 @@ impl StoredMatrix {
     /// The mask of the elements that equal zero, of either sign: one bit per element, 1 = zero, row-major without padding, least
     /// significant bit first, as [`StoredMatrix::zero_bits`] takes it.
     pub fn zeros_mask(&self) -> Vec<u8> {
-        match &self.values {
+        match &*self.values {
             // The sign bit is ignored.
             StoredValues::F32(values) => {
                 zeros_mask(bytemuck::cast_slice::<_, u32>(values), |bits| {
@@ -287,7 +290,7 @@ impl StoredMatrix {
     /// Counts the elements that equal zero, of either sign.
     pub fn count_zeros(&self) -> u64 {
         let columns = self.columns.max(1);
-        match &self.values {
+        match &*self.values {
             // The sign bit is ignored.
             StoredValues::F32(values) => {
                 count_zeros(bytemuck::cast_slice(values), columns, u32::MAX >> 1)

@@ -6,6 +6,7 @@ mod refused;
 
 use std::path::Path;
 
+use prune::adapter::Adapter;
 use prune::linalg::StoredDtype;
 use prune::run::Manifest;
 use prune::synthetic::RandomCheckpoint;
@@ -31,7 +32,7 @@ pub(crate) const COMMON: &str = "recover --model pruned/model --dataset train.tx
 const WAYS: [&str; 7] = [
     "--how full --lr 3e-3",
     "--how full --lr 3e-3 --train-norms --optim paged-adamw8bit --hidden-states disk --held-out 0",
-    "--how lora --lr 3e-3 --rank 4 --alpha 8 --target-modules q_proj,down_proj",
+    "--how lora --lr 3e-3 --rank 4 --alpha 8 --target-modules q_proj,down_proj --save-adapter",
     "--how lora --lr 3e-3 --base-quant nf4-double --optim paged-adamw32bit --eval-every 2",
     "--how blocks --lr 3e-3 --teacher m --nsamples 16",
     "--how blocks --lr 3e-3 --teacher m --nsamples 16 --train factors --rank 4 --block-target ebft",
@@ -122,6 +123,11 @@ fn every_way_lowers_its_loss_and_keeps_zeros() {
                     0,
                     "{when}"
                 );
+            }
+            if way.contains("--save-adapter") {
+                let adapter = Adapter::open(&place.path("out/adapter")).expect("an adapter");
+                // Two matrices of both layers.
+                assert_eq!(adapter.changed().count(), 4, "{when}");
             }
             for name in ["recovery.json", "pruning.json", "README.md"] {
                 assert!(

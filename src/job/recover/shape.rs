@@ -12,17 +12,21 @@ use crate::model::{ModelConfig, footprint};
 use crate::pipeline::TrainingShape;
 use crate::recovery::{ParameterSpec, Shelf, TrainedForm};
 use crate::run::{Events, MemorySettings};
+use crate::settings::Settings;
 
 impl Recovery {
-    /// The training in numbers, before its text is known.
-    ///
-    /// # Arguments
-    /// * `nsamples`: calibration samples of a training by layers
-    pub(in crate::job) fn shape(
-        &self,
+    /// The training of these settings in numbers, before its text is known; `None` where nothing is trained.
+    pub(in crate::job) fn shape_of(
+        recovery: Option<&Self>,
+        settings: &Settings,
         model: &OpenedModel,
-        nsamples: Option<u32>,
-    ) -> TrainingShape {
+    ) -> Option<TrainingShape> {
+        let nsamples = settings.calibration.as_ref().map_or(0, |of| of.nsamples);
+        recovery.map(|recovery| recovery.shape(model, nsamples as usize))
+    }
+
+    /// The training in numbers. `samples` are those of a training by layers.
+    fn shape(&self, model: &OpenedModel, samples: usize) -> TrainingShape {
         let (config, optimizer) = (&*model.config, self.optimizer());
         let specs = self.part.parameters(config);
         let one_layer = Shelf::bytes(&specs, &*optimizer, 1, false);
@@ -45,7 +49,6 @@ impl Recovery {
             (true, false) => self.shelf_bytes(config),
             _ => 0,
         };
-        let samples = nsamples.unwrap_or(0) as usize;
         let steps = match (is_whole, self.settings.epochs) {
             // The number of examples is not known yet.
             (true, Some(_)) => 0,
