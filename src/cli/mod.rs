@@ -103,7 +103,7 @@ enum Command {
     /// Continue a prompt with one checkpoint, or with two to compare them
     #[command(after_help = generate::EXAMPLES, mut_arg("device_map", |map| map.hide(true)))]
     Generate(generate::GenerateArgs),
-    /// Show the sparsity of a checkpoint, and whether it is a pruned copy
+    /// Show a checkpoint's sparsity, and compare it with a dense one
     Inspect(inspect::InspectArgs),
     /// Merge models, tensor by tensor, by a recipe or flags
     #[command(after_help = merge::EXAMPLES)]

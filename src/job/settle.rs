@@ -98,9 +98,6 @@ impl Job {
             model.refuse_quantized()?;
         }
         let mut folder = run_folder(&settings, &model, recovery.as_ref())?;
-        if folder.model.is_some() {
-            check_sidecars(&model.folder)?;
-        }
         let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
         if let Some(drop) = &settings.width_drop {
             width_drop::width(drop, &model.config, &folder)?;
@@ -344,7 +341,7 @@ impl Job {
     }
 }
 
-/// The folders of a run's results. A model is written where weights change.
+/// The folders of a run's results. A model is written where weights change, with the files beside those of its source.
 fn run_folder(
     settings: &Settings,
     model: &OpenedModel,
@@ -353,7 +350,11 @@ fn run_folder(
     let writes = settings.sparsity.is_some() || recovery.is_some();
     let teacher = recovery.and_then(Recovery::teacher_folder);
     let sources: Vec<&Path> = [&*model.folder].into_iter().chain(teacher).collect();
-    RunFolder::at(&sources, &settings.output, writes)
+    let folder = RunFolder::at(&sources, &settings.output, writes)?;
+    if folder.model.is_some() {
+        check_sidecars(&model.folder)?;
+    }
+    Ok(folder)
 }
 
 /// Replaces a model by the part of it that the flags ask for: first layers are dropped, then width. An earlier process may have
