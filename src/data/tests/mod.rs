@@ -5,6 +5,7 @@ mod documents;
 mod pieces;
 mod special_tokens;
 mod streams;
+mod training;
 
 use std::fs::{self, File};
 use std::io::Write;
