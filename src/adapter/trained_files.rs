@@ -1,7 +1,7 @@
 //! Trained factors as a folder that peft loads: `adapter_config.json` and `adapter_model.safetensors`.
 //!
 //! The factors of one layer are in memory. They are f32. The config is written last. peft adds s·B·A to the whole weight: it knows no mask,
-//! so pruned weights of the base are not zero behind its adapter. A merged model keeps its zeros.
+//! so pruned weights of the base are not zero behind its adapter. The model that `prune recover` merges keeps its zeros.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write as _};
@@ -54,8 +54,10 @@ impl TrainedAdapter {
         write_atomic_with(&folder.join(WEIGHTS_FILE), &mut |out| {
             let mut out = io::BufWriter::with_capacity(1 << 20, out);
             out.write_all(&header)?;
-            for layer in 0..self.layers.len() {
-                for values in factors(layer).map_err(io::Error::other)? {
+            for (layer, matrices) in self.layers.iter().enumerate() {
+                let values = factors(layer).map_err(io::Error::other)?;
+                self.check(matrices, &values)?;
+                for values in values {
                     // The bytes of a file are little endian, as those of every machine that this program is built for.
                     out.write_all(bytemuck::cast_slice(&values))?;
                 }
@@ -65,6 +67,18 @@ impl TrainedAdapter {
         let mut text = serde_json::to_vec_pretty(&self.config()).context("writing the config")?;
         text.push(b'\n');
         write_atomic(&config, &text)
+    }
+
+    /// Checks that the factors of a layer have the sizes that the header gives.
+    fn check(&self, matrices: &[(String, [usize; 2])], values: &[Vec<f32>]) -> io::Result<()> {
+        let sizes = matrices.iter();
+        let sizes = sizes.flat_map(|(_, [out, inner])| [self.rank * inner, out * self.rank]);
+        match sizes.eq(values.iter().map(Vec::len)) {
+            true => Ok(()),
+            false => Err(io::Error::other(
+                "factors do not have the sizes of their matrices",
+            )),
+        }
     }
 
     fn header(&self) -> Vec<u8> {
@@ -155,5 +169,7 @@ mod tests {
             }
         }
         assert_eq!(std::fs::read_dir(&place).unwrap().count(), 2);
+        let short = |layer| factors(layer).map(|values| values[1..].to_vec());
+        assert!(adapter.write(&place, &short).is_err());
     }
 }

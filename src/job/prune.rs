@@ -41,16 +41,9 @@ pub(super) fn prune_given(
     observer: Option<&mut dyn MaskObserver>,
 ) -> Result<Manifest> {
     let recorder = Recorder::new(events);
-    if settings.output.log_memory {
-        recorder.log_memory();
-    }
-    interruption::before_outputs(&settings, &recorder);
-    let job = match Job::settle(settings, given, &recorder)? {
+    let job = match settled(settings, given, &recorder)? {
         Settled::Job(job) => job,
-        Settled::Finished(manifest) => {
-            interruption::is_over(&recorder);
-            return Ok(*manifest);
-        }
+        Settled::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);
     let peak = profile::measure_peak(&job);
@@ -61,6 +54,26 @@ pub(super) fn prune_given(
     let manifest = finish(&job, &mut outputs, pruned, peak, &recorder)?;
     interruption::is_over(&recorder);
     Ok(manifest)
+}
+
+/// Settles a run that can be interrupted.
+///
+/// # Errors
+/// Fails as [`Job::settle`].
+pub(super) fn settled(
+    settings: Settings,
+    given: Given<'_>,
+    recorder: &Recorder<'_>,
+) -> Result<Settled> {
+    if settings.output.log_memory {
+        recorder.log_memory();
+    }
+    interruption::before_outputs(&settings, recorder);
+    let settled = Job::settle(settings, given, recorder)?;
+    if let Settled::Finished(_) = settled {
+        interruption::is_over(recorder);
+    }
+    Ok(settled)
 }
 
 /// Finishes the files of a run whose sweep is over, and writes its record.
@@ -74,7 +87,10 @@ pub(super) fn finish(
     peak: Option<PeakReport>,
     recorder: &Recorder<'_>,
 ) -> Result<Manifest> {
-    let own = job.published(&pruned.results)?;
+    let own = match &job.recovery {
+        Some(_) => job.published_recovery(&pruned.results)?,
+        None => job.published(&pruned.results)?,
+    };
     let output = outputs.finish(job, own, &pruned.expected, recorder)?;
     let results = RunResults {
         output,

@@ -242,7 +242,7 @@ pub(super) fn read_record(folder: &Path) -> Option<Result<PruningRecord, String>
 }
 
 /// The first bytes of a card; none of a card that cannot be read.
-fn beginning(card: &Path) -> Vec<u8> {
+pub(super) fn beginning(card: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     // A folder or a pipe of this name is no card.
     if card.is_file()

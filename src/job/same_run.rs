@@ -9,6 +9,7 @@ use super::folder::RunFolder;
 use super::opened::OpenedModel;
 use super::record;
 use super::texts::Texts;
+use crate::data::Examples;
 use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::run::command_line::quoted;
@@ -65,8 +66,18 @@ pub(super) fn late(
     };
     let calibration = texts.calibration.as_ref().map(|samples| &samples.protocol);
     let windows = texts.windows.as_ref().map(|windows| &windows.protocol);
+    let examples = texts.examples.as_ref();
+    let of_examples = |examples: &Examples| {
+        let (text, predicted) = (examples.protocol(), examples.total_predicted());
+        format!("{}, {predicted} of them predicted", text.tokens_sha256)
+    };
+    let trained = examples.map(|(trained, _)| of_examples(trained));
+    let held = examples.and_then(|(_, held)| Some(of_examples(held.as_ref()?)));
+    let none = || "none".to_string();
     let late = [
         ("calibration tokens", tokens(calibration)),
+        ("training tokens", trained.unwrap_or_else(none)),
+        ("held-out tokens", held.unwrap_or_else(none)),
         ("evaluation tokens", tokens(windows)),
         (
             ARITHMETIC,

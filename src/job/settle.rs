@@ -240,7 +240,10 @@ impl Job {
                 needs.push((masks, bytes, "the masks"));
             }
         }
-        needs.extend(self.recovery_files());
+        let of_training = self.recovery_files();
+        for (folder, bytes, what) in &of_training {
+            needs.push((folder, *bytes, what));
+        }
         if let Some(folder) = &self.spill_folder {
             needs.push((folder, self.plan.hidden_states.bytes, "hidden states"));
         }

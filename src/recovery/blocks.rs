@@ -254,10 +254,10 @@ fn not_finite(layer: usize, at: TrainingStep) -> Failure {
 impl Editor for BlockTrainer<'_> {
     fn edit(&mut self, layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
         let (start, index) = (Instant::now(), layer.index());
+        let before = zeros(self.part, &layer)?;
         drop(layer);
         self.make_targets(index, compute)?;
         let base = self.base.take(index, None)?;
-        let before = zeros(self.part, &base)?;
         let (trained, loss) = self.train(&base, compute)?;
         let recovered = self
             .part

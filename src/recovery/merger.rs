@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use super::base::BaseLayer;
 use super::parameters::TrainedPart;
 use super::shelf::Shelf;
 use crate::linalg::{StoredDtype, StoredMatrix};
@@ -39,10 +38,10 @@ pub struct Merger<'a> {
 impl Editor for Merger<'_> {
     fn edit(&mut self, layer: DecoderLayer, _: &mut Compute<'_>) -> Result<DecoderLayer> {
         let (start, index) = (Instant::now(), layer.index());
+        let before = zeros(self.part, &layer)?;
         drop(layer);
         let base = self.base.take(index, None)?;
         let values = self.shelf.best_values(index)?;
-        let before = zeros(self.part, &base)?;
         let merged = self
             .part
             .applied(self.config, base, &values, self.rounding)?;
@@ -60,21 +59,11 @@ impl Editor for Merger<'_> {
     }
 }
 
-/// The number of zeros of each trained matrix before the training.
-///
-/// # Errors
-/// Fails when a matrix at rest cannot be read.
-pub(super) fn zeros(part: &TrainedPart, base: &BaseLayer) -> Result<Vec<u64>> {
+/// The number of zeros of each trained matrix of a layer in memory, as the sweep has read it.
+pub(super) fn zeros(part: &TrainedPart, layer: &DecoderLayer) -> Result<Vec<u64>> {
     let count = |&projection: &crate::model::Projection| -> Result<u64> {
-        if let Some(pruned) = base.pruned.get(&projection) {
-            return Ok(pruned.iter().map(|byte| u64::from(byte.count_ones())).sum());
-        }
-        let mut weight = base.layer.linear(projection).weight().clone();
-        weight.hold()?;
-        Ok(weight
-            .held()
-            .context("a weight that was read")?
-            .count_zeros())
+        let weight = layer.linear(projection).weight().held();
+        Ok(weight.context("a layer in memory")?.count_zeros())
     };
     part.projections.iter().map(count).collect()
 }

@@ -2,17 +2,17 @@
 
 use std::fmt::Write as _;
 
-use super::front_matter::{FrontMatter, code, quoted};
+use super::front_matter::{self, FrontMatter, code, quoted};
 use crate::failure::printable;
 use crate::run::command_line;
 use crate::run::manifest::{PerplexityReport, PruningReport};
 use crate::run::{LayerDropReport, PruningRecord, TextProtocol, WidthDropReport};
 
 /// The beginning of the line by which a card of this program is known.
-const MARK: &str = "<!-- This card was written by prune";
+pub(super) const MARK: &str = "<!-- This card was written by prune";
 
 /// Keys that are taken over from the source's card, as they are.
-const INHERITED: [&str; 4] = ["license", "license_name", "license_link", "language"];
+pub(super) const INHERITED: [&str; 4] = ["license", "license_name", "license_link", "language"];
 
 /// Facts for a card that the record does not have.
 #[derive(Debug, Clone, Default)]
@@ -158,16 +158,7 @@ fn is_smaller(record: &PruningRecord) -> bool {
 fn front_matter(record: &PruningRecord, source: &CardSource) -> String {
     let pruning = &record.pruning;
     let mut text = "---\n".to_string();
-    let mut entry = |key: &str, values: &[String]| match values {
-        [] => {}
-        [one] => text += &format!("{key}: {}\n", quoted(one)),
-        several => {
-            text += &format!("{key}:\n");
-            for value in several {
-                text += &format!("- {}\n", quoted(value));
-            }
-        }
-    };
+    let mut entry = |key: &str, values: &[String]| text += &front_matter::entry_of(key, values);
     for key in INHERITED {
         entry(key, source.front_matter.get(key));
     }

@@ -67,6 +67,18 @@ impl FrontMatter {
     }
 }
 
+/// An entry as it is written; empty without values.
+pub(super) fn entry_of(key: &str, values: &[String]) -> String {
+    match values {
+        [] => String::new(),
+        [one] => format!("{key}: {}\n", quoted(one)),
+        several => {
+            let items = several.iter().map(|value| format!("- {}\n", quoted(value)));
+            format!("{key}:\n{}", items.collect::<String>())
+        }
+    }
+}
+
 /// Key and rest of a line `key: value`.
 fn entry(line: &str) -> Option<(&str, &str)> {
     let (key, value) = line.split_once(':')?;

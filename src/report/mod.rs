@@ -11,6 +11,7 @@
 //! | `grid` | the table of a sweep, and the parts of its page |
 //! | `merges` | the parts of table and page that only merges have |
 //! | `recoveries` | the parts of the table that only recovery trainings have |
+//! | `recovery_card` | the model card of a recovered model |
 //! | `merge_card` | the model card of a merged model |
 //! | `comparison` | groups of runs that may share a chart |
 //! | `plots/` | pictures as SVG |
@@ -35,6 +36,7 @@ pub mod plots;
 pub mod profile;
 pub mod quantization;
 mod recoveries;
+pub mod recovery_card;
 mod settings;
 pub mod table;
 

@@ -6,8 +6,8 @@
 //! rate of factors        0.016 / √hidden_size       2e-3 for 64, 2.5e-4 for 4096
 //! ```
 //!
-//! The first two follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466, table 8). The third is a curve
-//! through the rates that were best for the models in docs/recovery.md and QLoRA's for 7B (Dettmers et al. 2023, arXiv:2305.14314).
+//! The first two follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466). The third is near 1e-3 for a width of
+//! 256, as in docs/recovery.md, and near QLoRA's 2e-4 for 7B (Dettmers et al. 2023, arXiv:2305.14314).
 
 use std::path::PathBuf;
 

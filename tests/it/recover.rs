@@ -24,11 +24,11 @@ pub(crate) fn pruned(dtype: StoredDtype, pattern: &str) -> Place {
     place
 }
 
-/// What every training here shares.
+/// Flags that every training here shares.
 pub(crate) const COMMON: &str = "recover --model pruned/model --dataset train.txt \
     --eval-dataset test.txt --seqlen 64 --eval-windows 3 --steps 6 --schedule constant";
 
-/// Ways, and what they add.
+/// Flags of each way.
 const WAYS: [&str; 7] = [
     "--how full --lr 3e-3",
     "--how full --lr 3e-3 --train-norms --optim paged-adamw8bit --hidden-states disk --held-out 0",

@@ -51,18 +51,9 @@ fn command(flags: &str) -> String {
     format!("{flags} {TEXTS}")
 }
 
-/// Runs with a fault; `None` where a signal ended it.
+/// Runs with a fault and the common texts; `None` where a signal ended it.
 fn with_fault(place: &Place, flags: &str, fault: &str) -> Option<Ran> {
-    let mut command = place.command(&command(flags));
-    let output = command
-        .env("PRUNE_FAULT", fault)
-        .output()
-        .expect("the binary");
-    Some(Ran {
-        code: output.status.code()?,
-        stdout: String::from_utf8(output.stdout).expect("results are UTF-8"),
-        stderr: String::from_utf8(output.stderr).expect("messages are UTF-8"),
-    })
+    place.with_fault(&command(flags), fault)
 }
 
 /// Every file below a folder, by its path in it; of `run.json` what does not depend on times, nor on how much memory was free.

@@ -157,6 +157,18 @@ impl Place {
         ran
     }
 
+    /// Runs the program with a fault of `src/disk/faults.rs`; `None` where a signal ended it.
+    pub(crate) fn with_fault(&self, line: &str, fault: &str) -> Option<Ran> {
+        let mut command = self.command(line);
+        let output = command.env("PRUNE_FAULT", fault).output();
+        let output = output.expect("the binary was built by this test run");
+        Some(Ran {
+            code: output.status.code()?,
+            stdout: String::from_utf8(output.stdout).expect("results are UTF-8"),
+            stderr: String::from_utf8(output.stderr).expect("messages are UTF-8"),
+        })
+    }
+
     /// The manifest of a run folder.
     pub(crate) fn manifest(&self, run: &str) -> Manifest {
         let text = fs::read(self.path(run).join("run.json")).expect("a finished run has run.json");

@@ -24,7 +24,7 @@ pub(super) struct FrozenBase {
 impl Drop for FrozenBase {
     fn drop(&mut self) {
         if let Some(folder) = &self.folder {
-            // What stays is replaced by the next run.
+            // On Unix it is gone already. Elsewhere open files keep it until here.
             let _ = std::fs::remove_dir_all(folder);
         }
     }
@@ -55,6 +55,9 @@ impl FrozenBase {
             folder: Some(folder.clone()),
         };
         base.source = quantised(job, format, &folder, events)?;
+        // The open files stay readable, and nothing remains of a process that is killed.
+        #[cfg(unix)]
+        let _ = std::fs::remove_dir_all(&folder);
         Ok(base)
     }
 

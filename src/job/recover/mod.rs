@@ -26,9 +26,9 @@ use anyhow::{Context, Result};
 
 use super::given::Given;
 use super::outputs::Outputs;
-use super::record::RunResults;
+use super::prune::{finish, settled};
 use super::recorder::Recorder;
-use super::settle::{Job, Settled};
+use super::settle::Settled;
 use super::streams::Streams;
 use super::{interruption, profile};
 use crate::run::{Events, Manifest};
@@ -55,11 +55,7 @@ pub fn recover_given(
     events: &dyn Events,
 ) -> Result<Manifest> {
     let recorder = Recorder::new(events);
-    if settings.output.log_memory {
-        recorder.log_memory();
-    }
     resolved::check(&settings)?;
-    interruption::before_outputs(&settings, &recorder);
     let device = &mut settings.device;
     // Training has no kernels for GPUs. A flag that names one is refused.
     device.use_cpu |= !device.names_a_gpu() && device.simulate.is_none();
@@ -67,12 +63,9 @@ pub fn recover_given(
         training: Some(Arc::new(training)),
         ..Given::default()
     };
-    let job = match Job::settle(settings, given, &recorder)? {
+    let job = match settled(settings, given, &recorder)? {
         Settled::Job(job) => job,
-        Settled::Finished(manifest) => {
-            interruption::is_over(&recorder);
-            return Ok(*manifest);
-        }
+        Settled::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);
     let peak = profile::measure_peak(&job);
@@ -80,7 +73,7 @@ pub fn recover_given(
     let mut outputs = Outputs::open(&job, &recorder)?;
     let recovery = job.recovery.as_ref().context("this run trains")?;
     let trained = match recovery.is_whole() {
-        true => Some(steps::train(&job, recovery, &outputs, &recorder)?),
+        true => Some(steps::train(&job, recovery, &recorder)?),
         false => None,
     };
     let mut streams = Streams::embed(&job, &outputs, &recorder)?;
@@ -92,17 +85,10 @@ pub fn recover_given(
         &recorder,
     )?;
     drop(streams);
-    let own = job.published_recovery(recovery, &swept.results)?;
     if let Some((trained, folder)) = trained.as_ref().zip(job.adapter_folder(recovery)) {
         trained.write_adapter(&job, recovery, &folder)?;
     }
-    let output = outputs.finish(&job, own, &swept.expected, &recorder)?;
-    let results = RunResults {
-        output,
-        peak,
-        ..swept.results
-    };
-    let manifest = job.record(&outputs, results, &recorder)?;
+    let manifest = finish(&job, &mut outputs, swept, peak, &recorder)?;
     interruption::is_over(&recorder);
     Ok(manifest)
 }

@@ -7,11 +7,13 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
+use super::super::published::beginning;
 use super::super::record::RunResults;
 use super::super::settle::Job;
-use super::resolved::Recovery;
 use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::{CARD_FILE, OwnFiles, card_of_source, cards_in};
+use crate::report::front_matter::FrontMatter;
+use crate::report::recovery_card;
 use crate::run::RecoveryReport;
 use crate::run::manifest::Perplexities;
 use crate::run::pruning_record::PRUNING_FILE;
@@ -32,11 +34,7 @@ struct PublishedRecovery<'a> {
 
 impl Job {
     /// Returns the files that are published with the recovered model.
-    pub(super) fn published_recovery(
-        &self,
-        recovery: &Recovery,
-        results: &RunResults,
-    ) -> Result<OwnFiles> {
+    pub(in crate::job) fn published_recovery(&self, results: &RunResults) -> Result<OwnFiles> {
         if self.folder.model.is_none() {
             return Ok(OwnFiles::default());
         }
@@ -75,7 +73,13 @@ impl Job {
             })
             .collect();
         if !declined {
-            written.push((CARD_FILE, card(recovery, &published).into_bytes()));
+            let front_matter = FrontMatter::of(&beginning(&folder.join(CARD_FILE)));
+            let card = recovery_card::text(
+                &published.model,
+                (&published.recovery, published.perplexity),
+                &front_matter,
+            );
+            written.push((CARD_FILE, card.into_bytes()));
         }
         Ok(OwnFiles { written, copied })
     }
@@ -88,50 +92,4 @@ fn last_component(path: &str) -> String {
         || path.to_string(),
         |name| name.to_string_lossy().into_owned(),
     )
-}
-
-/// The model card.
-fn card(recovery: &Recovery, published: &PublishedRecovery<'_>) -> String {
-    let report = &published.recovery;
-    let mut text = format!(
-        "---\nlibrary_name: transformers\ntags:\n- pruned\n- recovered\n---\n\n# {}, recovered\n\nPruned weights of this model are zero. \
-         The others were trained after the pruning with [prune](https://crates.io/crates/prune) {}, `--how {}`.\n\n",
-        published.model, published.prune_version, report.how
-    );
-    text += "| setting | value |\n| --- | --- |\n";
-    let mut row = |name: &str, value: String| text += &format!("| {name} | {value} |\n");
-    row("trained parameters", report.parameters.to_string());
-    row("matrices", report.target_modules.join(", "));
-    if let Some(rank) = report.rank {
-        row("rank", rank.to_string());
-    }
-    row(
-        "optimizer",
-        format!("{}, rate {:.3e}", report.optim, report.rate),
-    );
-    if recovery.is_whole() {
-        row("steps", report.steps.len().to_string());
-    } else {
-        row("steps per layer", report.steps_of.to_string());
-    }
-    row(
-        "text",
-        format!(
-            "{}, {} tokens",
-            report.text.dataset, report.text.tokens_used
-        ),
-    );
-    for (side, perplexity) in [
-        ("before", published.perplexity.dense),
-        ("after", published.perplexity.pruned),
-    ] {
-        if let Some(measured) = perplexity {
-            row(
-                &format!("perplexity {side}"),
-                format!("{:.4}", measured.perplexity),
-            );
-        }
-    }
-    text += "\n`recovery.json` has the losses. `pruning.json`, if it is here, tells how the model was pruned.\n";
-    text
 }

@@ -53,8 +53,8 @@ impl Recovery {
         let Some(recovery) = &settings.recovery else {
             return Ok(None);
         };
-        let writes = settings.output.save.is_some() || settings.output.save_model.is_some();
-        if model.quantized.is_some() && writes && !settings.output.no_save_model {
+        let only_adapter = recovery.save_adapter && settings.output.no_save_model;
+        if model.quantized.is_some() && (!only_adapter || recovery.base_quant.is_some()) {
             return Err(quantized_base(&model.folder).into());
         }
         let kind = find(&recovery.optim).ok_or_else(|| {
@@ -265,7 +265,7 @@ fn quantized_base(folder: &Path) -> Failure {
         "`{}` is quantised to 4 bits, and no model can be merged into it",
         folder.display()
     ))
-    .hint("train an adapter only: --how lora --save-adapter --no-save-model; or name the unquantised checkpoint with --base-quant nf4")
+    .hint("train an adapter alone, without --base-quant: --how lora --save-adapter --no-save-model; or name the unquantised checkpoint")
 }
 
 /// The matrices that are trained, in the order of a layer.

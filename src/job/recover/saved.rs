@@ -51,7 +51,6 @@ pub(super) fn write(folder: &Path, head: &TrainingHead, shelf: &Shelf) -> Result
     write_atomic_with(&path(folder), &mut |out| {
         let mut out = BufWriter::with_capacity(PIECE, out);
         out.write_all(&line)?;
-        // The shelf reports the error of the disk in the words of the shelf.
         shelf.save(&mut out).map_err(std::io::Error::other)?;
         out.flush()
     })

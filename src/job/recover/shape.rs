@@ -1,6 +1,6 @@
 //! A training in numbers, for the memory plan and the check of disks; and the line that announces it.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::super::opened::OpenedModel;
 use super::super::settle::Job;
@@ -198,13 +198,10 @@ impl Job {
         asked.or(run).unwrap_or_else(std::env::temp_dir)
     }
 
-    /// Files of a training: the saved state, twice while it is replaced, and parameters in the offload folder.
-    pub(in crate::job) fn recovery_files(&self) -> Vec<(&Path, ByteSize, &'static str)> {
-        let Some(recovery) = self
-            .recovery
-            .as_ref()
-            .filter(|recovery| recovery.is_whole())
-        else {
+    /// Files of a training: the saved state, twice while it is replaced, and those of the offload folder.
+    pub(in crate::job) fn recovery_files(&self) -> Vec<(PathBuf, ByteSize, &'static str)> {
+        let of_whole = self.recovery.as_ref().filter(|of| of.is_whole());
+        let Some(recovery) = of_whole else {
             return Vec::new();
         };
         let shelf = ByteSize(recovery.shelf_bytes(&self.model.config));
@@ -214,7 +211,22 @@ impl Job {
                 true => shelf,
                 false => shelf + shelf,
             };
-            needs.push((folder, saved, "the state of the training"));
+            needs.push((folder.to_path_buf(), saved, "the state of the training"));
+        }
+        let offload = self.offload_folder();
+        if recovery.is_paged() {
+            needs.push((offload.clone(), shelf, "the parameters of the training"));
+        }
+        if recovery.settings.base_quant.is_some() {
+            // Half a byte per weight, its scale, and a bit of its mask; embedding, head and norms as they are.
+            let config = &self.model.config;
+            let layers = config.num_hidden_layers as u64;
+            let of_layer: usize = config.projections().map(|one| one.elements(config)).sum();
+            let weights = layers * of_layer as u64;
+            let others = footprint::parameters(config).saturating_sub(weights);
+            let others = others.saturating_mul(self.model.dtype().bytes() as u64);
+            let base = ByteSize(weights / 2 + weights / 16 + weights / 8 + others);
+            needs.push((offload, base, "the quantised base"));
         }
         needs
     }

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::super::outputs::Outputs;
 use super::super::settle::Job;
 use super::base::FrozenBase;
 use super::resolved::Recovery;
@@ -73,12 +72,7 @@ impl Trained {
 /// # Errors
 /// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written. The
 /// steps before are saved where a run folder exists.
-pub(super) fn train(
-    job: &Job,
-    recovery: &Recovery,
-    outputs: &Outputs<'_>,
-    events: &dyn Events,
-) -> Result<Trained> {
+pub(super) fn train(job: &Job, recovery: &Recovery, events: &dyn Events) -> Result<Trained> {
     let base = FrozenBase::open(job, recovery, events)?;
     let (examples, held) = job
         .texts
@@ -112,15 +106,16 @@ pub(super) fn train(
             training.head = head;
         }
     }
-    let merges_on = outputs.finished_layers() > 0 || outputs.measured().is_some();
-    if !training.head.is_over || !merges_on {
-        let run = training.run(&mut trainer);
-        if let Err(error) = run {
-            if trainer.is_between_steps() && !training.head.steps.is_empty() {
-                training.save(&trainer)?;
+    if !training.head.is_over
+        && let Err(error) = training.run(&mut trainer)
+    {
+        if trainer.is_between_steps() && !training.head.steps.is_empty() {
+            // The reason for the end matters more; an older state stays.
+            if let Err(failed) = training.save(&trainer) {
+                events.warn(format!("the last steps are not saved: {failed:#}"));
             }
-            return Err(error);
         }
+        return Err(error);
     }
     job.model.clock.mark(Moment::AfterPruning, events);
     let head = std::mem::take(&mut training.head);
@@ -244,15 +239,16 @@ impl<'a> Training<'a> {
         let loss = with_examples(held, &all, |batch| trainer.loss(batch))?;
         let best = self.head.held_out.iter().map(|report| report.loss);
         let is_best = best.fold(f64::INFINITY, f64::min) > loss;
+        // A measurement is recorded only when the values are kept: a state that is saved in between measures again.
+        if is_best {
+            trainer.shelf_mut().keep_best()?;
+            self.head.best_step = Some(step);
+        }
         self.head.held_out.push(HeldOutReport {
             step,
             loss,
             perplexity: loss.exp(),
         });
-        if is_best {
-            trainer.shelf_mut().keep_best()?;
-            self.head.best_step = Some(step);
-        }
         self.events.note(format!(
             "step {step}: held-out loss {loss:.4}, perplexity {:.4}{}",
             loss.exp(),

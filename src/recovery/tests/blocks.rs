@@ -1,16 +1,11 @@
 //! The recorded curve of a training layer by layer, and the merger of trained parameters.
 
-use std::time::Instant;
-
 use candle_core::DType;
 
-use super::curves::{numbers, record};
 use super::fixture::{FACTORS, TestModel, Training, adamw, bits, unchanged};
 use crate::linalg::StoredDtype;
-use crate::linalg::golden_tests::golden_tensor;
 use crate::model::{DecoderLayer, Embedding, LayerContext};
 use crate::pipeline::{Output, embed};
-
 use crate::recovery::{
     BlockTrainer, LayerOutput, LayerParameters, Merger, Shelf, TeacherTarget, TrainedForm,
 };
@@ -18,12 +13,6 @@ use crate::run::Silent;
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 use crate::training::rounding::Bf16Rounding;
 use crate::training::{Hyperparameters, Schedule, ScheduleShape};
-
-const INPUTS: &str = "curve.block.inputs.safetensors";
-const SAMPLES: usize = 128;
-const SEQLEN: usize = 256;
-const EPOCHS: usize = 3;
-const BATCH: usize = 8;
 
 fn output<'a>() -> LayerOutput<'a> {
     LayerOutput {
@@ -127,53 +116,6 @@ fn trained_blocks(
     let reports = trainer.output.layers.iter();
     let losses = reports.filter_map(|layer| Some(layer.training.as_ref()?.losses.clone()));
     (losses.collect(), layers)
-}
-
-#[test]
-#[ignore = "takes 7 seconds, and tests/it repeats the same curve by a whole run"]
-#[expect(
-    clippy::print_stdout,
-    reason = "the measured differences decide on the limits"
-)]
-fn layers_follow_the_reference_one_after_the_other() {
-    let Some(record) = record("curve.block-chain.lr1e-3.json") else {
-        return;
-    };
-    let model = TestModel::stories().unwrap();
-    let (_, ids) = golden_tensor(INPUTS, "input_ids").unwrap();
-    let ids: Vec<u32> = bytemuck::pod_collect_to_vec(&ids);
-    assert_eq!(ids.len(), SAMPLES * SEQLEN);
-    let (_, order) = golden_tensor(INPUTS, "order").unwrap();
-    let order: Vec<i16> = bytemuck::pod_collect_to_vec(&order);
-    let steps = SAMPLES / BATCH;
-    let batch = |layer: usize, step: u64| {
-        let row = layer * EPOCHS + step as usize / steps;
-        let first = row * SAMPLES + step as usize % steps * BATCH;
-        let samples = &order[first..first + BATCH];
-        samples.iter().map(|&sample| sample as usize).collect()
-    };
-    let start = Instant::now();
-    let settings = BlockTraining {
-        form: TrainedForm::Weights,
-        target: TeacherTarget::Dense,
-        rate: record["lr"].as_f64().unwrap(),
-        ids: &ids,
-        seqlen: SEQLEN,
-        steps: (steps * EPOCHS) as u64,
-    };
-    let (losses, _) = trained_blocks(&model, &settings, &batch, &[]);
-    let mut worst = 0f64;
-    let layers = record["layers"].as_array().unwrap();
-    for (got, expected) in losses.iter().zip(layers) {
-        let expected = numbers(&expected["loss"]);
-        assert_eq!(got.len(), expected.len());
-        for (got, expected) in got.iter().zip(expected) {
-            worst = worst.max((got / expected - 1.0).abs());
-        }
-    }
-    let seconds = start.elapsed().as_secs_f64();
-    println!("losses differ by a factor of 1 ± {worst:e}; {seconds:.1} s");
-    assert!(losses.len() == 5 && worst <= 1e-4, "{worst:e}");
 }
 
 #[test]

@@ -23,12 +23,12 @@ const SEQLEN: usize = 256;
 const BATCH: usize = 4;
 
 /// A record of the reference.
-pub(super) fn record(name: &str) -> Option<Value> {
+fn record(name: &str) -> Option<Value> {
     let text = std::fs::read_to_string(golden_folder()?.join(name)).unwrap();
     Some(serde_json::from_str(&text).unwrap())
 }
 
-pub(super) fn numbers(value: &Value) -> Vec<f64> {
+fn numbers(value: &Value) -> Vec<f64> {
     let values = value.as_array().unwrap();
     values.iter().map(|value| value.as_f64().unwrap()).collect()
 }

@@ -7,7 +7,7 @@ use prune::linalg::StoredDtype;
 
 use super::{COMMON, pruned};
 use crate::resume::{assert_same, outcome};
-use crate::support::{Place, Ran};
+use crate::support::Place;
 
 /// A way, and the operations at which it is killed.
 const KILLED: [&str; 3] = [
@@ -15,20 +15,6 @@ const KILLED: [&str; 3] = [
     "--how lora --lr 3e-3 --rank 4 --save-every 2",
     "--how blocks --lr 3e-3 --teacher m --nsamples 16",
 ];
-
-/// Runs with a fault; `None` where a signal ended it.
-fn with_fault(place: &Place, line: &str, fault: &str) -> Option<Ran> {
-    let mut command = place.command(line);
-    let output = command
-        .env("PRUNE_FAULT", fault)
-        .output()
-        .expect("the binary");
-    Some(Ran {
-        code: output.status.code()?,
-        stdout: String::from_utf8(output.stdout).expect("results are UTF-8"),
-        stderr: String::from_utf8(output.stderr).expect("messages are UTF-8"),
-    })
-}
 
 fn files(place: &Place) -> BTreeMap<String, Vec<u8>> {
     outcome(&place.path("out"))
@@ -45,7 +31,7 @@ fn a_killed_training_leaves_the_same_bytes() {
         let mut killed = 0;
         for at in (4..400).step_by(9) {
             fs::remove_dir_all(place.path("out")).expect("removed");
-            if with_fault(&place, &command, &format!("kill:{at}")).is_some() {
+            if place.with_fault(&command, &format!("kill:{at}")).is_some() {
                 break;
             }
             killed += 1;
@@ -71,7 +57,9 @@ fn a_full_disk_ends_with_an_error_and_the_same_command_continues() {
     let mut failed = 0;
     for at in [8, 14, 20, 26, 40] {
         fs::remove_dir_all(place.path("out")).expect("removed");
-        let ran = with_fault(&place, &command, &format!("full:{at}")).expect("no signal");
+        let ran = place
+            .with_fault(&command, &format!("full:{at}"))
+            .expect("no signal");
         if ran.code == 0 {
             continue;
         }
@@ -89,7 +77,7 @@ fn a_full_disk_ends_with_an_error_and_the_same_command_continues() {
 fn a_training_with_other_settings_is_not_continued() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
     let command = format!("{COMMON} --how full --lr 3e-3 --save-every 1 --save out");
-    assert!(with_fault(&place, &command, "kill:24").is_none());
+    assert!(place.with_fault(&command, "kill:24").is_none());
     let other = place.run(&command.replace("--lr 3e-3", "--lr 4e-3"));
     assert_eq!(other.code, 1, "{}", other.stderr);
     assert!(
@@ -99,4 +87,11 @@ fn a_training_with_other_settings_is_not_continued() {
     );
     let other = place.run(&command.replace("--how full", "--how lora"));
     assert_eq!(other.code, 1, "{}", other.stderr);
+    let other = place.run(&command.replace("--dataset train.txt", "--dataset test.txt"));
+    assert_eq!(other.code, 1, "{}", other.stderr);
+    assert!(
+        other.stderr.contains("training tokens: "),
+        "{}",
+        other.stderr
+    );
 }

@@ -1,5 +1,6 @@
 //! Input that `prune recover` refuses: the error says what is wrong, and what to type instead. Nothing is written.
 
+use prune::adapter::Adapter;
 use prune::linalg::StoredDtype;
 use prune::synthetic::RandomCheckpoint;
 
@@ -138,4 +139,16 @@ fn a_quantised_checkpoint_is_trained_as_an_adapter_only() {
         2,
         &["quantised to 4 bits", "--save-adapter --no-save-model"],
     );
+    let alone = "--how lora --rank 4 --lr 3e-3 --save-adapter --no-save-model --save out";
+    refused(
+        &place,
+        &format!("{line} {alone} --base-quant nf4"),
+        2,
+        &["quantised to 4 bits", "without --base-quant"],
+    );
+    let ran = place.run(&format!("{line} {alone}"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let adapter = Adapter::open(&place.path("out/adapter")).expect("an adapter");
+    assert_eq!(adapter.changed().count(), 14);
+    assert!(!place.path("out/model").exists());
 }
