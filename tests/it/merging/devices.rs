@@ -54,7 +54,8 @@ fn a_gpu_computes_every_linear_if_all_fits() {
     assert_eq!(manifest.arithmetic.device, "cuda:0");
     assert_eq!(manifest.devices[0].units, LINEARS);
     assert!(manifest.fallbacks.is_empty() && manifest.warnings.is_empty());
-    assert!(stderr.contains("[14/14] model.layers.1."), "{stderr}");
+    // Workers finish in any order.
+    assert!(stderr.contains("[14/14] model.layers."), "{stderr}");
     let two = r#"--device cuda --simulate {"gpus":["2GiB","2GiB"]}"#;
     let (weights, manifest, _) = merged(&place, two);
     assert!(weights == cpu, "two GPUs write other weights");
