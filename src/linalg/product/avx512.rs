@@ -10,8 +10,9 @@ use super::{Factors, Line};
 use std::arch::x86_64::{
     __m256i, __m512, __m512bh, __m512i, _mm512_and_si512, _mm512_castsi512_ps,
     _mm512_castsi512_si256, _mm512_cmpeq_epi16_mask, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,
-    _mm512_dpbf16_ps, _mm512_extracti64x4_epi64, _mm512_loadu_ps, _mm512_set1_epi16,
-    _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
+    _mm512_dpbf16_ps, _mm512_extracti64x4_epi64, _mm512_loadu_ps, _mm512_permutexvar_epi16,
+    _mm512_set1_epi16, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
+    _mm512_sub_ps,
 };
 use std::mem::transmute;
 
@@ -82,6 +83,73 @@ fn round_steps<const PARTS: usize>(
         }
     }
     special != 0
+}
+
+/// Rounds or splits a tile of a matrix that is read by columns: pairs of elements (k, column), (k + 1, column) for even k, one line of 16
+/// columns per pair and part. Returns false if a number to split is not finite, or rounds to infinity: then the tile is not complete.
+///
+/// # Arguments
+/// * `values`: [`DEPTH`] rows of [`TILE`] elements, `stride` apart
+/// * `lines`: [`TILE_LINES`] for each part
+///
+/// # Panics
+/// Panics when a slice is shorter than its shape.
+pub(super) fn round_pairs<const PARTS: usize>(
+    values: &[f32],
+    stride: usize,
+    lines: &mut [[u32; TILE]],
+) -> bool {
+    assert!(can_round() && lines.len() == PARTS * TILE_LINES);
+    // SAFETY: the features were just detected.
+    unsafe { round_lines::<PARTS>(values, stride, lines) }
+}
+
+/// Positions of the words of two halves, one from each in turn.
+const IN_TURN: [u16; DEPTH] = {
+    let mut words = [0; DEPTH];
+    let mut pair = 0;
+    while pair < TILE {
+        words[2 * pair] = pair as u16;
+        words[2 * pair + 1] = (TILE + pair) as u16;
+        pair += 1;
+    }
+    words
+};
+
+/// The loop of [`round_pairs`].
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn round_lines<const PARTS: usize>(
+    values: &[f32],
+    stride: usize,
+    lines: &mut [[u32; TILE]],
+) -> bool {
+    let exponent = _mm512_set1_epi16(0x7f80);
+    // SAFETY: both are 64 bytes without invalid values.
+    let in_turn: __m512i = unsafe { transmute(IN_TURN) };
+    let mut special = 0;
+    for pair in 0..TILE_LINES {
+        let mut rest = [2 * pair, 2 * pair + 1].map(|k| {
+            let row = &values[k * stride..][..TILE];
+            // SAFETY: the row has 16 elements.
+            unsafe { _mm512_loadu_ps(row.as_ptr()) }
+        });
+        for part in 0..PARTS {
+            // SAFETY: both are 64 bytes without invalid values.
+            let bits: __m512i = unsafe { transmute(_mm512_cvtne2ps_pbh(rest[1], rest[0])) };
+            // SAFETY: both are 64 bytes without invalid values.
+            lines[part * TILE_LINES + pair] = unsafe {
+                transmute::<__m512i, [u32; TILE]>(_mm512_permutexvar_epi16(in_turn, bits))
+            };
+            if PARTS > 1 && part == 0 {
+                special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
+            }
+            if part + 1 < PARTS {
+                rest[0] = _mm512_sub_ps(rest[0], widened(_mm512_castsi512_si256(bits)));
+                rest[1] = _mm512_sub_ps(rest[1], widened(_mm512_extracti64x4_epi64::<1>(bits)));
+            }
+        }
+    }
+    special == 0
 }
 
 /// Widens bf16 to f32.

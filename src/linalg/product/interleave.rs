@@ -171,20 +171,36 @@ const fn group<const WIDTH: usize>() -> usize {
 
 /// Transposes in registers, on CPUs with instructions for it.
 #[derive(Clone, Copy)]
-struct Exchange {
+pub(super) struct Exchange {
     #[cfg(target_arch = "x86_64")]
     simd: pulp::x86::V3,
 }
 
 impl Exchange {
     #[cfg(target_arch = "x86_64")]
-    fn here() -> Option<Self> {
+    pub(super) fn here() -> Option<Self> {
         pulp::x86::V3::try_new().map(|simd| Self { simd })
     }
 
     #[cfg(not(target_arch = "x86_64"))]
-    fn here() -> Option<Self> {
+    pub(super) fn here() -> Option<Self> {
         None
+    }
+
+    /// Transposes a square of words.
+    #[inline(always)]
+    pub(super) fn turned(self, square: &[[u32; DEPTH]; DEPTH], out: &mut [[u32; DEPTH]]) {
+        for (block, rows) in square.as_chunks::<EIGHT>().0.iter().enumerate() {
+            for half in 0..DEPTH / EIGHT {
+                let of = |row: &[u32; DEPTH]| row.as_chunks::<EIGHT>().0[half].map(f32::from_bits);
+                let columns = self.rows_and_columns(std::array::from_fn(|row| of(&rows[row])));
+                let out = &mut out[half * EIGHT..];
+                for (out, column) in out.iter_mut().zip(&columns) {
+                    let target = &mut out.as_chunks_mut::<EIGHT>().0[block];
+                    *target = column.map(f32::to_bits);
+                }
+            }
+        }
     }
 
     /// Writes [`DEPTH`] elements of some rows as columns of `packed`, from column `first` on.

@@ -278,12 +278,14 @@ fn pack_slab(
 ) -> Duration {
     let began = Instant::now();
     let shape = kernel.shape();
+    // A matrix that is read by columns is read in longer pieces.
+    let rows = shape.rows * if x.values.is_transposed { 4 } else { 1 };
     lines
-        .par_chunks_mut(shape.packed_rows(shape.rows, slab.len()))
+        .par_chunks_mut(shape.packed_rows(rows, slab.len()))
         .enumerate()
         .for_each(|(block, lines)| {
-            let first = block * shape.rows;
-            let count = shape.rows.min(x.tokens - first);
+            let first = block * rows;
+            let count = rows.min(x.tokens - first);
             kernel.pack_rows(x.values.at(first, slab.start), count, slab.len(), lines);
         });
     began.elapsed()

@@ -7,6 +7,7 @@
 use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 
+use super::interleave::Exchange;
 use super::packed::{TASK_ELEMENTS, TILE, TILE_DEPTH as DEPTH, TILE_LINES};
 use super::{BlockSizes, Line, Strided, Values};
 
@@ -56,7 +57,7 @@ pub(super) fn pack_rows<const PARTS: usize>(
         packed,
     };
     #[cfg(target_arch = "x86_64")]
-    if super::avx512::can_round() {
+    if super::avx512::can_round() && !rows.is_transposed {
         pack.run::<true>();
         return;
     }
@@ -87,7 +88,7 @@ impl<const PARTS: usize> PackRows<'_, PARTS> {
     #[inline(always)]
     fn run<const ROUNDS: bool>(self) {
         if self.is_transposed {
-            return self.run_turned::<ROUNDS>();
+            return self.run_turned();
         }
         let tiles = self.count.div_ceil(SHAPE.rows) * SHAPE.rows / TILE;
         let lines = self
@@ -116,36 +117,45 @@ impl<const PARTS: usize> PackRows<'_, PARTS> {
         }
     }
 
-    /// Packs all rows of a matrix `[inner, count]`: the elements of a tile are turned first.
+    /// Packs all rows of a matrix `[inner, count]`, as columns are packed; then each tile is turned. The tiles of a step follow each other,
+    /// so a row of the matrix is read as a whole.
     #[inline(always)]
-    fn run_turned<const ROUNDS: bool>(self) {
+    fn run_turned(self) {
         let tiles = self.count.div_ceil(SHAPE.rows) * SHAPE.rows / TILE;
-        let lines = self
-            .packed
-            .chunks_exact_mut(tile_lines::<PARTS>(self.inner));
-        for (tile, lines) in lines.enumerate().take(tiles) {
-            let first = tile * TILE;
-            let present = self.count.saturating_sub(first).min(TILE);
-            for (step, lines) in lines.chunks_exact_mut(PARTS * TILE_LINES).enumerate() {
-                let k = step * DEPTH;
-                let mut turned = [[0.0; DEPTH]; TILE];
-                // The last columns of padding would begin behind the matrix.
-                let some = if present == 0 {
-                    0
-                } else {
-                    DEPTH.min(self.inner - k)
-                };
-                for at in 0..some {
-                    let values = &self.values[(k + at) * self.stride + first..][..present];
-                    for (turned, value) in turned.iter_mut().zip(values) {
-                        turned[at] = *value;
-                    }
+        let tile_lines = tile_lines::<PARTS>(self.inner);
+        let columns = Strided::transposed(Values::F32(self.values), self.stride);
+        for k in (0..self.inner).step_by(DEPTH) {
+            let tiles = self.packed.chunks_exact_mut(tile_lines).take(tiles);
+            for (tile, lines) in tiles.enumerate() {
+                let lines = &mut lines[k / DEPTH * PARTS * TILE_LINES..][..PARTS * TILE_LINES];
+                let first = tile * TILE;
+                let present = self.count.saturating_sub(first).min(TILE);
+                if present == 0 {
+                    lines.fill(Line::default());
+                    continue;
                 }
-                for (in_tile, values) in turned.iter().enumerate() {
-                    split_row::<PARTS, ROUNDS>(std::slice::from_ref(values), in_tile, lines);
+                let some = DEPTH.min(self.inner - k);
+                let mut turned = [[[0; TILE]; TILE_LINES]; PARTS];
+                let pairs = turned.as_flattened_mut();
+                pack_transposed::<PARTS>(columns.at(first, k), present, some, pairs);
+                let lines: &mut [[u32; TILE]] = bytemuck::cast_slice_mut(lines);
+                for (pairs, lines) in turned.iter().zip(lines.chunks_exact_mut(TILE_LINES)) {
+                    turn(pairs, lines);
                 }
             }
         }
+    }
+}
+
+/// Transposes a tile of words.
+#[inline(always)]
+fn turn(tile: &[[u32; TILE]; TILE], out: &mut [[u32; TILE]]) {
+    if let Some(exchange) = Exchange::here() {
+        exchange.turned(tile, out);
+        return;
+    }
+    for (column, out) in out.iter_mut().enumerate() {
+        *out = std::array::from_fn(|row| tile[row][column]);
     }
 }
 
@@ -238,26 +248,34 @@ impl<const PARTS: usize> WithSimd for PackColumns<'_, PARTS> {
             tiles,
             packed,
         } = self;
-        let lines = packed
-            .chunks_exact_mut(tile_lines::<PARTS>(inner))
-            .take(tiles);
-        for (tile, lines) in lines.enumerate() {
-            let first = tile * TILE;
+        let all_lines = tile_lines::<PARTS>(inner);
+        let pack = |tile: usize, step: usize, packed: &mut [Line]| {
+            let lines = &mut packed[tile * all_lines..][step * PARTS * TILE_LINES..];
+            let lines = &mut lines[..PARTS * TILE_LINES];
+            let (first, k) = (tile * TILE, step * DEPTH);
             let present = count.saturating_sub(first).min(TILE);
             if present == 0 {
                 // A tile of padding.
                 lines.fill(Line::default());
-                continue;
+                return;
             }
-            for (step, lines) in lines.chunks_exact_mut(PARTS * TILE_LINES).enumerate() {
-                let k = step * DEPTH;
-                let some = DEPTH.min(inner - k);
-                let lines: &mut [[u32; TILE]] = bytemuck::cast_slice_mut(lines);
-                if columns.is_transposed {
-                    pack_transposed::<PARTS>(columns.at(first, k), present, some, lines);
-                } else {
-                    pack_straight::<PARTS>(columns.at(first, k), present, some, lines);
-                }
+            let some = DEPTH.min(inner - k);
+            let lines: &mut [[u32; TILE]] = bytemuck::cast_slice_mut(lines);
+            if columns.is_transposed {
+                pack_transposed::<PARTS>(columns.at(first, k), present, some, lines);
+            } else {
+                pack_straight::<PARTS>(columns.at(first, k), present, some, lines);
+            }
+        };
+        let steps = inner.div_ceil(DEPTH);
+        // Rows of the stored matrix are read as a whole.
+        if columns.is_transposed {
+            for step in 0..steps {
+                (0..tiles).for_each(|tile| pack(tile, step, packed));
+            }
+        } else {
+            for tile in 0..tiles {
+                (0..steps).for_each(|step| pack(tile, step, packed));
             }
         }
     }
@@ -271,6 +289,15 @@ fn pack_straight<const PARTS: usize>(
     some: usize,
     lines: &mut [[u32; TILE]],
 ) {
+    if let (Values::Bf16(values), 1, TILE, DEPTH) = (columns.values, PARTS, present, some) {
+        let mut rows = [[0u32; TILE]; TILE];
+        for (row, pairs) in rows.iter_mut().enumerate() {
+            let row: [bf16; DEPTH] = of_length(&values[row * columns.stride..]);
+            *pairs = bytemuck::cast(row);
+        }
+        turn(&rows, lines);
+        return;
+    }
     if present < TILE {
         lines.iter_mut().for_each(|line| line.fill(0));
     }
@@ -293,6 +320,27 @@ fn pack_transposed<const PARTS: usize>(
     some: usize,
     lines: &mut [[u32; TILE]],
 ) {
+    let is_whole = (present, some) == (TILE, DEPTH);
+    match columns.values {
+        #[cfg(target_arch = "x86_64")]
+        Values::F32(values) if is_whole && super::avx512::can_round() => {
+            if super::avx512::round_pairs::<PARTS>(values, columns.stride, lines) {
+                return;
+            }
+        }
+        Values::Bf16(values) if is_whole && PARTS == 1 => {
+            for (pair, line) in lines.iter_mut().enumerate() {
+                let rows = [2 * pair, 2 * pair + 1]
+                    .map(|k| of_length::<_, TILE>(&values[k * columns.stride..]));
+                *line = std::array::from_fn(|column| {
+                    let [even, odd] = rows.map(|row| u32::from(row[column].to_bits()));
+                    even | odd << 16
+                });
+            }
+            return;
+        }
+        _ => {}
+    }
     for pair in 0..TILE_LINES {
         let mut bits = [[[0u16; TILE]; PARTS]; 2];
         for (k, bits) in (2 * pair..some).zip(&mut bits) {
@@ -305,6 +353,13 @@ fn pack_transposed<const PARTS: usize>(
             }
         }
     }
+}
+
+/// The first elements of a slice. The compiler knows the length of this copy.
+#[inline(always)]
+fn of_length<T: Copy, const LENGTH: usize>(values: &[T]) -> [T; LENGTH] {
+    let (first, _) = values.as_chunks::<LENGTH>();
+    first[0]
 }
 
 /// Writes the bits of the parts of `some` elements; later elements of `bits` stay unchanged.
@@ -348,5 +403,74 @@ pub(super) fn rounded(value: f32) -> u16 {
         quiet as u16
     } else {
         nearest as u16
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Both packed forms of a matrix by columns, and of the same matrix turned, by rows.
+    fn both<const PARTS: usize>(
+        values: [Values<'_>; 2],
+        [rows, inner]: [usize; 2],
+    ) -> [Vec<Line>; 2] {
+        let lines = || {
+            vec![
+                Line([0xffff; 32]);
+                rows.next_multiple_of(SHAPE.rows) / TILE * tile_lines::<PARTS>(inner)
+            ]
+        };
+        let layouts = [
+            Strided::transposed(values[0], rows),
+            Strided::rows(values[1], inner),
+        ];
+        layouts.map(|layout| {
+            let mut packed = lines();
+            pack_columns::<PARTS>(layout, rows, inner, 2, &mut packed);
+            if matches!(layout.values, Values::F32(_)) {
+                let mut more = lines();
+                pack_rows::<PARTS>(layout, rows, inner, &mut more);
+                packed.append(&mut more);
+            }
+            packed
+        })
+    }
+
+    #[test]
+    fn a_matrix_read_by_columns_is_packed_as_its_transposed() {
+        for [rows, inner] in [[1, 1], [16, 32], [37, 70], [64, 96], [130, 45]] {
+            let mut turned: Vec<f32> = (0..rows * inner)
+                .map(|at| (at as f32 * 0.37).sin() * 3.0)
+                .collect();
+            // Numbers that cannot be split, in some tiles only.
+            for (at, special) in [(3, f32::INFINITY), (700, f32::NAN), (1500, f32::MAX)] {
+                turned
+                    .get_mut(at)
+                    .into_iter()
+                    .for_each(|value| *value = special);
+            }
+            let at = |column: usize, k: usize| turned[column * inner + k];
+            let straight: Vec<f32> = (0..rows * inner).map(|i| at(i % rows, i / rows)).collect();
+            let f32s = [Values::F32(&straight), Values::F32(&turned)];
+            let narrow = |values: &[f32]| -> Vec<bf16> {
+                values.iter().map(|&value| bf16::from_f32(value)).collect()
+            };
+            let halves = [narrow(&straight), narrow(&turned)];
+            let halves = [Values::Bf16(&halves[0]), Values::Bf16(&halves[1])];
+            for [columns, rows] in [
+                both::<1>(f32s, [rows, inner]),
+                both::<3>(f32s, [rows, inner]),
+                both::<1>(halves, [rows, inner]),
+                both::<2>(halves, [rows, inner]),
+            ] {
+                assert!(
+                    columns
+                        .iter()
+                        .zip(&rows)
+                        .all(|(column, row)| column.0 == row.0)
+                );
+            }
+        }
     }
 }
