@@ -8,18 +8,25 @@
 //! dA = s·Bᵀ·(G ∘ M)    [rank, in]
 //! ```
 //!
-//! LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3. The mask inside the training is that of LoRS, Hu et al. 2025, arXiv:2501.08582. LoRS
-//! avoids G. Here G is the gradient of a whole weight for one sample, so that masked LoRA is the full gradient and two thin products.
+//! LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3. The mask inside the training is that of LoRS, Hu et al. 2025, arXiv:2501.08582.
 //!
-//! Memory of a matrix: W' in the dtype of the products and out·in / 8 bytes of M. A, B and their gradients take 8·rank·(out + in). G takes
-//! 4·out·in, for one matrix at a time.
+//! G is never stored: it is computed in rectangles that fit a second-level cache. Each is masked there, and becomes its part of dA and dB by
+//! two thin products in f32. The rectangles and the order of their sums do not depend on the number of threads.
+//!
+//! Memory of a matrix: W' in the dtype of the products and out·in / 8 bytes of M. A, B and their gradients take 8·rank·(out + in). The parts
+//! of dA and dB take 4·rank·(out + in) for each row or column of rectangles ([`factor_parts_bytes`]).
+
+use std::ops::Range;
 
 use anyhow::Result;
 use rayon::prelude::*;
 
 use super::convert;
 use super::matmul::{Threads, View, matmul};
-use super::stored::{StoredDtype, StoredMatrix, zero_bits_of};
+use super::product::{Strided, Values, product_in_parts};
+use super::stored::{StoredDtype, StoredMatrix, zero_bits_from};
+use super::weight::ProductContext;
+use super::Linear;
 
 /// Elements of W' that a task computes at once.
 const CHUNK: usize = 1 << 16;
@@ -132,41 +139,106 @@ impl MaskedLowRank {
         }
     }
 
-    /// Masks `gradient` G in place, and adds what it is for the factors to their gradients.
+    /// Masks a rectangle of G in place, and returns its part of the gradients of the factors.
     ///
     /// # Arguments
-    /// * `gradient`: G `[out, in]` of some tokens; pruned elements become +0
-    /// * `da`: `[rank, in]`
-    /// * `db`: `[out, rank]`
+    /// * `gradient`: G of these `rows` and `columns`; pruned elements become +0
+    ///
+    /// # Panics
+    /// Panics when `gradient` does not have the size of its shape.
+    fn part_of_gradients(
+        &self,
+        [rows, columns]: [Range<usize>; 2],
+        gradient: &mut [f32],
+    ) -> FactorPart {
+        let (high, wide, rank) = (rows.len(), columns.len(), self.rank());
+        for (row, gradient) in rows.clone().zip(gradient.chunks_exact_mut(wide)) {
+            zero_bits_from(
+                gradient,
+                &self.pruned,
+                row * self.in_features + columns.start,
+            );
+        }
+        let g = View::strided(gradient, high, wide, wide);
+        let a = View::strided(&self.a[columns.start..], rank, wide, self.in_features);
+        let b = View::strided(&self.b[rows.start * rank..], high, rank, rank);
+        let mut part = FactorPart {
+            a: vec![0.0; rank * wide],
+            b: vec![0.0; high * rank],
+            rows,
+            columns,
+        };
+        let (s, one) = (self.scale, Threads::One);
+        matmul(&mut part.b, rank, s, g, a.transposed(), one);
+        matmul(&mut part.a, wide, s, b.transposed(), g, one);
+        part
+    }
+}
+
+/// The gradients of factors from a rectangle of G.
+struct FactorPart {
+    rows: Range<usize>,
+    columns: Range<usize>,
+    /// Of A, `[rank, columns]`.
+    a: Vec<f32>,
+    /// Of B, `[rows, rank]`.
+    b: Vec<f32>,
+}
+
+impl Linear {
+    /// Adds the gradients of the factors of a change that the weight contains. G = dyᵀ·x exists one rectangle per thread at a time.
+    ///
+    /// # Arguments
+    /// * `dy`: `[tokens, out_features]`
+    /// * `x`: `[tokens, in_features]`, the input of the forward pass
+    /// * `da`: `[rank, in_features]`
+    /// * `db`: `[out_features, rank]`
     ///
     /// # Panics
     /// Panics when a slice does not have the size of its shape.
-    pub fn project(&self, gradient: &mut [f32], da: &mut [f32], db: &mut [f32]) {
-        let (rows, columns, rank) = (self.out_features, self.in_features, self.rank());
+    pub fn add_factor_gradients(
+        &self,
+        dy: &[f32],
+        x: &[f32],
+        change: &MaskedLowRank,
+        [da, db]: [&mut [f32]; 2],
+        context: &mut ProductContext,
+    ) {
+        let (rows, columns) = (change.out_features, change.in_features);
+        let (tokens, rank) = (dy.len() / rows.max(1), change.rank());
         assert!(
-            gradient.len() == rows * columns
-                && da.len() == self.a.len()
-                && db.len() == self.b.len(),
-            "gradients have the shapes of their weights"
+            dy.len() == tokens * rows && x.len() == tokens * columns,
+            "dy must be [tokens, out_features], and x [tokens, in_features]"
         );
-        zero_bits_of(gradient, &self.pruned);
-        let g = View::strided(gradient, rows, columns, columns);
-        let a = View::strided(&self.a, rank, columns, columns);
-        let b = View::strided(&self.b, rows, rank, rank);
-        let (mut of_a, mut of_b) = (vec![0.0; da.len()], vec![0.0; db.len()]);
-        matmul(&mut of_b, rank, self.scale, g, a.transposed(), Threads::All);
-        matmul(
-            &mut of_a,
-            columns,
-            self.scale,
-            b.transposed(),
-            g,
-            Threads::All,
+        assert!(
+            da.len() == change.a.len() && db.len() == change.b.len(),
+            "gradients have the shapes of their factors"
         );
-        for (sums, more) in [(da, of_a), (db, of_b)] {
-            sums.iter_mut()
-                .zip(more)
-                .for_each(|(sum, more)| *sum += more);
+        if tokens == 0 {
+            return;
+        }
+        let kernel = context.products.of_gradients(self.weight().dtype());
+        context.watch.count(2 * tokens * rows * columns);
+        let parts = product_in_parts(
+            kernel,
+            Strided::transposed(Values::F32(dy), rows),
+            (rows, tokens),
+            (Strided::transposed(Values::F32(x), columns), columns),
+            &mut context.packed,
+            |area, gradient| change.part_of_gradients(area, gradient),
+        );
+        // In the order of the parts, whichever was first.
+        for part in parts {
+            let plus = |sums: &mut [f32], more: &[f32]| {
+                sums.iter_mut()
+                    .zip(more)
+                    .for_each(|(sum, more)| *sum += more);
+            };
+            plus(&mut db[part.rows.start * rank..part.rows.end * rank], &part.b);
+            let lines = part.a.chunks_exact(part.columns.len());
+            for (da, more) in da.chunks_exact_mut(columns).zip(lines) {
+                plus(&mut da[part.columns.clone()], more);
+            }
         }
     }
 }
@@ -180,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn the_change_keeps_zeros_and_gradients_are_those_of_the_formula() {
+    fn the_change_keeps_zeros() {
         let (rows, columns, rank, scale) = (45, 70, 3, 2.0);
         let mut w = wave(rows * columns, 0.53);
         w.iter_mut().step_by(3).for_each(|w| *w = -0.0);
@@ -214,25 +286,55 @@ mod tests {
                     "{after} {exact}"
                 );
             }
-            let gradient = wave(w.len(), 0.19);
-            let (mut g, mut da, mut db) =
-                (gradient.clone(), vec![0.0; a.len()], vec![0.0; b.len()]);
-            low_rank.project(&mut g, &mut da, &mut db);
-            for (at, g) in g.iter().enumerate() {
-                // A gradient times 0 would be −0 where it is negative.
-                let expected = if is_kept(at) { gradient[at] } else { 0.0 };
-                assert_eq!(g.to_bits(), expected.to_bits());
-            }
+        }
+    }
+
+    #[test]
+    fn gradients_of_factors_are_those_of_the_formula() {
+        // One rectangle; some side by side, with masks between bytes; two one above the other.
+        for (rows, columns) in [(45, 70), (300, 701), (2100, 40)] {
+            let (tokens, rank, scale) = (9, 3, 2.0);
+            let mut w = wave(rows * columns, 0.53);
+            w.iter_mut().step_by(3).for_each(|w| *w = -0.0);
+            let (a, b) = (wave(rank * columns, 0.37), wave(rows * rank, 0.71));
+            let weight = StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &w);
+            let change = MaskedLowRank::new(&weight, a.clone(), b.clone(), scale);
+            let linear = Linear::new(weight, None);
+            let (dy, x) = (wave(tokens * rows, 0.19), wave(tokens * columns, 0.23));
+            let run = |threads: usize| {
+                let (mut da, mut db) = (vec![1.0; a.len()], vec![2.0; b.len()]);
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+                pool.build().unwrap().install(|| {
+                    let mut context = ProductContext::new();
+                    let gradients = [&mut da[..], &mut db[..]];
+                    linear.add_factor_gradients(&dy, &x, &change, gradients, &mut context);
+                });
+                (da, db)
+            };
+            let (da, db) = run(3);
+            assert_eq!((&da, &db), (&run(1).0, &run(1).1));
+            let g = |row: usize, column: usize| -> f32 {
+                if w[row * columns + column] == 0.0 {
+                    return 0.0;
+                }
+                let terms =
+                    (0..tokens).map(|token| dy[token * rows + row] * x[token * columns + column]);
+                terms.sum()
+            };
+            let is_close = |got: f32, terms: Vec<f32>| {
+                let size: f32 = 1.0 + terms.iter().map(|term| term.abs()).sum::<f32>();
+                let exact: f32 = terms.iter().sum();
+                assert!((got - exact).abs() < 1e-5 * size, "{got} {exact}");
+            };
             for (at, da) in da.iter().enumerate() {
                 let terms = (0..rows)
-                    .map(|row| b[row * rank + at / columns] * g[row * columns + at % columns]);
-                assert!((da - scale * terms.sum::<f32>()).abs() < 1e-4);
+                    .map(|row| scale * b[row * rank + at / columns] * g(row, at % columns));
+                is_close(da - 1.0, terms.collect());
             }
             for (at, db) in db.iter().enumerate() {
-                let terms = (0..columns).map(|column| {
-                    g[at / rank * columns + column] * a[at % rank * columns + column]
-                });
-                assert!((db - scale * terms.sum::<f32>()).abs() < 1e-4);
+                let terms = (0..columns)
+                    .map(|column| scale * g(at / rank, column) * a[at % rank * columns + column]);
+                is_close(db - 2.0, terms.collect());
             }
         }
     }

@@ -332,6 +332,22 @@ pub fn zero_bits_of(values: &mut [f32], pruned: &[u8]) {
         .for_each(|(values, bits)| keep_some(values, bits, &WORDS));
 }
 
+/// Writes +0 wherever a bit is set; the first value has the bit at `first`.
+///
+/// # Panics
+/// Panics when `pruned` has too few bits.
+pub(super) fn zero_bits_from(values: &mut [f32], pruned: &[u8], first: usize) {
+    let values = bytemuck::cast_slice_mut::<f32, u32>(values);
+    let (begun, whole) = values.split_at_mut(values.len().min((8 - first % 8) % 8));
+    for (at, value) in begun.iter_mut().enumerate() {
+        let bit = first + at;
+        *value &= (u32::from(pruned[bit / 8] >> (bit % 8)) & 1).wrapping_sub(1);
+    }
+    let pruned = &pruned[first.div_ceil(8)..];
+    assert!(whole.len() <= 8 * pruned.len(), "a mask has a bit for every weight");
+    keep_some(whole, pruned, &WORDS);
+}
+
 /// One bit per element, 1 = zero.
 fn zeros_mask<T: Copy + Sync>(values: &[T], is_zero: impl Fn(T) -> bool + Sync) -> Vec<u8> {
     let byte = |values: &[T]| {

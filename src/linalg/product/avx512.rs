@@ -66,7 +66,7 @@ fn round_steps<const PARTS: usize>(
     for (values, lines) in values.iter().zip(steps) {
         let (low, high) = values.split_at(TILE);
         // SAFETY: either half is 16 elements.
-        let mut rest = unsafe { [low, high].map(|half| _mm512_loadu_ps(half.as_ptr())) };
+        let mut rest = unsafe { [_mm512_loadu_ps(low.as_ptr()), _mm512_loadu_ps(high.as_ptr())] };
         for part in 0..PARTS {
             // SAFETY: both are 64 bytes without invalid values.
             let bits: __m512i = unsafe { transmute(_mm512_cvtne2ps_pbh(rest[1], rest[0])) };
@@ -128,11 +128,10 @@ fn round_lines<const PARTS: usize>(
     let in_turn: __m512i = unsafe { transmute(IN_TURN) };
     let mut special = 0;
     for pair in 0..TILE_LINES {
-        let mut rest = [2 * pair, 2 * pair + 1].map(|k| {
-            let row = &values[k * stride..][..TILE];
-            // SAFETY: the row has 16 elements.
-            unsafe { _mm512_loadu_ps(row.as_ptr()) }
-        });
+        let even = &values[2 * pair * stride..][..TILE];
+        let odd = &values[(2 * pair + 1) * stride..][..TILE];
+        // SAFETY: both rows have 16 elements.
+        let mut rest = unsafe { [_mm512_loadu_ps(even.as_ptr()), _mm512_loadu_ps(odd.as_ptr())] };
         for part in 0..PARTS {
             // SAFETY: both are 64 bytes without invalid values.
             let bits: __m512i = unsafe { transmute(_mm512_cvtne2ps_pbh(rest[1], rest[0])) };

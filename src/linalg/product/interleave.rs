@@ -190,14 +190,19 @@ impl Exchange {
     /// Transposes a square of words.
     #[inline(always)]
     pub(super) fn turned(self, square: &[[u32; DEPTH]; DEPTH], out: &mut [[u32; DEPTH]]) {
+        // Loops in place of closures, which would not be compiled for the registers of their caller.
+        let square: &[[f32; DEPTH]; DEPTH] = bytemuck::cast_ref(square);
+        let out: &mut [[f32; DEPTH]] = bytemuck::cast_slice_mut(out);
         for (block, rows) in square.as_chunks::<EIGHT>().0.iter().enumerate() {
             for half in 0..DEPTH / EIGHT {
-                let of = |row: &[u32; DEPTH]| row.as_chunks::<EIGHT>().0[half].map(f32::from_bits);
-                let columns = self.rows_and_columns(std::array::from_fn(|row| of(&rows[row])));
-                let out = &mut out[half * EIGHT..];
+                let mut part = [[0.0f32; EIGHT]; EIGHT];
+                for (part, row) in part.iter_mut().zip(rows) {
+                    *part = row.as_chunks::<EIGHT>().0[half];
+                }
+                let columns = self.rows_and_columns(part);
+                let out = &mut out[half * EIGHT..][..EIGHT];
                 for (out, column) in out.iter_mut().zip(&columns) {
-                    let target = &mut out.as_chunks_mut::<EIGHT>().0[block];
-                    *target = column.map(f32::to_bits);
+                    out.as_chunks_mut::<EIGHT>().0[block] = *column;
                 }
             }
         }

@@ -47,7 +47,7 @@ pub use cut::{Product, packed_bytes};
 pub use fused::{InBlocks, UNROLLED, block_of_c, in_blocks, plus_block};
 pub(super) use interleave::interleave;
 pub use packed::{Factor, Factors, Line, PackedWeight, Strided, Values};
-pub use products::{Packed, ProductJob, products, products_of};
+pub use products::{Packed, ProductJob, product_in_parts, products, products_of};
 
 /// A kernel of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -195,7 +195,13 @@ fn multiply_by_slabs(x: Activations<'_>, tasks: &mut [Task<'_>], packed: &mut Pa
             scratch.lend(TaskScratch::default, |scratch| {
                 let (rows, columns) = (task.out.rows(), task.out.columns());
                 let packed_x = &lines[shape.packed_rows(rows.start, slab.len())..];
-                let w = pack_part(kernel, task, x.inner, slab.clone(), &mut scratch.w);
+                let w = pack_part(
+                    kernel,
+                    task.weight,
+                    columns.clone(),
+                    (x.inner, slab.clone()),
+                    &mut scratch.w,
+                );
                 let factors = Factors {
                     x: packed_x,
                     w,
@@ -217,46 +223,12 @@ fn multiply_in_scratch(
     tasks: &mut [Task<'_>],
     packed: &mut Packed,
 ) {
-    let (shape, tokens) = (kernel.shape(), x.tokens);
-    let Packed {
-        x: lines,
-        scratch,
-        packing,
-    } = packed;
-    let lines = resize(lines, shape.packed_rows(tokens, x.inner));
-    let mut rest = &mut *lines;
-    for slab in shape.slabs(x.inner) {
-        let (packed, behind) = rest.split_at_mut(shape.packed_rows(tokens, slab.len()));
-        rest = behind;
-        *packing += pack_slab(kernel, x, slab, packed);
-    }
+    let (lines, scratch) = packed.pack_all(kernel, x);
     tasks.par_iter_mut().with_max_len(1).for_each(|task| {
         scratch.lend(TaskScratch::default, |scratch| {
-            let TaskScratch { w, sums } = scratch;
-            let (first_row, first_column) = (task.out.rows().start, task.out.columns().start);
-            let (rows, columns) = (task.out.rows().len(), task.out.columns().len());
-            let sums = super::super::weight::grow(sums, rows * columns);
-            for slab in shape.slabs(x.inner) {
-                let packed_x = &lines[shape.packed_rows(tokens, slab.start)..]
-                    [shape.packed_rows(first_row, slab.len())..];
-                let w = match task.weight {
-                    Factor::Stored(_) | Factor::Strided(_) => {
-                        pack_part(kernel, task, x.inner, slab.clone(), w)
-                    }
-                    Factor::Packed(weight, first) => {
-                        &weight.lines[shape.packed_columns(weight.columns, slab.start)..]
-                            [shape.packed_columns(first + first_column, slab.len())..]
-                    }
-                };
-                let factors = Factors {
-                    x: packed_x,
-                    w,
-                    rows,
-                    columns,
-                    inner: slab.len(),
-                };
-                kernel.multiply(factors, sums, columns, slab.start > 0);
-            }
+            let area = [task.out.rows(), task.out.columns()];
+            let columns = area[1].len();
+            let sums = scratch.sums_of(kernel, (x, lines), task.weight, area);
             for (row, sums) in sums.chunks_exact(columns).enumerate() {
                 let out = task.out.row(row);
                 if task.adds {
@@ -267,6 +239,116 @@ fn multiply_in_scratch(
             }
         });
     });
+}
+
+/// Computes x·Wᵀ in rectangles, and gives each to `take` in place of storing the product. Returns what `take` returns, in order: all
+/// rectangles of the first rows, those of the next rows. They do not depend on the number of threads.
+///
+/// # Arguments
+/// * `x`: `[tokens, inner]`
+/// * `weight`: `[columns, inner]`
+/// * `take`: gets rows, columns and content of a rectangle, row-major
+///
+/// # Panics
+/// Panics when a slice does not have the size of its shape, when `inner` is 0, and when x is not f32.
+pub fn product_in_parts<R: Send>(
+    kernel: Kernel,
+    x: Strided<'_>,
+    (tokens, inner): (usize, usize),
+    (weight, columns): (Strided<'_>, usize),
+    packed: &mut Packed,
+    take: impl Fn([Range<usize>; 2], &mut [f32]) -> R + Sync,
+) -> Vec<R> {
+    assert!(
+        inner > 0 && x.holds(tokens, inner) && matches!(x.values, Values::F32(_)),
+        "x must be [tokens, inner], f32"
+    );
+    assert!(
+        weight.holds(columns, inner),
+        "shapes of a product must match"
+    );
+    let cut = TaskCut::of(kernel.shape(), tokens, &[columns], 1, false);
+    let rows = (0..cut.row_parts).map(|part| cut.rows(part));
+    let areas = rows.flat_map(|rows| {
+        let columns = (0..cut.column_parts[0]).map(|part| cut.columns(0, part));
+        columns.map(move |columns| [rows.clone(), columns])
+    });
+    let areas: Vec<_> = areas
+        .filter(|area| area.iter().all(|range| !range.is_empty()))
+        .collect();
+    let x = Activations {
+        values: x,
+        tokens,
+        inner,
+    };
+    let (lines, scratch) = packed.pack_all(kernel, x);
+    let part = |area: [Range<usize>; 2]| {
+        scratch.lend(TaskScratch::default, |scratch| {
+            let weight = Factor::Strided(weight);
+            let sums = scratch.sums_of(kernel, (x, lines), weight, area.clone());
+            take(area, sums)
+        })
+    };
+    areas.into_par_iter().with_max_len(1).map(part).collect()
+}
+
+impl Packed {
+    /// Packs all slabs of X.
+    fn pack_all(
+        &mut self,
+        kernel: Kernel,
+        x: Activations<'_>,
+    ) -> (&[Line], &BufferPool<TaskScratch>) {
+        let shape = kernel.shape();
+        let lines = resize(&mut self.x, shape.packed_rows(x.tokens, x.inner));
+        let mut rest = &mut *lines;
+        for slab in shape.slabs(x.inner) {
+            let (packed, behind) = rest.split_at_mut(shape.packed_rows(x.tokens, slab.len()));
+            rest = behind;
+            self.packing += pack_slab(kernel, x, slab, packed);
+        }
+        (lines, &self.scratch)
+    }
+}
+
+impl TaskScratch {
+    /// Computes a rectangle of x·Wᵀ from packed rows of X, and packs its columns of W on the way.
+    fn sums_of(
+        &mut self,
+        kernel: Kernel,
+        (x, lines): (Activations<'_>, &[Line]),
+        weight: Factor<'_>,
+        [rows, columns]: [Range<usize>; 2],
+    ) -> &mut [f32] {
+        let shape = kernel.shape();
+        let sums = super::super::weight::grow(&mut self.sums, rows.len() * columns.len());
+        for slab in shape.slabs(x.inner) {
+            let x_lines = &lines[shape.packed_rows(x.tokens, slab.start)..]
+                [shape.packed_rows(rows.start, slab.len())..];
+            let w = match weight {
+                Factor::Stored(_) | Factor::Strided(_) => pack_part(
+                    kernel,
+                    weight,
+                    columns.clone(),
+                    (x.inner, slab.clone()),
+                    &mut self.w,
+                ),
+                Factor::Packed(weight, first) => {
+                    &weight.lines[shape.packed_columns(weight.columns, slab.start)..]
+                        [shape.packed_columns(first + columns.start, slab.len())..]
+                }
+            };
+            let factors = Factors {
+                x: x_lines,
+                w,
+                rows: rows.len(),
+                columns: columns.len(),
+                inner: slab.len(),
+            };
+            kernel.multiply(factors, sums, columns.len(), slab.start > 0);
+        }
+        sums
+    }
 }
 
 /// Packs a slab of X on all threads; returns the time.
@@ -293,17 +375,16 @@ fn pack_slab(
 
 fn pack_part<'l>(
     kernel: Kernel,
-    task: &Task<'_>,
-    inner: usize,
-    slab: Range<usize>,
+    weight: Factor<'_>,
+    columns: Range<usize>,
+    (inner, slab): (usize, Range<usize>),
     lines: &'l mut Vec<Line>,
 ) -> &'l [Line] {
-    let weight = match task.weight {
+    let weight = match weight {
         Factor::Stored(weight) => Strided::rows(weight, inner),
         Factor::Strided(weight) => weight,
         Factor::Packed(..) => unreachable!("a packed weight is not packed again"),
     };
-    let columns = task.out.columns();
     let lines = resize(lines, kernel.column_lines(columns.len(), slab.len()));
     let weight = weight.at(columns.start, slab.start);
     kernel.pack_columns(weight, columns.len(), slab.len(), lines);

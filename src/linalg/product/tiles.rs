@@ -155,7 +155,9 @@ fn turn(tile: &[[u32; TILE]; TILE], out: &mut [[u32; TILE]]) {
         return;
     }
     for (column, out) in out.iter_mut().enumerate() {
-        *out = std::array::from_fn(|row| tile[row][column]);
+        for (word, row) in out.iter_mut().zip(tile) {
+            *word = row[column];
+        }
     }
 }
 
@@ -243,39 +245,34 @@ impl<const PARTS: usize> WithSimd for PackColumns<'_, PARTS> {
     fn with_simd<S: Simd>(self, _: S) {
         let Self {
             columns,
-            count,
             inner,
             tiles,
             packed,
+            ..
         } = self;
-        let all_lines = tile_lines::<PARTS>(inner);
-        let pack = |tile: usize, step: usize, packed: &mut [Line]| {
-            let lines = &mut packed[tile * all_lines..][step * PARTS * TILE_LINES..];
+        let steps = inner.div_ceil(DEPTH);
+        let count = steps * tiles;
+        for at in 0..count {
+            // Rows of the stored matrix are read as a whole.
+            let (tile, step) = match columns.is_transposed {
+                true => (at % tiles, at / tiles),
+                false => (at / steps, at % steps),
+            };
+            let lines = &mut packed[(tile * steps + step) * PARTS * TILE_LINES..];
             let lines = &mut lines[..PARTS * TILE_LINES];
             let (first, k) = (tile * TILE, step * DEPTH);
-            let present = count.saturating_sub(first).min(TILE);
+            let present = self.count.saturating_sub(first).min(TILE);
+            let some = DEPTH.min(inner - k);
             if present == 0 {
                 // A tile of padding.
                 lines.fill(Line::default());
-                return;
+                continue;
             }
-            let some = DEPTH.min(inner - k);
             let lines: &mut [[u32; TILE]] = bytemuck::cast_slice_mut(lines);
             if columns.is_transposed {
                 pack_transposed::<PARTS>(columns.at(first, k), present, some, lines);
             } else {
                 pack_straight::<PARTS>(columns.at(first, k), present, some, lines);
-            }
-        };
-        let steps = inner.div_ceil(DEPTH);
-        // Rows of the stored matrix are read as a whole.
-        if columns.is_transposed {
-            for step in 0..steps {
-                (0..tiles).for_each(|tile| pack(tile, step, packed));
-            }
-        } else {
-            for tile in 0..tiles {
-                (0..steps).for_each(|step| pack(tile, step, packed));
             }
         }
     }
@@ -330,12 +327,11 @@ fn pack_transposed<const PARTS: usize>(
         }
         Values::Bf16(values) if is_whole && PARTS == 1 => {
             for (pair, line) in lines.iter_mut().enumerate() {
-                let rows = [2 * pair, 2 * pair + 1]
-                    .map(|k| of_length::<_, TILE>(&values[k * columns.stride..]));
-                *line = std::array::from_fn(|column| {
-                    let [even, odd] = rows.map(|row| u32::from(row[column].to_bits()));
-                    even | odd << 16
-                });
+                let even: [bf16; TILE] = of_length(&values[2 * pair * columns.stride..]);
+                let odd: [bf16; TILE] = of_length(&values[(2 * pair + 1) * columns.stride..]);
+                for ((packed, even), odd) in line.iter_mut().zip(&even).zip(&odd) {
+                    *packed = u32::from(even.to_bits()) | u32::from(odd.to_bits()) << 16;
+                }
             }
             return;
         }

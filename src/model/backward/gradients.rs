@@ -1,7 +1,7 @@
 //! The gradients of a layer's weights, added up in f32 over the samples of a step.
 //!
 //! A trained matrix has a gradient of its own size, 4 bytes per element. A low-rank change ([`MaskedLowRank`]) has those of its factors
-//! only: the gradient of the matrix exists for one matrix and one part of a sample at a time, is masked, and becomes those of the factors.
+//! only, and that of the matrix is not stored.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,6 @@ pub struct LayerGradients {
     weights: BTreeMap<Projection, MatrixGradient>,
     /// Of the norms before attention and before the MLP, `[hidden_size]` each.
     norms: Option<[Vec<f32>; 2]>,
-    /// The gradient of one matrix, before it becomes those of factors.
-    scratch: Vec<f32>,
 }
 
 /// The gradient of one matrix.
@@ -146,11 +144,7 @@ impl LayerGradients {
                 linear.add_weight_gradient(dy, x, values, products);
             }
             Some(MatrixGradient::Factors { change, a, b }) => {
-                let elements = linear.out_features() * linear.in_features();
-                self.scratch.clear();
-                self.scratch.resize(elements, 0.0);
-                linear.add_weight_gradient(dy, x, &mut self.scratch, products);
-                change.project(&mut self.scratch, a, b);
+                linear.add_factor_gradients(dy, x, change, [a, b], products);
             }
         }
     }
