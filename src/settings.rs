@@ -115,7 +115,8 @@ const NOT_DECIDING: [&str; 26] = [
 ];
 
 /// Settings of a recovery training that do not decide its result. The teacher is compared by the fingerprint of its files.
-const NOT_DECIDING_OF_RECOVERY: [&str; 3] = ["teacher", "save_adapter", "save_every"];
+const NOT_DECIDING_OF_RECOVERY: [&str; 4] =
+    ["teacher", "keep_activations", "save_adapter", "save_every"];
 
 impl Settings {
     /// Settings of `prune` with the defaults of the command line.

@@ -161,6 +161,13 @@ struct OptimizerArgs {
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     accumulate: u32,
 
+    /// Keep the activations of the last N layers for the backward pass in place of computing them again
+    ///
+    /// Each layer takes 4 bytes per token for 2 queries, 2 keys, 1 hidden_size and 2 intermediate_size, for all examples of a step, and
+    /// its weights stay in memory, too. A step is faster, and its result has the same bits.
+    #[arg(long, value_name = "N", default_value = "0")]
+    keep_activations: usize,
+
     /// Limit of the gradients' norm; 0 for none [default: 0.3; none for blocks]
     #[arg(long, value_name = "NORM", value_parser = not_negative)]
     max_grad_norm: Option<f64>,
@@ -300,6 +307,7 @@ impl RecoverArgs {
                 .batch_size
                 .map_or(own.batch_size, |size| size as usize),
             accumulate: optimizer.accumulate as usize,
+            keep_activations: optimizer.keep_activations,
             max_grad_norm: match optimizer.max_grad_norm {
                 None => own.max_grad_norm,
                 Some(limit) => Some(limit).filter(|limit| *limit > 0.0),

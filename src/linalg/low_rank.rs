@@ -14,19 +14,20 @@
 //! two thin products in f32. The rectangles and the order of their sums do not depend on the number of threads.
 //!
 //! Memory of a matrix: W' in the dtype of the products and out·in / 8 bytes of M. A, B and their gradients take 8·rank·(out + in). The parts
-//! of dA and dB take 4·rank·(out + in) for each row or column of rectangles ([`factor_parts_bytes`]).
+//! of dA and dB take 4·rank·(out + in) for each row or column of rectangles ([`factor_parts_elements`]).
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use anyhow::Result;
 use rayon::prelude::*;
 
+use super::Linear;
 use super::convert;
 use super::matmul::{Threads, View, matmul};
-use super::product::{Strided, Values, product_in_parts};
+use super::product::{Kernel, Strided, Values, parts_of_product, product_in_parts};
 use super::stored::{StoredDtype, StoredMatrix, zero_bits_from};
 use super::weight::ProductContext;
-use super::Linear;
 
 /// Elements of W' that a task computes at once.
 const CHUNK: usize = 1 << 16;
@@ -38,7 +39,7 @@ pub struct MaskedLowRank {
     in_features: usize,
     scale: f32,
     /// One bit per element, 1 = pruned, row-major without padding, least significant bit first.
-    pruned: Vec<u8>,
+    pruned: Arc<[u8]>,
     /// A `[rank, in_features]`.
     pub a: Vec<f32>,
     /// B `[out_features, rank]`.
@@ -58,17 +59,12 @@ impl MaskedLowRank {
     /// Panics when the factors do not have the sizes of their shapes.
     pub fn new(weight: &StoredMatrix, a: Vec<f32>, b: Vec<f32>, scale: f32) -> Self {
         let shape = (weight.rows(), weight.columns());
-        Self::with_mask(shape, weight.zeros_mask(), [a, b], scale)
+        Self::with_mask(shape, weight.zeros_mask().into(), [a, b], scale)
     }
 
     /// The rank of the change.
     pub fn rank(&self) -> usize {
         self.a.len() / self.in_features.max(1)
-    }
-
-    /// The mask of the weight: one bit per element, 1 = pruned, row-major without padding, least significant bit first.
-    pub fn pruned(&self) -> &[u8] {
-        &self.pruned
     }
 
     /// Returns M ∘ (W + s·B·A), rounded to `dtype`. Sums are f32.
@@ -115,7 +111,7 @@ impl MaskedLowRank {
     /// Panics when a slice does not have the size of its shape.
     pub fn with_mask(
         (out_features, in_features): (usize, usize),
-        pruned: Vec<u8>,
+        pruned: Arc<[u8]>,
         [a, b]: [Vec<f32>; 2],
         scale: f32,
     ) -> Self {
@@ -173,6 +169,12 @@ impl MaskedLowRank {
         matmul(&mut part.a, wide, s, b.transposed(), g, one);
         part
     }
+}
+
+/// Elements of the parts of a matrix's factor gradients that exist at one time.
+pub fn factor_parts_elements(kernel: Kernel, [rows, columns]: [usize; 2], rank: usize) -> usize {
+    let [row_parts, column_parts] = parts_of_product(kernel, rows, columns);
+    rank * (column_parts * rows + row_parts * columns)
 }
 
 /// The gradients of factors from a rectangle of G.
@@ -234,7 +236,10 @@ impl Linear {
                     .zip(more)
                     .for_each(|(sum, more)| *sum += more);
             };
-            plus(&mut db[part.rows.start * rank..part.rows.end * rank], &part.b);
+            plus(
+                &mut db[part.rows.start * rank..part.rows.end * rank],
+                &part.b,
+            );
             let lines = part.a.chunks_exact(part.columns.len());
             for (da, more) in da.chunks_exact_mut(columns).zip(lines) {
                 plus(&mut da[part.columns.clone()], more);

@@ -344,7 +344,10 @@ pub(super) fn zero_bits_from(values: &mut [f32], pruned: &[u8], first: usize) {
         *value &= (u32::from(pruned[bit / 8] >> (bit % 8)) & 1).wrapping_sub(1);
     }
     let pruned = &pruned[first.div_ceil(8)..];
-    assert!(whole.len() <= 8 * pruned.len(), "a mask has a bit for every weight");
+    assert!(
+        whole.len() <= 8 * pruned.len(),
+        "a mask has a bit for every weight"
+    );
     keep_some(whole, pruned, &WORDS);
 }
 

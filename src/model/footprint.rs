@@ -20,7 +20,7 @@
 //! its way to disk, the program, tokens and the tokenizer.
 
 use super::attention_layout::AttentionLayout;
-use super::backward::backward_elements;
+use super::backward::{backward_elements, kept_elements};
 use super::config::ModelConfig;
 use super::head::{largest_chunk, largest_tokens};
 use super::observe::Observation;
@@ -151,6 +151,7 @@ pub fn products(
                 .max()
                 .unwrap_or(0),
             is_kept: keeps_packed(kernel, settings) && (is_mlp || !begins_within),
+            is_in_parts: false,
         };
         columns.into_iter().map(product)
     });
@@ -162,6 +163,7 @@ pub fn products(
             columns: vec![rows],
             inner: config.hidden_size,
             is_kept: false,
+            is_in_parts: false,
         }
     });
     let all: Vec<Product> = of_layer.chain(of_head).collect();
@@ -241,20 +243,21 @@ pub fn generation(
 }
 
 /// Memory of a sample's backward pass through a layer: [`backward_elements`] · 4, scratch of attention, the sample, the gradient of the
-/// output and that of the input, 3·4·L·H. Gradients of weights come in addition.
+/// output and that of the input, 3·4·L·H. Gradients of weights come in addition, and kept activations ([`kept_activations`]).
 pub fn backward(
     config: &ModelConfig,
     seqlen: usize,
     threads: usize,
     settings: &MemorySettings,
     kernel: Kernel,
+    is_kept: bool,
 ) -> ByteSize {
     let elements = backward_elements(
         config.heads(),
         config.hidden_size,
         config.intermediate_size,
         seqlen,
-        settings.mlp_tokens,
+        (settings.mlp_tokens, is_kept),
     );
     let scratch =
         attention::backward::backward_scratch_bytes(kernel, config.head_dim, seqlen, threads);
@@ -269,6 +272,7 @@ pub fn backward_products(
     seqlen: usize,
     threads: usize,
     settings: &MemorySettings,
+    is_of_factors: bool,
 ) -> ByteSize {
     let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
     let of_matrix = |projection: Projection| {
@@ -277,19 +281,30 @@ pub fn backward_products(
             true => seqlen,
             false => mlp_tokens,
         };
-        let product = |tokens, inner_of_product| Product {
+        let product = |tokens, inner_of_product, is_in_parts| Product {
             kernel,
             tokens,
             columns: vec![inner],
             inner: inner_of_product,
             is_kept: false,
+            is_in_parts,
         };
-        [product(tokens, out), product(out, tokens)]
+        [
+            product(tokens, out, false),
+            product(out, tokens, is_of_factors),
+        ]
     };
     let all: Vec<Product> = config.projections().flat_map(of_matrix).collect();
     let forward = products(config, kernel, seqlen, threads, settings, None);
     let backward = ByteSize::of(product::packed_bytes(&all, threads), 1);
     ByteSize(backward.0.saturating_sub(forward.0))
+}
+
+/// Memory of the activations of a layer and a sample that are kept for the backward pass.
+pub fn kept_activations(config: &ModelConfig, seqlen: usize) -> ByteSize {
+    let heads = config.heads();
+    let elements = kept_elements(heads, config.hidden_size, config.intermediate_size, seqlen);
+    ByteSize::of(elements, F32)
 }
 
 /// Memory of the head's weight in its stored dtype: e·V·H.

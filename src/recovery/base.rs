@@ -23,7 +23,7 @@ pub struct BaseLayer {
     /// The layer.
     pub layer: DecoderLayer,
     /// Masks of the matrices with trained factors: one bit per element, 1 = pruned, least significant bit first.
-    pub pruned: BTreeMap<Projection, Vec<u8>>,
+    pub pruned: BTreeMap<Projection, Arc<[u8]>>,
 }
 
 /// The masks of a model in a file, taken before its weights were quantised.
@@ -114,7 +114,7 @@ impl BaseReader {
                             weight.context("a layer in memory")?.zeros_mask()
                         }
                     };
-                    pruned.insert(projection, mask);
+                    pruned.insert(projection, mask.into());
                 }
                 layer
             }

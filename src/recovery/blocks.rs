@@ -123,12 +123,10 @@ impl BlockTrainer<'_> {
     }
 
     fn layer(&self, base: &BaseLayer, trained: &TrainedBlock) -> Result<DecoderLayer> {
-        self.part.applied(
-            &self.config,
-            base.clone(),
-            &trained.values(),
-            Bf16Rounding::Nearest,
-        )
+        let (values, rounding) = (trained.values(), Bf16Rounding::Nearest);
+        let base = base.clone();
+        let made = self.part.applied(&self.config, base, &values, rounding)?;
+        Ok(made.layer)
     }
 
     /// One step on some samples. Returns their mean squared error before it.
@@ -142,21 +140,22 @@ impl BlockTrainer<'_> {
     ) -> Result<f64> {
         let clock = self.clock;
         let layer = clock.measure(Phase::Update, || self.layer(base, trained))?;
-        let mut gradients = self.part.gradients(&self.config, base, &trained.values());
+        let mut gradients = self.part.gradients(&self.config, base, &trained.values())?;
         let elements = samples.len() * self.states.seqlen() * self.config.hidden_size;
         let factor = 1.0 / elements as f32;
         let mut sum = 0.0;
         for &sample in samples {
             self.events.check()?;
             let (x, y) = (self.states.get(sample)?, self.targets.get(sample)?);
-            let out = clock.measure(Phase::Forward, || layer.forward(&x, context))?;
+            let (out, kept) =
+                clock.measure(Phase::Forward, || layer.forward_keeping(&x, context))?;
             let mut dy = vec![0.0; out.elem_count()];
             sum += tensor::with_slice(&out, |out| {
                 tensor::with_slice(&y, |y| squared_error_backward(out, y, factor, &mut dy))
             })??;
             let dy = tensor::from_vec(dy, x.dims())?;
             clock.measure(Phase::Backward, || {
-                layer.backward(&x, &dy, &mut gradients, context)
+                layer.backward_kept(&x, &dy, kept, &mut gradients, context)
             })?;
         }
         let LayerParameters { values, kept } = &mut trained.parameters;
@@ -261,7 +260,8 @@ impl Editor for BlockTrainer<'_> {
         let (trained, loss) = self.train(&base, compute)?;
         let recovered = self
             .part
-            .applied(&self.config, base, &trained.values(), self.rounding)?;
+            .applied(&self.config, base, &trained.values(), self.rounding)?
+            .layer;
         drop(trained);
         self.output.finish(
             self.part,

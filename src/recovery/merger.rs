@@ -44,7 +44,8 @@ impl Editor for Merger<'_> {
         let values = self.shelf.best_values(index)?;
         let merged = self
             .part
-            .applied(self.config, base, &values, self.rounding)?;
+            .applied(self.config, base, &values, self.rounding)?
+            .layer;
         self.output
             .finish(self.part, &merged, &before, (start, None), self.events)?;
         Ok(merged)

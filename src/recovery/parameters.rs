@@ -9,13 +9,15 @@
 //! first W' is W (Hu et al. 2021, arXiv:2106.09685, §4.1). All layers of a model have the same shapes, so one list describes each.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
 use super::base::BaseLayer;
 use crate::data::PythonRandom;
 use crate::linalg::{MaskedLowRank, StoredDtype, StoredMatrix, Weight, convert};
-use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Projection};
+use crate::model::{LayerGradients, ModelConfig, Projection};
 use crate::training::KeptMask;
 use crate::training::rounding::{Bf16Rounding, round_to_bf16};
 
@@ -160,7 +162,7 @@ impl TrainedPart {
         Ok(all)
     }
 
-    /// Turns the base of a layer into the layer that these values make. Matrices are rounded to their stored dtype.
+    /// Turns the base of a layer into the layer that these values make; the masks stay. Matrices are rounded to their stored dtype.
     ///
     /// # Arguments
     /// * `rounding`: that to bf16; every matrix has random bits of its own
@@ -173,11 +175,8 @@ impl TrainedPart {
         base: BaseLayer,
         values: &[Cow<'_, [f32]>],
         rounding: Bf16Rounding,
-    ) -> Result<DecoderLayer> {
-        let BaseLayer {
-            mut layer,
-            mut pruned,
-        } = base;
+    ) -> Result<BaseLayer> {
+        let BaseLayer { mut layer, pruned } = base;
         let specs = self.parameters(config);
         for (at, (spec, of)) in specs.iter().zip(values).enumerate() {
             let number = layer.index() * specs.len() + at;
@@ -188,7 +187,7 @@ impl TrainedPart {
                     *weight = stored(of, spec.shape, weight.dtype(), rounding)?.into();
                 }
                 ParameterName::A(projection) => {
-                    let pruned = pruned.remove(&projection).unwrap_or_default();
+                    let pruned = mask_of(&pruned, projection)?;
                     // B follows A.
                     let b = values.get(at + 1).context("A has a B")?;
                     let change = self.change(config, projection, pruned, [of, b]);
@@ -209,7 +208,7 @@ impl TrainedPart {
                 ParameterName::Norm(norm) => layer.set_norm(norm, of),
             }
         }
-        Ok(layer)
+        Ok(BaseLayer { layer, pruned })
     }
 
     /// The low-rank change of a matrix.
@@ -217,7 +216,7 @@ impl TrainedPart {
         &self,
         config: &ModelConfig,
         projection: Projection,
-        pruned: Vec<u8>,
+        pruned: Arc<[u8]>,
         [a, b]: [&[f32]; 2],
     ) -> MaskedLowRank {
         let scale = match self.form {
@@ -229,29 +228,33 @@ impl TrainedPart {
     }
 
     /// Zero gradients of a layer's parameters.
+    ///
+    /// # Errors
+    /// Fails when a trained matrix has no mask, which would be a bug.
     pub fn gradients(
         &self,
         config: &ModelConfig,
         base: &BaseLayer,
         values: &[Cow<'_, [f32]>],
-    ) -> LayerGradients {
+    ) -> Result<LayerGradients> {
         let BaseLayer { layer, pruned } = base;
         let gradients = match self.form {
             TrainedForm::Weights => LayerGradients::new(layer, self.projections.iter().copied()),
             TrainedForm::Factors { .. } => {
                 let pairs = self.projections.iter().zip(values.chunks(2));
                 let changes = pairs.map(|(&projection, factors)| {
-                    let pruned = pruned.get(&projection).cloned().unwrap_or_default();
+                    let pruned = mask_of(pruned, projection)?;
                     let factors = [&*factors[0], &*factors[1]];
-                    (projection, self.change(config, projection, pruned, factors))
+                    let change = self.change(config, projection, pruned, factors);
+                    Ok((projection, change))
                 });
-                LayerGradients::of_factors(changes.collect())
+                LayerGradients::of_factors(changes.collect::<Result<_>>()?)
             }
         };
-        match self.norms {
+        Ok(match self.norms {
             true => gradients.with_norms(layer),
             false => gradients,
-        }
+        })
     }
 
     /// The gradients of the parameters in their order, those of pruned weights +0.
@@ -283,6 +286,12 @@ impl TrainedPart {
         });
         collected.collect()
     }
+}
+
+/// The mask of a matrix whose factors are trained.
+fn mask_of(pruned: &BTreeMap<Projection, Arc<[u8]>>, projection: Projection) -> Result<Arc<[u8]>> {
+    let mask = pruned.get(&projection).map(Arc::clone);
+    mask.context("a base of factors has masks")
 }
 
 /// Rounds f32 values to a stored matrix.

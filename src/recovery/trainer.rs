@@ -11,7 +11,6 @@
 //! The loss is the mean over all predicted tokens of the step, so the number of examples that pass at once changes nothing. This is
 //! gradient checkpointing with one checkpoint per layer (Chen et al. 2016, arXiv:1604.06174), and layers outside, examples inside.
 
-use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -24,7 +23,7 @@ use super::shelf::Shelf;
 use super::states::LayerInputs;
 use crate::checkpoint::WeightSource;
 use crate::failure::Failure;
-use crate::model::{DecoderLayer, Embedding, Head, LayerContext, ModelConfig};
+use crate::model::{DecoderLayer, Embedding, Head, KeptActivations, LayerContext, ModelConfig};
 use crate::run::{Events, Phase};
 use crate::runtime::{Clock, HiddenStates, memory};
 use crate::training::clip::{clip_factor, scale, sum_of_squares};
@@ -79,12 +78,21 @@ pub struct TrainerParts<'a> {
     pub spill_folder: Option<PathBuf>,
     /// The dtype of stored hidden states.
     pub states: DType,
+    /// The number of last layers whose activations are kept in place of being computed again.
+    pub kept_layers: usize,
     /// Tokens per example.
     pub seqlen: usize,
     /// The clock of the run.
     pub clock: &'a Clock,
     /// The receiver of events.
     pub events: &'a dyn Events,
+}
+
+/// A layer whose weights and activations stay in memory from the forward sweep to the reverse sweep.
+struct KeptLayer {
+    layer: BaseLayer,
+    /// Empty if the activations are computed again.
+    of_examples: Vec<KeptActivations>,
 }
 
 /// A training over the whole model.
@@ -173,22 +181,40 @@ impl<'a> Trainer<'a> {
         self.embed(examples, &mut |example, state| {
             inputs.put(0, example, state)
         })?;
+        let mut kept = Vec::new();
         for index in 0..layers {
-            // The last layer is needed again first.
-            let next = if index + 1 < layers { index + 1 } else { index };
+            // Behind the last layer comes the last one that is not kept.
+            let first_kept = layers.saturating_sub(self.parts.kept_layers);
+            let next = match index + 1 {
+                next if next < layers => next,
+                _ => first_kept.saturating_sub(1),
+            };
             let layer = self.layer(index, Some(next))?;
+            let is_kept = index >= first_kept;
+            let mut of_examples = Vec::new();
             for example in 0..examples.len() {
                 let state = inputs.get(index, example)?;
-                let next = self.forward(&layer, &state)?;
+                let next = match is_kept {
+                    true => {
+                        let (next, kept) = self.forward_keeping(&layer.layer, &state)?;
+                        of_examples.push(kept);
+                        next
+                    }
+                    false => self.forward(&layer.layer, &state)?,
+                };
                 inputs.put(index + 1, example, next)?;
             }
-            drop(layer);
-            memory::release_freed();
+            if is_kept {
+                kept.push(KeptLayer { layer, of_examples });
+            } else {
+                drop(layer);
+                memory::release_freed();
+            }
         }
         let mut gradients = self.gradients_for(examples.len())?;
         let loss = self.head_gradients(examples, predicted, &mut inputs, &mut gradients)?;
         check_finite("loss", loss, at)?;
-        let squares = self.reverse(&mut inputs, &mut gradients)?;
+        let squares = self.reverse(&mut inputs, &mut gradients, kept)?;
         (self.inputs, self.gradients) = (Some(inputs), Some(gradients));
         let norm = squares.sqrt();
         check_finite("norm of the gradients", norm, at)?;
@@ -224,7 +250,7 @@ impl<'a> Trainer<'a> {
             let next = (index + 1) % layers;
             let layer = self.layer(index, Some(next))?;
             for example in 0..examples.len() {
-                let next = self.forward(&layer, &states.get(example)?)?;
+                let next = self.forward(&layer.layer, &states.get(example)?)?;
                 states.put(example, next)?;
             }
             drop(layer);
@@ -283,31 +309,13 @@ impl<'a> Trainer<'a> {
             .measure(Phase::Read, || parts.base.take(index, next))
     }
 
-    /// The layer that the current values make.
-    fn layer(&mut self, index: usize, next: Option<usize>) -> Result<DecoderLayer> {
-        Ok(self.layer_and(index, next, |_, _| ())?.0)
-    }
-
-    /// The layer that the current values make, and something else of its base and these values.
-    fn layer_and<T>(
-        &mut self,
-        index: usize,
-        next: Option<usize>,
-        also: impl FnOnce(&BaseLayer, &[Cow<'_, [f32]>]) -> T,
-    ) -> Result<(DecoderLayer, T)> {
+    /// The layer that the current values make, with its masks.
+    fn layer(&mut self, index: usize, next: Option<usize>) -> Result<BaseLayer> {
         let base = self.base(index, next)?;
-        let TrainerParts {
-            shelf,
-            part,
-            config,
-            clock,
-            ..
-        } = &self.parts;
-        clock.measure(Phase::Update, || {
-            let values = shelf.values(index)?;
-            let other = also(&base, &values);
-            let layer = part.applied(config, base, &values, Bf16Rounding::Nearest)?;
-            Ok((layer, other))
+        let parts = &self.parts;
+        parts.clock.measure(Phase::Update, || {
+            let (values, rounding) = (parts.shelf.values(index)?, Bf16Rounding::Nearest);
+            parts.part.applied(&parts.config, base, &values, rounding)
         })
     }
 
@@ -337,6 +345,21 @@ impl<'a> Trainer<'a> {
         clock.measure(Phase::Forward, || layer.forward(state, context))
     }
 
+    fn forward_keeping(
+        &mut self,
+        layer: &DecoderLayer,
+        state: &Tensor,
+    ) -> Result<(Tensor, KeptActivations)> {
+        let TrainerParts {
+            context,
+            clock,
+            events,
+            ..
+        } = &mut self.parts;
+        events.check()?;
+        clock.measure(Phase::Forward, || layer.forward_keeping(state, context))
+    }
+
     /// The mean loss; its gradients with respect to the last hidden states go to `gradients`.
     fn head_gradients(
         &mut self,
@@ -362,22 +385,39 @@ impl<'a> Trainer<'a> {
     }
 
     /// Passes the gradients through the layers from the last to the first. Returns the sum of the squares of all parameters' gradients.
-    fn reverse(&mut self, inputs: &mut LayerInputs, gradients: &mut HiddenStates) -> Result<f64> {
+    fn reverse(
+        &mut self,
+        inputs: &mut LayerInputs,
+        gradients: &mut HiddenStates,
+        mut kept: Vec<KeptLayer>,
+    ) -> Result<f64> {
         let mut squares = 0.0;
         for index in (0..self.parts.config.num_hidden_layers).rev() {
-            // After the first layer the next step begins with it.
-            let (part, config) = (self.parts.part.clone(), Arc::clone(&self.parts.config));
-            let zeros =
-                |base: &BaseLayer, values: &[Cow<'_, [f32]>]| part.gradients(&config, base, values);
-            let next = Some(index.saturating_sub(1));
-            let (layer, mut of_layer) = self.layer_and(index, next, zeros)?;
+            let KeptLayer { layer, of_examples } = match kept.pop() {
+                Some(kept) => kept,
+                None => KeptLayer {
+                    // After the first layer the next step begins with it.
+                    layer: self.layer(index, Some(index.saturating_sub(1)))?,
+                    of_examples: Vec::new(),
+                },
+            };
             let parts = &mut self.parts;
+            let values = parts.shelf.values(index)?;
+            let mut of_layer = parts.part.gradients(&parts.config, &layer, &values)?;
+            drop(values);
+            let mut of_examples = of_examples.into_iter();
             for example in 0..inputs.examples() {
                 parts.events.check()?;
                 let (state, dy) = (inputs.get(index, example)?, gradients.get(example)?);
-                let dx = parts.clock.measure(Phase::Backward, || {
-                    layer.backward(&state, &dy, &mut of_layer, &mut parts.context)
-                })?;
+                let (layer, context) = (&layer.layer, &mut parts.context);
+                let dx = parts
+                    .clock
+                    .measure(Phase::Backward, || match of_examples.next() {
+                        Some(kept) => {
+                            layer.backward_kept(&state, &dy, kept, &mut of_layer, context)
+                        }
+                        None => layer.backward(&state, &dy, &mut of_layer, context),
+                    })?;
                 gradients.put(example, dx)?;
             }
             drop(layer);

@@ -152,6 +152,9 @@ pub enum PartKind {
     /// Frozen layers of a training: those that stay in memory, and the one that is read ahead.
     #[serde(rename = "frozen layers")]
     FrozenLayers,
+    /// Layers of a training whose weights and activations stay for the backward pass.
+    #[serde(rename = "kept activations")]
+    KeptActivations,
     /// Rotary tables, and packed operands of products.
     #[serde(rename = "rotary tables and packing")]
     Context,

@@ -61,6 +61,8 @@ pub struct RecoverySettings {
     pub batch_size: usize,
     /// `--accumulate`: a step has so many times more examples.
     pub accumulate: usize,
+    /// `--keep-activations`: the last layers whose activations stay in memory until the backward pass.
+    pub keep_activations: usize,
     /// `--max-grad-norm`; `None` for no limit.
     pub max_grad_norm: Option<f64>,
     /// `--base-quant`: the format of the frozen base; `None` for the stored one.
@@ -151,6 +153,7 @@ impl RecoverySettings {
             epochs: (!is_whole).then_some(4),
             batch_size: if is_whole { 4 } else { 8 },
             accumulate: 1,
+            keep_activations: 0,
             max_grad_norm: is_whole.then_some(0.3),
             base_quant: None,
             per_document: false,

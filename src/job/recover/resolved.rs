@@ -221,6 +221,11 @@ fn check_ways(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
             "--base-quant needs --how lora: blocks read each layer once".to_string(),
             "leave --base-quant out".to_string(),
         )),
+        (RecoveryWay::Blocks, _) if recovery.keep_activations > 0 => Some((
+            "--keep-activations is for --how lora and full; blocks keeps those of its layer anyway"
+                .to_string(),
+            "leave --keep-activations out".to_string(),
+        )),
         _ if recovery.save_adapter && settings.output.save.is_none() => Some((
             "--save-adapter needs a run folder".to_string(),
             "add --save DIR; the adapter becomes DIR/adapter".to_string(),

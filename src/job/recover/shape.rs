@@ -8,7 +8,8 @@ use super::resolved::Recovery;
 use super::saved;
 use super::steps::states_dtype;
 use crate::bytes::ByteSize;
-use crate::model::{ModelConfig, footprint};
+use crate::linalg::factor_parts_elements;
+use crate::model::{ModelConfig, Projection, footprint};
 use crate::pipeline::TrainingShape;
 use crate::recovery::{ParameterSpec, Shelf, TrainedForm};
 use crate::run::{Events, MemorySettings};
@@ -58,6 +59,7 @@ impl Recovery {
             passes: steps * self.settings.per_step() as u64,
             epochs: self.settings.epochs.filter(|_| is_whole),
             is_by_layer: !is_whole,
+            has_factors: matches!(self.part.form, TrainedForm::Factors { .. }),
             per_step: if is_whole {
                 self.settings.per_step()
             } else {
@@ -73,11 +75,12 @@ impl Recovery {
                 // Values, gradients, masks and states of the layer that is trained.
                 (false, _) => one_layer,
             }),
-            gradients: ByteSize::of(self.gradient_elements(config), 4),
+            gradients: ByteSize::of(self.gradient_elements(model), 4),
             update: ByteSize(match (is_whole, self.is_paged()) {
                 (true, true) => specs.iter().map(whole).max().unwrap_or(0) as u64,
                 _ => 0,
             }),
+            kept: self.kept_bytes(model),
             base: self.base_bytes(model),
             resident_layers: 0,
         }
@@ -95,17 +98,36 @@ impl Recovery {
         )
     }
 
-    /// Elements of the gradients of a layer, and for factors of the gradient of the largest matrix.
-    fn gradient_elements(&self, config: &ModelConfig) -> usize {
+    /// Elements of the gradients of a layer, and for factors of their parts of the largest matrix.
+    fn gradient_elements(&self, model: &OpenedModel) -> usize {
+        let config = &*model.config;
         let specs = self.part.parameters(config);
         let own: usize = specs.iter().map(ParameterSpec::elements).sum();
-        let largest = self.part.projections.iter();
-        let largest = largest.map(|projection| projection.elements(config)).max();
         match self.part.form {
             TrainedForm::Weights => own,
-            // The gradients are collected into copies, and the changes have copies of the factors.
-            TrainedForm::Factors { .. } => 3 * own + largest.unwrap_or(0),
+            TrainedForm::Factors { rank, .. } => {
+                let kernel = model.products.of_gradients(model.dtype());
+                let parts = |projection: &Projection| {
+                    let (out, inner) = projection.shape(config);
+                    factor_parts_elements(kernel, [out, inner], rank)
+                };
+                let largest = self.part.projections.iter().map(parts).max();
+                // The gradients are collected into copies, and the changes have copies of the factors.
+                3 * own + largest.unwrap_or(0)
+            }
         }
+    }
+
+    /// Bytes of the layers whose weights and activations stay for the backward pass, but for the weights of the layer in use.
+    fn kept_bytes(&self, model: &OpenedModel) -> ByteSize {
+        let config = &*model.config;
+        let layers = self.settings.keep_activations.min(config.num_hidden_layers);
+        let layer = footprint::layer_weights(config, model.dtype(), &MemorySettings::default());
+        let of_example = footprint::kept_activations(config, model.seqlen);
+        let activations = of_example.0.saturating_mul(self.settings.per_step() as u64);
+        let kept = activations.saturating_mul(layers as u64);
+        let weights = layer.0.saturating_mul(layers.saturating_sub(1) as u64);
+        ByteSize(kept.saturating_add(weights))
     }
 
     /// Bytes of a layer's frozen weights in memory.

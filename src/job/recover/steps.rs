@@ -163,6 +163,7 @@ impl<'a> Training<'a> {
             context: context.with_products(model.products),
             spill_folder: job.spill_folder.clone(),
             states: candle_dtype(states_dtype(model.products)),
+            kept_layers: recovery.settings.keep_activations,
             seqlen: model.seqlen,
             clock: &model.clock,
             events: self.events,

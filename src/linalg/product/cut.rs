@@ -18,6 +18,8 @@ pub struct Product {
     pub inner: usize,
     /// W is packed in advance.
     pub is_kept: bool,
+    /// C is not stored ([`product_in_parts`](super::product_in_parts)).
+    pub is_in_parts: bool,
 }
 
 /// The most bytes of [`Packed`](super::Packed) after these products: the largest X, and the scratch of the largest task for every
@@ -30,9 +32,12 @@ pub fn packed_bytes(products: &[Product], threads: usize) -> usize {
             ref columns,
             inner,
             is_kept,
+            is_in_parts,
         } = *product;
-        let (shape, is_fused) = (kernel.shape(), kernel == Kernel::Fused);
-        let cut = TaskCut::of(shape, tokens, columns, threads, is_kept);
+        let shape = kernel.shape();
+        let is_fused = kernel == Kernel::Fused && !is_in_parts;
+        let threads_of_cut = if is_in_parts { 1 } else { threads };
+        let cut = TaskCut::of(shape, tokens, columns, threads_of_cut, is_kept);
         let slab = inner.min(shape.slab);
         let (high, wide) = (cut.highest(), cut.widest());
         let x = shape.packed_rows(tokens, if is_fused { slab } else { inner });
@@ -52,6 +57,12 @@ pub fn packed_bytes(products: &[Product], threads: usize) -> usize {
     });
     let (x, tasks, w, sums) = most;
     (x + tasks * w) * size_of::<Line>() + tasks * sums * size_of::<f32>()
+}
+
+/// Rows and columns of rectangles in which a product `[rows, columns]` is computed where it is not stored.
+pub fn parts_of_product(kernel: Kernel, rows: usize, columns: usize) -> [usize; 2] {
+    let cut = TaskCut::of(kernel.shape(), rows, &[columns], 1, false);
+    [cut.row_parts, cut.column_parts[0]]
 }
 
 /// The most rows of a task. A kernel that packs W while it multiplies packs it once per task.

@@ -43,7 +43,7 @@ use super::rectangles::assert_holds;
 use super::stored::StoredDtype;
 use packed::BlockSizes;
 
-pub use cut::{Product, packed_bytes};
+pub use cut::{Product, packed_bytes, parts_of_product};
 pub use fused::{InBlocks, UNROLLED, block_of_c, in_blocks, plus_block};
 pub(super) use interleave::interleave;
 pub use packed::{Factor, Factors, Line, PackedWeight, Strided, Values};

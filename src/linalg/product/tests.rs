@@ -332,6 +332,7 @@ fn packed_bytes_are_those_of_the_footprint() {
                     columns: columns.to_vec(),
                     inner,
                     is_kept: false,
+                    is_in_parts: false,
                 });
             }
             let predicted = packed_bytes(&sizes, threads);

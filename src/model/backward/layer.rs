@@ -66,9 +66,24 @@ impl PassSizes {
         ]
     }
 
+    /// Elements of kept activations: q, k, v, the context, the states between attention and MLP, gate and up.
+    fn kept(&self) -> [usize; 7] {
+        let of = |width: usize| self.seqlen * width;
+        let (queries, keys, wide) = (of(self.queries), of(self.keys), of(self.intermediate_size));
+        [
+            queries,
+            keys,
+            keys,
+            queries,
+            of(self.hidden_size),
+            wide,
+            wide,
+        ]
+    }
+
     /// Elements of the buffers of the whole pass: normed states; q; k; v; the context; the states between attention and MLP, then the
     /// gradient of the normed states; memory that MLP and attention use one after the other.
-    fn buffers(&self, heads: Heads, mlp_tokens: usize) -> [usize; 7] {
+    fn buffers(&self, heads: Heads, mlp_tokens: usize, is_kept: bool) -> [usize; 7] {
         let (hidden, queries, keys) = (
             self.seqlen * self.hidden_size,
             self.seqlen * self.queries,
@@ -77,7 +92,11 @@ impl PassSizes {
         let tokens = largest_part(self.seqlen, mlp_tokens, LEAST_ROWS);
         let total = |sizes: [usize; 5]| sizes.iter().sum::<usize>();
         let shared = total(self.mlp(tokens)).max(total(self.attention(heads)));
-        [hidden, queries, keys, keys, queries, hidden, shared]
+        match is_kept {
+            // The rest is in the kept activations.
+            true => [hidden, 0, 0, 0, 0, 0, shared],
+            false => [hidden, queries, keys, keys, queries, hidden, shared],
+        }
     }
 }
 
@@ -90,15 +109,16 @@ impl PassSizes {
 ///
 /// # Arguments
 /// * `mlp_tokens`: tokens of the MLP at once, of the memory settings
+/// * `is_kept`: activations come from the forward pass
 pub fn backward_elements(
     heads: Heads,
     hidden_size: usize,
     intermediate_size: usize,
     seqlen: usize,
-    mlp_tokens: usize,
+    (mlp_tokens, is_kept): (usize, bool),
 ) -> usize {
     PassSizes::new(heads, hidden_size, intermediate_size, seqlen)
-        .buffers(heads, mlp_tokens)
+        .buffers(heads, mlp_tokens, is_kept)
         .iter()
         .sum()
 }
@@ -112,7 +132,7 @@ fn cut<const N: usize>(mut rest: &mut [f32], lengths: [usize; N]) -> [&mut [f32]
     })
 }
 
-/// The activations of attention that the backward pass needs.
+/// The activations that the backward pass needs, computed again or kept by the forward pass.
 struct Recomputed<'a> {
     /// `[seqlen, hidden_size]`
     normed: &'a mut [f32],
@@ -122,6 +142,26 @@ struct Recomputed<'a> {
     context: &'a mut [f32],
     /// The states between attention and MLP, `[seqlen, hidden_size]`.
     between: &'a mut [f32],
+}
+
+/// The activations of a layer and a sample, kept from the forward pass to the backward pass.
+///
+/// With L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries and all keys: L·(2·Q + 2·K + H + 2·I) f32. Norms and
+/// the product of gate and up are cheaper to compute than to keep.
+#[derive(Debug)]
+pub struct KeptActivations(Vec<f32>);
+
+/// Elements (f32) of [`KeptActivations`].
+pub fn kept_elements(
+    heads: Heads,
+    hidden_size: usize,
+    intermediate_size: usize,
+    seqlen: usize,
+) -> usize {
+    PassSizes::new(heads, hidden_size, intermediate_size, seqlen)
+        .kept()
+        .iter()
+        .sum()
 }
 
 impl DecoderLayer {
@@ -140,6 +180,32 @@ impl DecoderLayer {
         gradients: &mut LayerGradients,
         context: &mut LayerContext,
     ) -> Result<Tensor> {
+        self.backward_of(hidden, output_gradient, None, gradients, context)
+    }
+
+    /// [`DecoderLayer::backward`] with the activations that [`DecoderLayer::forward_keeping`] kept. The bits are the same.
+    ///
+    /// # Errors
+    /// Fails as [`DecoderLayer::backward`].
+    pub fn backward_kept(
+        &self,
+        hidden: &Tensor,
+        output_gradient: &Tensor,
+        kept: KeptActivations,
+        gradients: &mut LayerGradients,
+        context: &mut LayerContext,
+    ) -> Result<Tensor> {
+        self.backward_of(hidden, output_gradient, Some(kept), gradients, context)
+    }
+
+    fn backward_of(
+        &self,
+        hidden: &Tensor,
+        output_gradient: &Tensor,
+        kept: Option<KeptActivations>,
+        gradients: &mut LayerGradients,
+        context: &mut LayerContext,
+    ) -> Result<Tensor> {
         let (_, width) = hidden.dims2()?;
         let hidden_size = self.norms()[0].len();
         ensure!(
@@ -153,7 +219,7 @@ impl DecoderLayer {
         tensor::with_slice(hidden, |x| {
             tensor::with_slice(output_gradient, |dy| {
                 // The pass runs on a thread of the pool, as that of `forward` does.
-                rayon::scope(|_| self.backward_rows(x, dy, &mut out, gradients, context))
+                rayon::scope(|_| self.backward_rows([x, dy], &mut out, kept, gradients, context))
             })
         })???;
         tensor::from_vec(out, hidden.dims())
@@ -161,22 +227,20 @@ impl DecoderLayer {
 
     fn backward_rows(
         &self,
-        x: &[f32],
-        dy: &[f32],
+        [x, dy]: [&[f32]; 2],
         dx: &mut [f32],
+        mut kept: Option<KeptActivations>,
         gradients: &mut LayerGradients,
         context: &mut LayerContext,
     ) -> Result<()> {
-        let hidden_size = self.norms()[0].len();
-        let intermediate_size = self.linear(Projection::Gate).out_features();
-        let (heads, seqlen) = (self.heads(), x.len() / hidden_size);
-        let sizes = PassSizes::new(heads, hidden_size, intermediate_size, seqlen);
+        let sizes = self.sizes(x);
+        let (heads, hidden_size) = (self.heads(), sizes.hidden_size);
         let mlp_tokens = context.settings.mlp_tokens;
         let LayerContext {
             rotary, workspace, ..
         } = context;
         let ([normed, q, k, v, attended, between, shared], products) =
-            workspace.buffers(sizes.buffers(heads, mlp_tokens));
+            workspace.buffers(sizes.buffers(heads, mlp_tokens, kept.is_some()));
         let mut activations = Recomputed {
             normed,
             q,
@@ -185,17 +249,30 @@ impl DecoderLayer {
             context: attended,
             between,
         };
-        self.recompute(x, &mut activations, rotary, products)?;
+        let (is_kept, mut kept_mlp) = (kept.is_some(), None);
+        if let Some(KeptActivations(kept)) = &mut kept {
+            let [q, k, v, attended, between, gate, up] = cut(kept, sizes.kept());
+            (activations.q, activations.k, activations.v) = (q, k, v);
+            (activations.context, activations.between) = (attended, between);
+            kept_mlp = Some([gate, up]);
+            elementwise::rms_norm(x, self.norms()[0], self.rms_norm_eps(), activations.normed);
+        } else {
+            self.recompute(x, &mut activations, rotary, products)?;
+        }
         dx.copy_from_slice(dy);
-        for part in parts(seqlen, mlp_tokens, LEAST_ROWS) {
+        for part in parts(sizes.seqlen, mlp_tokens, LEAST_ROWS) {
             let rows = part.start * hidden_size..part.end * hidden_size;
-            let buffers = cut(shared, sizes.mlp(part.len()));
+            let wide = part.start * sizes.intermediate_size..part.end * sizes.intermediate_size;
+            let mut buffers = cut(shared, sizes.mlp(part.len()));
+            if let Some([gate, up]) = &mut kept_mlp {
+                (buffers[2], buffers[3]) = (&mut gate[wide.clone()], &mut up[wide]);
+            }
             let between = &activations.between[rows.clone()];
             self.backward_mlp(
                 between,
                 &dy[rows.clone()],
                 &mut dx[rows],
-                buffers,
+                (buffers, is_kept),
                 gradients,
                 products,
             )?;
@@ -212,6 +289,106 @@ impl DecoderLayer {
         )?;
         products.watch.enter(Part::Elsewhere);
         Ok(())
+    }
+
+    fn sizes(&self, x: &[f32]) -> PassSizes {
+        let hidden_size = self.norms()[0].len();
+        let intermediate_size = self.linear(Projection::Gate).out_features();
+        let seqlen = x.len() / hidden_size;
+        PassSizes::new(self.heads(), hidden_size, intermediate_size, seqlen)
+    }
+
+    /// Passes one sample through the layer as [`DecoderLayer::forward`] does, and keeps the activations that the backward pass needs.
+    ///
+    /// # Errors
+    /// Fails as [`DecoderLayer::forward`].
+    pub fn forward_keeping(
+        &self,
+        hidden: &Tensor,
+        context: &mut LayerContext,
+    ) -> Result<(Tensor, KeptActivations)> {
+        let (_, width) = hidden.dims2()?;
+        let hidden_size = self.norms()[0].len();
+        ensure!(
+            width == hidden_size,
+            "hidden states are {width} wide, the layer needs {hidden_size}"
+        );
+        let mut out = vec![0.0; hidden.elem_count()];
+        let kept = tensor::with_slice(hidden, |x| {
+            let mut kept = vec![0.0; self.sizes(x).kept().iter().sum()];
+            rayon::scope(|_| self.keep(x, &mut out, &mut kept, context))?;
+            anyhow::Ok(KeptActivations(kept))
+        })??;
+        Ok((tensor::from_vec(out, hidden.dims())?, kept))
+    }
+
+    fn keep(
+        &self,
+        x: &[f32],
+        out: &mut [f32],
+        kept: &mut [f32],
+        context: &mut LayerContext,
+    ) -> Result<()> {
+        let sizes = self.sizes(x);
+        let [q, k, v, attended, between, gate, up] = cut(kept, sizes.kept());
+        let mlp_tokens = context.settings.mlp_tokens;
+        let LayerContext {
+            rotary, workspace, ..
+        } = context;
+        let tokens = largest_part(sizes.seqlen, mlp_tokens, LEAST_ROWS);
+        let ([normed, wide], products) =
+            workspace.buffers([x.len(), tokens * sizes.intermediate_size]);
+        let mut activations = Recomputed {
+            normed,
+            q,
+            k,
+            v,
+            context: attended,
+            between,
+        };
+        self.recompute(x, &mut activations, rotary, products)?;
+        let Recomputed {
+            normed, between, ..
+        } = activations;
+        out.copy_from_slice(between);
+        for part in parts(sizes.seqlen, mlp_tokens, LEAST_ROWS) {
+            products.watch.enter(Part::Mlp);
+            let rows = part.start * sizes.hidden_size..part.end * sizes.hidden_size;
+            let of_part = part.start * sizes.intermediate_size..part.end * sizes.intermediate_size;
+            let (gate, up) = (&mut gate[of_part.clone()], &mut up[of_part]);
+            let (normed, wide) = (&mut normed[..rows.len()], &mut wide[..gate.len()]);
+            self.gate_and_up(&between[rows.clone()], normed, gate, up, products)?;
+            wide.copy_from_slice(gate);
+            match self.activation() {
+                Activation::Silu => elementwise::silu_times(wide, up),
+            }
+            self.linear(Projection::Down)
+                .forward(wide, normed, SingleToken::AsMany, products)?;
+            elementwise::add(&mut out[rows], normed);
+        }
+        products.watch.enter(Part::Elsewhere);
+        Ok(())
+    }
+
+    /// Writes norm(x) to `normed`, and its products with the weights of gate and up.
+    fn gate_and_up(
+        &self,
+        x: &[f32],
+        normed: &mut [f32],
+        gate: &mut [f32],
+        up: &mut [f32],
+        products: &mut ProductContext,
+    ) -> Result<()> {
+        elementwise::rms_norm(x, self.norms()[1], self.rms_norm_eps(), normed);
+        let mut outputs =
+            [(Projection::Gate, gate), (Projection::Up, up)].map(|(projection, out)| {
+                LinearOutput {
+                    linear: self.linear(projection),
+                    features: 0..self.linear(projection).out_features(),
+                    out,
+                }
+            });
+        forward_all(&mut outputs, normed, SingleToken::AsMany, products)
     }
 
     /// Computes attention as the forward pass does, and keeps its activations.
@@ -260,27 +437,23 @@ impl DecoderLayer {
         Ok(())
     }
 
-    /// Adds the MLP's part of the gradient with respect to `x`, its input before the norm, to `dx`.
+    /// Adds the MLP's part of the gradient with respect to `x`, its input before the norm, to `dx`. With `is_kept`, gate and up are there.
     fn backward_mlp(
         &self,
         x: &[f32],
         dy: &[f32],
         dx: &mut [f32],
-        [normed, dnormed, gate, up, product]: [&mut [f32]; 5],
+        ([normed, dnormed, gate, up, product], is_kept): ([&mut [f32]; 5], bool),
         gradients: &mut LayerGradients,
         products: &mut ProductContext,
     ) -> Result<()> {
         products.watch.enter(Part::Mlp);
         let norm = self.norms()[1];
-        elementwise::rms_norm(x, norm, self.rms_norm_eps(), normed);
-        let mut outputs = [(Projection::Gate, &mut *gate), (Projection::Up, &mut *up)].map(
-            |(projection, out)| LinearOutput {
-                linear: self.linear(projection),
-                features: 0..self.linear(projection).out_features(),
-                out,
-            },
-        );
-        forward_all(&mut outputs, normed, SingleToken::AsMany, products)?;
+        if is_kept {
+            elementwise::rms_norm(x, norm, self.rms_norm_eps(), normed);
+        } else {
+            self.gate_and_up(x, normed, gate, up, products)?;
+        }
         self.linear(Projection::Down)
             .backward(dy, product, false, products)?;
         match self.activation() {

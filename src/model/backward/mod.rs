@@ -15,4 +15,4 @@ mod layer;
 mod tests;
 
 pub use gradients::LayerGradients;
-pub use layer::backward_elements;
+pub use layer::{KeptActivations, backward_elements, kept_elements};

@@ -267,6 +267,36 @@ fn threads_do_not_change_a_bit_and_samples_add_up() {
 }
 
 #[test]
+fn kept_activations_change_no_bit() {
+    let more = json!({"attention_bias": true, "mlp_bias": true});
+    let config = ModelConfig::from_json(&config("llama", more)).unwrap();
+    let (_folder, checkpoint, _) = checkpoint(&config);
+    let layer = DecoderLayer::load(&checkpoint, &config, 0).unwrap();
+    let shape = [SEQLEN, config.hidden_size];
+    let x = tensor(&wave(SEQLEN * config.hidden_size, 0.77), &shape);
+    let dy = tensor(&wave(SEQLEN * config.hidden_size, 0.31), &shape);
+    let values = |tensor: &Tensor| -> Vec<f32> { tensor.flatten_all().unwrap().to_vec1().unwrap() };
+    for mlp_tokens in [MemorySettings::default().mlp_tokens, 80] {
+        let settings = MemorySettings {
+            mlp_tokens,
+            ..MemorySettings::default()
+        };
+        let mut context = LayerContext::with_settings(&config, SEQLEN, settings);
+        let (dx, gradients) = ours(&layer, &mut context, &x, &dy);
+        let y = layer.forward(&x, &mut context).unwrap();
+        let (kept_y, kept) = layer.forward_keeping(&x, &mut context).unwrap();
+        assert_eq!(values(&kept_y), values(&y));
+        let mut of_kept = LayerGradients::new(&layer, layer.projections()).with_norms(&layer);
+        let kept_dx = layer.backward_kept(&x, &dy, kept, &mut of_kept, &mut context);
+        assert_eq!(values(&kept_dx.unwrap()), dx);
+        for projection in layer.projections() {
+            assert_eq!(of_kept.weight(projection), gradients.weight(projection));
+        }
+        assert_eq!(of_kept.norms(), gradients.norms());
+    }
+}
+
+#[test]
 fn frozen_matrices_have_no_gradient_and_wrong_shapes_are_refused() {
     let config = ModelConfig::from_json(&config("llama", json!({}))).unwrap();
     let (_folder, checkpoint, _) = checkpoint(&config);
@@ -291,7 +321,15 @@ fn frozen_matrices_have_no_gradient_and_wrong_shapes_are_refused() {
     // Computed by hand: 150·(2·48 + 2·48 + 2·16) + max(70·(2·48 + 3·76), 150·(4·48 + 2·16)), with two parts of 75 tokens.
     let heads = layer.heads();
     assert_eq!(
-        backward_elements(heads, 48, 76, SEQLEN, 80),
+        backward_elements(heads, 48, 76, SEQLEN, (80, false)),
         150 * (96 + 96 + 32) + 150 * (192 + 32)
+    );
+    assert_eq!(
+        backward_elements(heads, 48, 76, SEQLEN, (80, true)),
+        150 * 48 + 150 * (192 + 32)
+    );
+    assert_eq!(
+        kept_elements(heads, 48, 76, SEQLEN),
+        150 * (96 + 32 + 48 + 152)
     );
 }

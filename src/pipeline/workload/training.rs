@@ -21,6 +21,8 @@ use crate::run::{HiddenStatesStorage, Phase, Plan};
 pub struct TrainingShape {
     /// Layers are trained one by one, on the calibration samples.
     pub is_by_layer: bool,
+    /// Factors are trained, not weights.
+    pub has_factors: bool,
     /// Examples of a step; of a training by layers 0.
     pub per_step: usize,
     /// Examples in memory, held-out ones included.
@@ -39,6 +41,8 @@ pub struct TrainingShape {
     pub values: ByteSize,
     /// Gradients of a layer in use.
     pub gradients: ByteSize,
+    /// Weights and activations that stay from the forward sweep to the reverse sweep.
+    pub kept: ByteSize,
     /// The part of an update that is not on the shelf in memory.
     pub update: ByteSize,
     /// Frozen weights of a layer, as they are read.
@@ -93,14 +97,33 @@ impl Host<'_> {
         // A sample, and what the layer makes of it.
         let forward =
             footprint::forward(config, dtype, run.seqlen, run.threads, settings, kernel) + state;
-        let backward =
-            footprint::backward(config, run.seqlen, run.threads, settings, kernel) + state + state;
-        let packed =
-            footprint::backward_products(config, run.kernel(), run.seqlen, run.threads, settings);
+        // Blocks pass a sample forwards and backwards at once.
+        let kept = match trains.is_by_layer {
+            true => footprint::kept_activations(config, run.seqlen),
+            false => ByteSize::ZERO,
+        };
+        let backward = footprint::backward(
+            config,
+            run.seqlen,
+            run.threads,
+            settings,
+            kernel,
+            trains.is_by_layer,
+        ) + state
+            + state
+            + kept;
+        let packed = footprint::backward_products(
+            config,
+            run.kernel(),
+            run.seqlen,
+            run.threads,
+            settings,
+            trains.has_factors,
+        );
         let workspace = |bytes| part(PartKind::Workspace, bytes);
         let gradients = part(PartKind::Gradients, trains.gradients);
         vec![
-            self.training_phase(Phase::Forward, trains, vec![workspace(forward)]),
+            self.training_phase(Phase::Forward, trains, vec![workspace(forward + kept)]),
             self.training_phase(
                 Phase::Backward,
                 trains,
@@ -133,6 +156,9 @@ impl Host<'_> {
             PartKind::Parameters,
             trains.shelf + trains.in_use(phase),
         ));
+        if phase != Phase::Update {
+            all.push(part(PartKind::KeptActivations, trains.kept));
+        }
         if !trains.is_by_layer && settings.head_rows.is_none() {
             let head = footprint::head_weight(run.config, run.dtypes.head);
             all.push(part(PartKind::HeadAndLogits, head));
@@ -156,10 +182,12 @@ impl Host<'_> {
             run.threads,
             settings,
             run.products.of_activations(),
+            trains.is_by_layer,
         );
         // The workspace of the layers stays.
         parts.push(part(PartKind::Workspace, gradient + workspace));
         parts.push(part(PartKind::Parameters, trains.shelf));
+        parts.push(part(PartKind::KeptActivations, trains.kept));
         parts.push(part(PartKind::FrozenLayers, self.frozen(trains)));
         parts.push(self.context(true));
         self.phase(Phase::Head, parts)

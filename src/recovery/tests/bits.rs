@@ -82,6 +82,8 @@ fn threads_places_and_reads_change_no_bit() {
                     with(&|training| training.reads = (2, false)),
                 ),
                 ("all resident", with(&|training| training.reads = (9, true))),
+                ("one kept", with(&|training| training.kept_layers = 1)),
+                ("all kept", with(&|training| training.kept_layers = 9)),
                 (
                     "spilled",
                     with(&|training| training.spill_folder = spilled.clone()),
@@ -233,7 +235,7 @@ fn the_mask_of_a_file_decides_whatever_the_base_holds() {
         });
         for projection in model.config.projections() {
             let [dense, pruned] = [&dense, &pruned].map(|layer| {
-                let weight = layer.linear(projection).weight().held();
+                let weight = layer.layer.linear(projection).weight().held();
                 weight.unwrap().as_bytes().to_vec()
             });
             assert!(dense == pruned, "{projection:?}");

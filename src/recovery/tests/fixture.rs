@@ -192,6 +192,7 @@ pub(super) struct Training {
     pub(super) spill_folder: Option<PathBuf>,
     pub(super) states: DType,
     pub(super) seqlen: usize,
+    pub(super) kept_layers: usize,
 }
 
 /// AdamW with f32 states.
@@ -213,6 +214,7 @@ impl Training {
             spill_folder: None,
             states: DType::F32,
             seqlen,
+            kept_layers: 0,
         }
     }
 
@@ -238,6 +240,7 @@ impl Training {
             context: context.with_products(self.products),
             spill_folder: self.spill_folder.clone(),
             states: self.states,
+            kept_layers: self.kept_layers,
             seqlen: self.seqlen,
             clock,
             events,

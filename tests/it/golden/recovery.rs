@@ -159,15 +159,12 @@ struct Gradients {
 fn gradients(
     recovery: &Recovery,
     layers: &[DecoderLayer],
+    mut weights: Vec<LayerGradients>,
     [forward, backward]: [Products; 2],
 ) -> Result<Gradients> {
     let context = |products| LayerContext::new(&recovery.config, SEQLEN).with_products(products);
     let (mut forward, mut backward) = (context(forward), context(backward));
     let head = Head::load(&recovery.checkpoint, &recovery.config)?;
-    let mut weights: Vec<LayerGradients> = layers
-        .iter()
-        .map(|layer| LayerGradients::new(layer, layer.projections()))
-        .collect();
     let mut hidden = vec![Vec::new(); layers.len() + 1];
     let predicted = BATCH * (SEQLEN - 1);
     let mut loss = 0.0;
@@ -195,6 +192,12 @@ fn gradients(
         hidden,
         weights,
     })
+}
+
+/// Zero gradients of all matrices.
+fn zeros(layers: &[DecoderLayer]) -> Vec<LayerGradients> {
+    let of_layer = |layer: &DecoderLayer| LayerGradients::new(layer, layer.projections());
+    layers.iter().map(of_layer).collect()
 }
 
 /// Loss and gradients of the low-rank factors and of all hidden states, by kind and name in the goldens.
@@ -232,8 +235,9 @@ fn low_rank(
     products: [Products; 2],
 ) -> Result<FactorGradients> {
     let mut layers = recovery.layers()?;
-    let mut low_ranks = BTreeMap::new();
+    let mut low_ranks = Vec::new();
     for (index, layer) in layers.iter_mut().enumerate() {
+        let mut changes = BTreeMap::new();
         for projection in recovery.config.projections() {
             let name = module(projection, index);
             let [a, b] = ["lora_A", "lora_B"]
@@ -242,10 +246,12 @@ fn low_rank(
             let base: StoredMatrix = weight.held().context("in memory")?.clone();
             let low_rank = MaskedLowRank::new(&base, a, b, SCALE);
             *weight = Weight::Held(low_rank.applied_to(&base, dtype)?);
-            low_ranks.insert((index, projection), low_rank);
+            changes.insert(projection, low_rank);
         }
+        low_ranks.push(changes);
     }
-    let got = gradients(recovery, &layers, products)?;
+    let zeros = low_ranks.into_iter().map(LayerGradients::of_factors);
+    let got = gradients(recovery, &layers, zeros.collect(), products)?;
     let mut all = vec![("loss", "loss".to_owned(), vec![got.loss as f32])];
     for (index, hidden) in got.hidden.into_iter().enumerate() {
         let name = match index == layers.len() {
@@ -254,14 +260,13 @@ fn low_rank(
         };
         all.push(("hidden states", name, hidden));
     }
-    for ((index, projection), low_rank) in &low_ranks {
-        let gradient = got.weights[*index].weight(*projection);
-        let mut gradient = gradient.context("trained")?.to_vec();
-        let (mut da, mut db) = (vec![0.0; low_rank.a.len()], vec![0.0; low_rank.b.len()]);
-        low_rank.project(&mut gradient, &mut da, &mut db);
-        let name = module(*projection, *index);
-        all.push(("A", format!("{name}.lora_A.weight"), da));
-        all.push(("B", format!("{name}.lora_B.weight"), db));
+    for (index, of_layer) in got.weights.iter().enumerate() {
+        for projection in of_layer.projections() {
+            let [da, db] = of_layer.factors(projection).context("trained factors")?;
+            let name = module(projection, index);
+            all.push(("A", format!("{name}.lora_A.weight"), da.to_vec()));
+            all.push(("B", format!("{name}.lora_B.weight"), db.to_vec()));
+        }
     }
     Ok(FactorGradients(all))
 }
@@ -313,7 +318,7 @@ fn gradients_of_kept_weights_are_the_references_and_those_of_pruned_weights_are_
     let layers = recovery.layers().unwrap();
     let golden = recovery.golden("gradients.weights.safetensors").unwrap();
     for products in exact_arithmetics() {
-        let mut got = gradients(&recovery, &layers, [products; 2]).unwrap();
+        let mut got = gradients(&recovery, &layers, zeros(&layers), [products; 2]).unwrap();
         let mut worst = Worst::default();
         for (index, layer) in layers.iter().enumerate() {
             for projection in layer.projections() {
