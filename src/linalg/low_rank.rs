@@ -23,11 +23,12 @@ use anyhow::Result;
 use rayon::prelude::*;
 
 use super::Linear;
+use super::buffer_pool::BufferPool;
 use super::convert;
 use super::matmul::{Threads, View, matmul};
 use super::product::{Kernel, Strided, Values, parts_of_product, product_in_parts};
 use super::stored::{StoredDtype, StoredMatrix, zero_bits_from};
-use super::weight::ProductContext;
+use super::weight::{ProductContext, grow};
 
 /// Elements of W' that a task computes at once.
 const CHUNK: usize = 1 << 16;
@@ -83,23 +84,25 @@ impl MaskedLowRank {
         let mut changed = StoredMatrix::zeros(dtype, self.out_features, columns)?;
         let rows_at_once = (CHUNK / columns).max(1);
         let row_bytes = columns * dtype.bytes();
+        let scratch = BufferPool::<(Vec<f32>, Vec<f32>, Vec<u8>)>::new();
         changed
             .as_bytes_mut()
             .par_chunks_mut(rows_at_once * row_bytes)
             .enumerate()
             .for_each(|(task, bytes)| {
                 let (first, rows) = (task * rows_at_once, bytes.len() / row_bytes);
-                let (mut change, mut wide) = (vec![0.0; rows * columns], vec![0.0; rows * columns]);
-                let b = View::strided(&self.b[first * rank..], rows, rank, rank);
-                let a = View::strided(&self.a, rank, columns, columns);
-                matmul(&mut change, columns, self.scale, b, a, Threads::One);
-                weight.widen_rows(first, &mut wide);
-                wide.iter_mut()
-                    .zip(&change)
-                    .for_each(|(wide, change)| *wide += change);
-                let mut narrow = Vec::new();
-                convert::narrow(dtype, &wide, &mut narrow);
-                bytes.copy_from_slice(&narrow);
+                scratch.lend(Default::default, |(change, wide, narrow)| {
+                    let (change, wide) = (grow(change, rows * columns), grow(wide, rows * columns));
+                    let b = View::strided(&self.b[first * rank..], rows, rank, rank);
+                    let a = View::strided(&self.a, rank, columns, columns);
+                    matmul(change, columns, self.scale, b, a, Threads::One);
+                    weight.widen_rows(first, wide);
+                    wide.iter_mut()
+                        .zip(change)
+                        .for_each(|(wide, change)| *wide += *change);
+                    convert::narrow(dtype, wide, narrow);
+                    bytes.copy_from_slice(narrow);
+                });
             });
         changed.zero_bits(&self.pruned);
         Ok(changed)

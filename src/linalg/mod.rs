@@ -9,6 +9,7 @@ pub mod buffer_pool;
 pub mod columns;
 pub mod convert;
 pub mod derivatives;
+pub mod distillation;
 pub mod dynamic_map;
 pub mod elementwise;
 pub mod exp;

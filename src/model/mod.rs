@@ -22,7 +22,7 @@ pub mod shapes;
 pub mod smaller;
 mod tensors;
 
-pub use backward::{KeptActivations, LayerGradients};
+pub use backward::{KeptActivations, LayerGradients, TeacherStates};
 pub use config::{ModelConfig, RopeScaling};
 pub use context::LayerContext;
 pub use embedding::{EMBEDDING, Embedding};

@@ -8,11 +8,25 @@ use candle_core::Tensor;
 
 use super::super::LayerContext;
 use super::super::head::{Head, logit_rows};
+use crate::bytes::ByteSize;
+use crate::linalg::ProductContext;
 use crate::linalg::derivatives::{cross_entropy_backward, rms_norm_backward};
+use crate::linalg::distillation::distillation_backward;
 use crate::linalg::linear::SingleToken;
 use crate::linalg::parts::{LEAST_ROWS, parts};
 use crate::linalg::profile::Part;
 use crate::linalg::{elementwise, tensor};
+
+/// The last hidden states of a teacher, whose logits a student learns.
+#[derive(Debug, Clone, Copy)]
+pub struct TeacherStates<'a> {
+    /// The teacher's norm and head.
+    pub head: &'a Head,
+    /// `[seqlen, hidden_size]`
+    pub hidden: &'a Tensor,
+    /// w, the share of the divergence in the loss.
+    pub weight: f32,
+}
 
 impl Head {
     /// Returns Σ −ln p of the targets, in nat, and the gradient of `scale` times this sum with respect to `hidden`.
@@ -36,6 +50,109 @@ impl Head {
         Ok((loss, tensor::from_vec(gradient, hidden.dims())?))
     }
 
+    /// Returns Σ (1 − w)·(−ln p) + w·KL(teacher‖student) over the tokens with a target, in nat, and the gradient of `scale` times this sum
+    /// with respect to `hidden`. The rest is as of [`Head::loss_gradient`].
+    ///
+    /// # Errors
+    /// Fails as [`Head::loss_gradient`], and when the teacher's states or vocabulary have another shape.
+    pub fn distillation_gradient(
+        &self,
+        hidden: &Tensor,
+        teacher: TeacherStates<'_>,
+        targets: &[Option<u32>],
+        scale: f32,
+        context: &mut LayerContext,
+    ) -> Result<(f64, Tensor)> {
+        ensure!(
+            teacher.hidden.dims() == hidden.dims()
+                && teacher.head.vocab_size() == self.vocab_size(),
+            "the teacher has states {:?} and a vocabulary of {}, the student {:?} and {}",
+            teacher.hidden.dims(),
+            teacher.head.vocab_size(),
+            hidden.dims(),
+            self.vocab_size()
+        );
+        self.check_rows(hidden, targets)?;
+        let (vocab_size, width) = (self.vocab_size(), self.norm().0.len());
+        // Both models have logits.
+        let at_most = logit_rows(ByteSize(context.settings().logits_bytes.0 / 2), vocab_size);
+        let mut gradient = vec![0.0; hidden.elem_count()];
+        let mut pass = |hidden: &[f32], states: &[f32]| -> Result<f64> {
+            let mut loss = 0.0;
+            for part in parts(targets.len(), at_most, LEAST_ROWS) {
+                let rows = part.start * width..part.end * width;
+                let (normed, logits) = (rows.len(), part.len() * vocab_size);
+                let ([normed, logits, of_teacher], products) =
+                    context.workspace().buffers([normed, logits, logits]);
+                products.watch.enter(Part::Head);
+                teacher
+                    .head
+                    .logits_of(&states[rows.clone()], normed, of_teacher, products)?;
+                self.logits_of(&hidden[rows.clone()], normed, logits, products)?;
+                let weights = (vocab_size, teacher.weight);
+                loss += distillation_backward(logits, of_teacher, &targets[part], weights, scale);
+                let out = &mut gradient[rows.clone()];
+                self.back_from_logits(&hidden[rows], logits, normed, out, products)?;
+                products.watch.enter(Part::Elsewhere);
+            }
+            Ok(loss)
+        };
+        let loss = tensor::with_slice(hidden, |hidden| {
+            tensor::with_slice(teacher.hidden, |states| {
+                rayon::scope(|_| pass(hidden, states))
+            })
+        })???;
+        Ok((loss, tensor::from_vec(gradient, hidden.dims())?))
+    }
+
+    /// Writes the logits of some rows; the normed rows are in `normed` afterwards.
+    fn logits_of(
+        &self,
+        hidden: &[f32],
+        normed: &mut [f32],
+        logits: &mut [f32],
+        products: &mut ProductContext,
+    ) -> Result<()> {
+        let (norm, epsilon) = self.norm();
+        elementwise::rms_norm(hidden, norm, epsilon, normed);
+        self.lm_head()
+            .forward(normed, logits, SingleToken::AsMany, products)
+    }
+
+    /// Adds the gradient of some rows to `out`, from that of their logits. The content of `normed` is lost.
+    fn back_from_logits(
+        &self,
+        hidden: &[f32],
+        logits: &[f32],
+        normed: &mut [f32],
+        out: &mut [f32],
+        products: &mut ProductContext,
+    ) -> Result<()> {
+        let (norm, epsilon) = self.norm();
+        self.lm_head().backward(logits, normed, false, products)?;
+        rms_norm_backward(hidden, norm, epsilon, normed, out, None);
+        Ok(())
+    }
+
+    /// Refuses states and targets that do not fit each other or the head.
+    fn check_rows(&self, hidden: &Tensor, targets: &[Option<u32>]) -> Result<()> {
+        let (seqlen, width) = hidden.dims2()?;
+        let columns = self.norm().0.len();
+        ensure!(
+            width == columns && targets.len() == seqlen,
+            "hidden states are {seqlen} x {width} with {} targets, the head needs {columns} columns and a target per row",
+            targets.len(),
+        );
+        let vocab_size = self.vocab_size();
+        let mut targets = targets.iter().flatten();
+        match targets.find(|id| **id as usize >= vocab_size) {
+            Some(target) => {
+                anyhow::bail!("token {target} is not in the vocabulary of {vocab_size}")
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Returns Σ −ln p of the targets, in nat.
     ///
     /// # Errors
@@ -57,40 +174,22 @@ impl Head {
         mut gradient: Option<&mut [f32]>,
         context: &mut LayerContext,
     ) -> Result<f64> {
-        let (seqlen, width) = hidden.dims2()?;
-        let (norm, epsilon) = self.norm();
-        ensure!(
-            width == norm.len() && targets.len() == seqlen,
-            "hidden states are {seqlen} x {width} with {} targets, the head needs {} columns and a target per row",
-            targets.len(),
-            norm.len()
-        );
-        let vocab_size = self.vocab_size();
-        if let Some(target) = targets
-            .iter()
-            .flatten()
-            .find(|id| **id as usize >= vocab_size)
-        {
-            anyhow::bail!("token {target} is not in the vocabulary of {vocab_size}");
-        }
+        self.check_rows(hidden, targets)?;
+        let (vocab_size, width) = (self.vocab_size(), self.norm().0.len());
         let at_most = logit_rows(context.settings().logits_bytes, vocab_size);
         let mut pass = |hidden: &[f32]| -> Result<f64> {
             let mut loss = 0.0;
-            for part in parts(seqlen, at_most, LEAST_ROWS) {
+            for part in parts(targets.len(), at_most, LEAST_ROWS) {
                 let rows = part.start * width..part.end * width;
                 let ([normed, logits], products) = context
                     .workspace()
                     .buffers([rows.len(), part.len() * vocab_size]);
                 products.watch.enter(Part::Head);
-                elementwise::rms_norm(&hidden[rows.clone()], norm, epsilon, normed);
-                let lm_head = self.lm_head();
-                lm_head.forward(normed, logits, SingleToken::AsMany, products)?;
+                self.logits_of(&hidden[rows.clone()], normed, logits, products)?;
                 loss += cross_entropy_backward(logits, &targets[part], vocab_size, scale);
                 if let Some(gradient) = &mut gradient {
-                    // The normed rows are free from here on.
-                    lm_head.backward(logits, normed, false, products)?;
                     let out = &mut gradient[rows.clone()];
-                    rms_norm_backward(&hidden[rows], norm, epsilon, normed, out, None);
+                    self.back_from_logits(&hidden[rows], logits, normed, out, products)?;
                 }
                 products.watch.enter(Part::Elsewhere);
             }

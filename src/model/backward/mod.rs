@@ -15,4 +15,5 @@ mod layer;
 mod tests;
 
 pub use gradients::LayerGradients;
+pub use head::TeacherStates;
 pub use layer::{KeptActivations, backward_elements, kept_elements};

@@ -1,0 +1,207 @@
+//! The loss of a student that learns from tokens and from a teacher's logits, and its gradient.
+//!
+//! ```text
+//! p = softmax(logits of the student),  q = softmax(logits of the teacher)
+//! loss of a token   (1 − w)·(−ln p_target) + w·Σ_v q_v·ln(q_v / p_v)
+//! its gradient      dz_v = p_v − (1 − w)·[v = target] − w·q_v
+//! ```
+//!
+//! The second term is the divergence KL(q‖p) at temperature 1 (Hinton et al. 2015, arXiv:1503.02531, §2). Sums over the vocabulary are f32 in
+//! sixteen lanes and f64 over pieces, in one order.
+
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::exp;
+
+/// Lanes of a sum.
+const LANES: usize = 16;
+/// Elements whose sums are f32.
+const PIECE: usize = 64 * LANES;
+
+/// Replaces the student's logits by the gradients of `scale` times the sum of the losses; returns the sum itself, in nat.
+///
+/// # Arguments
+/// * `logits`: of the student, `[tokens, vocab_size]`
+/// * `teacher`: logits of the teacher, in the same shape; their content is unspecified afterwards
+/// * `targets`: `[tokens]`; a token without a target has no loss, and gradients of 0
+/// * `weight`: w, from 0 to 1
+///
+/// # Panics
+/// Panics when logits are not `[tokens, vocab_size]`, or a target is not in the vocabulary.
+pub fn distillation_backward(
+    logits: &mut [f32],
+    teacher: &mut [f32],
+    targets: &[Option<u32>],
+    (vocab_size, weight): (usize, f32),
+    scale: f32,
+) -> f64 {
+    assert!(
+        logits.len() == targets.len() * vocab_size && teacher.len() == logits.len(),
+        "logits must be [tokens, vocab_size]"
+    );
+    let losses: Vec<f64> = logits
+        .par_chunks_mut(vocab_size.max(1))
+        .zip(teacher.par_chunks_mut(vocab_size.max(1)))
+        .zip(targets)
+        .map(|((logits, teacher), target)| {
+            let Some(target) = target else {
+                logits.fill(0.0);
+                return 0.0;
+            };
+            let target = *target as usize;
+            let chosen = f64::from(logits[target]);
+            let [apart, log_sum] = Arch::new().dispatch(DistilledRow {
+                logits,
+                teacher,
+                weight,
+                scale,
+            });
+            logits[target] -= (1.0 - weight) * scale;
+            let weight = f64::from(weight);
+            (1.0 - weight) * (log_sum - chosen) + weight * (apart + log_sum)
+        })
+        .collect();
+    losses.iter().sum()
+}
+
+/// The gradient of a token, but for its target.
+struct DistilledRow<'a> {
+    logits: &'a mut [f32],
+    teacher: &'a mut [f32],
+    weight: f32,
+    scale: f32,
+}
+
+impl WithSimd for DistilledRow<'_> {
+    /// Σ q·(teacher − student) − ln Σ e^teacher, and ln Σ e^student. Their sum is the divergence.
+    type Output = [f64; 2];
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> [f64; 2] {
+        let Self {
+            logits,
+            teacher,
+            weight,
+            scale,
+        } = self;
+        let highest = exp::largest_of(simd, teacher);
+        let (mut sum, mut apart) = (0.0f64, 0.0f64);
+        for (teacher, logits) in teacher.chunks_mut(PIECE).zip(logits.chunks(PIECE)) {
+            let (mut sums, mut products) = ([0.0f32; LANES], [0.0f32; LANES]);
+            for (teacher, logits) in teacher.chunks_mut(LANES).zip(logits.chunks(LANES)) {
+                let values = teacher.iter_mut().zip(logits);
+                for ((value, logit), (sum, product)) in
+                    values.zip(sums.iter_mut().zip(&mut products))
+                {
+                    let power = exp::exp(*value - highest);
+                    *sum += power;
+                    // A logit of −∞ has no share.
+                    if power > 0.0 {
+                        *product += power * (*value - logit);
+                    }
+                    *value = power;
+                }
+            }
+            for (lane, product) in sums.iter().zip(&products) {
+                sum += f64::from(*lane);
+                apart += f64::from(*product);
+            }
+        }
+        let largest = exp::largest_of(simd, logits);
+        let student = exp::exp_minus(simd, logits, 1.0, largest);
+        let (of_student, of_teacher) = (
+            (f64::from(scale) / student) as f32,
+            (f64::from(scale * weight) / sum) as f32,
+        );
+        for (logit, power) in logits.iter_mut().zip(teacher) {
+            *logit = *logit * of_student - *power * of_teacher;
+        }
+        [
+            apart / sum - f64::from(highest) - sum.ln(),
+            f64::from(largest) + student.ln(),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::derivatives::cross_entropy_backward;
+    use super::*;
+
+    fn wave(count: usize, pace: f32) -> Vec<f32> {
+        (0..count).map(|i| 3.0 * (i as f32 * pace).sin()).collect()
+    }
+
+    /// The loss of a row in f64.
+    fn loss(student: &[f64], teacher: &[f64], target: usize, weight: f64) -> f64 {
+        let log_softmax = |logits: &[f64]| -> Vec<f64> {
+            let sum: f64 = logits.iter().map(|logit| logit.exp()).sum();
+            logits.iter().map(|logit| logit - sum.ln()).collect()
+        };
+        let (p, q) = (log_softmax(student), log_softmax(teacher));
+        let divergence: f64 = p.iter().zip(&q).map(|(p, q)| q.exp() * (q - p)).sum();
+        weight * divergence - (1.0 - weight) * p[target]
+    }
+
+    #[test]
+    fn the_gradient_is_the_slope_of_the_loss() {
+        // More than a piece, and less than a lane at the end.
+        for vocab_size in [7, PIECE + 21] {
+            let (tokens, weight, scale) = (3, 0.25f32, 0.5f32);
+            let student = wave(tokens * vocab_size, 0.37);
+            let teacher = wave(tokens * vocab_size, 0.71);
+            let targets = [Some(3), None, Some(vocab_size as u32 - 1)];
+            let mut gradient = student.clone();
+            let sum = distillation_backward(
+                &mut gradient,
+                &mut teacher.clone(),
+                &targets,
+                (vocab_size, weight),
+                scale,
+            );
+            let mut exact = 0.0;
+            for (row, target) in targets.iter().enumerate() {
+                let row = row * vocab_size..(row + 1) * vocab_size;
+                let Some(target) = target.map(|target| target as usize) else {
+                    assert!(gradient[row].iter().all(|slope| *slope == 0.0));
+                    continue;
+                };
+                let wide = |values: &[f32]| -> Vec<f64> {
+                    values[row.clone()].iter().map(|v| f64::from(*v)).collect()
+                };
+                let (mut student, teacher) = (wide(&student), wide(&teacher));
+                let mut at = |student: &[f64]| loss(student, &teacher, target, f64::from(weight));
+                exact += at(&student);
+                for column in (0..vocab_size).step_by(5).chain([target]) {
+                    let (step, here) = (1e-4, student[column]);
+                    student[column] = here + step;
+                    let above = at(&student);
+                    student[column] = here - step;
+                    let slope = f64::from(scale) * (above - at(&student)) / (2.0 * step);
+                    student[column] = here;
+                    let got = f64::from(gradient[row.start + column]);
+                    assert!((got - slope).abs() < 1e-6, "{column}: {got} {slope}");
+                }
+            }
+            assert!((sum - exact).abs() < 1e-5 * exact.abs(), "{sum} {exact}");
+        }
+    }
+
+    #[test]
+    fn without_weight_the_teacher_is_not_heard_and_an_equal_one_has_no_distance() {
+        let (vocab_size, targets) = (50, [Some(3), Some(4)]);
+        let student = wave(2 * vocab_size, 0.37);
+        let (mut alone, mut with) = (student.clone(), student.clone());
+        let entropy = cross_entropy_backward(&mut alone, &targets, vocab_size, 1.0);
+        let mut teacher = wave(2 * vocab_size, 0.71);
+        let sum = distillation_backward(&mut with, &mut teacher, &targets, (vocab_size, 0.0), 1.0);
+        assert!((sum - entropy).abs() < 1e-6);
+        for (with, alone) in with.iter().zip(&alone) {
+            assert!((with - alone).abs() < 1e-6);
+        }
+        let (mut same, mut teacher) = (student.clone(), student);
+        let sum = distillation_backward(&mut same, &mut teacher, &targets, (vocab_size, 1.0), 1.0);
+        assert!(sum.abs() < 1e-6 && same.iter().all(|slope| slope.abs() < 1e-6));
+    }
+}
