@@ -171,7 +171,7 @@ mod tests {
                     values[row.clone()].iter().map(|v| f64::from(*v)).collect()
                 };
                 let (mut student, teacher) = (wide(&student), wide(&teacher));
-                let mut at = |student: &[f64]| loss(student, &teacher, target, f64::from(weight));
+                let at = |student: &[f64]| loss(student, &teacher, target, f64::from(weight));
                 exact += at(&student);
                 for column in (0..vocab_size).step_by(5).chain([target]) {
                     let (step, here) = (1e-4, student[column]);

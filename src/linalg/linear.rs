@@ -80,6 +80,14 @@ impl Linear {
         &mut self.weight
     }
 
+    /// The weight, if it is in memory.
+    pub fn into_weight(self) -> Option<StoredMatrix> {
+        match self.weight {
+            Weight::Held(matrix) => Some(matrix),
+            Weight::AtRest(_) => None,
+        }
+    }
+
     /// Puts the output features of a weight in memory, and of the bias, into another order: `order[new] = old`.
     ///
     /// # Panics

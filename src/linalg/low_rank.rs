@@ -19,7 +19,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use anyhow::Result;
 use rayon::prelude::*;
 
 use super::Linear;
@@ -27,7 +26,7 @@ use super::buffer_pool::BufferPool;
 use super::convert;
 use super::matmul::{Threads, View, matmul};
 use super::product::{Kernel, Strided, Values, parts_of_product, product_in_parts};
-use super::stored::{StoredDtype, StoredMatrix, zero_bits_from};
+use super::stored::{StoredMatrix, zero_bits_from};
 use super::weight::{ProductContext, grow};
 
 /// Elements of W' that a task computes at once.
@@ -68,20 +67,18 @@ impl MaskedLowRank {
         self.a.len() / self.in_features.max(1)
     }
 
-    /// Returns M ∘ (W + s·B·A), rounded to `dtype`. Sums are f32.
-    ///
-    /// # Errors
-    /// Fails when there is too little memory.
+    /// Returns M ∘ (W + s·B·A) in `changed`, rounded to its dtype; its old content is lost. Sums are f32.
     ///
     /// # Panics
-    /// Panics when `weight` has another shape than the weight of [`MaskedLowRank::new`].
-    pub fn applied_to(&self, weight: &StoredMatrix, dtype: StoredDtype) -> Result<StoredMatrix> {
-        let (columns, rank) = (self.in_features, self.rank());
-        assert!(
-            weight.rows() == self.out_features && weight.columns() == columns,
-            "the weight must be [out_features, in_features]"
-        );
-        let mut changed = StoredMatrix::zeros(dtype, self.out_features, columns)?;
+    /// Panics when one of the two has another shape than the weight of [`MaskedLowRank::new`].
+    pub fn applied_to(&self, weight: &StoredMatrix, mut changed: StoredMatrix) -> StoredMatrix {
+        let (columns, rank, dtype) = (self.in_features, self.rank(), changed.dtype());
+        for matrix in [weight, &changed] {
+            assert!(
+                matrix.rows() == self.out_features && matrix.columns() == columns,
+                "the weight must be [out_features, in_features]"
+            );
+        }
         let rows_at_once = (CHUNK / columns).max(1);
         let row_bytes = columns * dtype.bytes();
         let scratch = BufferPool::<(Vec<f32>, Vec<f32>, Vec<u8>)>::new();
@@ -105,7 +102,7 @@ impl MaskedLowRank {
                 });
             });
         changed.zero_bits(&self.pruned);
-        Ok(changed)
+        changed
     }
 
     /// The same change with the mask given: where the weight's own zeros are not it, as behind a quantisation.
@@ -253,6 +250,7 @@ impl Linear {
 
 #[cfg(test)]
 mod tests {
+    use super::super::stored::StoredDtype;
     use super::*;
 
     fn wave(count: usize, pace: f32) -> Vec<f32> {
@@ -269,7 +267,7 @@ mod tests {
         for dtype in [StoredDtype::F32, StoredDtype::Bf16] {
             let weight = StoredMatrix::from_f32(dtype, rows, columns, &w);
             let low_rank = MaskedLowRank::new(&weight, a.clone(), b.clone(), scale);
-            let changed = low_rank.applied_to(&weight, dtype).unwrap();
+            let changed = low_rank.applied_to(&weight, weight.clone());
             let (mut before, mut after) = (vec![0.0; w.len()], vec![0.0; w.len()]);
             weight.widen_rows(0, &mut before);
             changed.widen_rows(0, &mut after);

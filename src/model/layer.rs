@@ -42,7 +42,7 @@ use crate::linalg::attention::{self, Heads};
 use crate::linalg::linear::{LinearOutput, SingleToken, forward_all};
 use crate::linalg::parts::{LEAST_ROWS, parts};
 use crate::linalg::profile::Part;
-use crate::linalg::{Linear, ProductContext, Weight, elementwise, tensor};
+use crate::linalg::{Linear, ProductContext, StoredMatrix, Weight, elementwise, tensor};
 use crate::run::MemorySettings;
 
 /// A decoder layer in its stored dtype.
@@ -213,6 +213,12 @@ impl DecoderLayer {
         self.linears
             .get_mut(&projection)
             .expect("callers name linears of the layer's family")
+    }
+
+    /// Takes the weight of a linear out, if it is in memory. The layer cannot be used afterwards.
+    pub fn take_weight(&mut self, projection: Projection) -> Option<StoredMatrix> {
+        let linear = self.linears.remove(&projection)?;
+        linear.into_weight()
     }
 
     /// Puts the intermediate channels of the MLP into another order, `order[new] = old`: the rows of gate and up with their biases, and

@@ -19,6 +19,7 @@ use anyhow::{Context, Result};
 use super::base::{BaseLayer, BaseLayers};
 use super::merger::{LayerOutput, zeros};
 use super::parameters::{LayerParameters, TrainedPart};
+use super::spare::SpareMemory;
 use crate::checkpoint::WeightSource;
 use crate::failure::Failure;
 use crate::linalg::derivatives::squared_error_backward;
@@ -80,6 +81,8 @@ pub struct BlockTrainer<'a> {
     pub rounding: Bf16Rounding,
     /// The receivers of layers.
     pub output: LayerOutput<'a>,
+    /// Memory that each step uses again.
+    pub spare: SpareMemory,
     /// The clock of the run.
     pub clock: &'a Clock,
     /// The receiver of events.
@@ -122,10 +125,11 @@ impl BlockTrainer<'_> {
         Ok(())
     }
 
-    fn layer(&self, base: &BaseLayer, trained: &TrainedBlock) -> Result<DecoderLayer> {
+    fn layer(&mut self, base: &BaseLayer, trained: &TrainedBlock) -> Result<DecoderLayer> {
         let (values, rounding) = (trained.values(), Bf16Rounding::Nearest);
         let base = base.clone();
-        let made = self.part.applied(&self.config, base, &values, rounding)?;
+        let (part, spare) = (self.part, &mut self.spare);
+        let made = part.applied(&self.config, base, &values, rounding, spare)?;
         Ok(made.layer)
     }
 
@@ -147,16 +151,18 @@ impl BlockTrainer<'_> {
         for &sample in samples {
             self.events.check()?;
             let (x, y) = (self.states.get(sample)?, self.targets.get(sample)?);
-            let (out, kept) =
-                clock.measure(Phase::Forward, || layer.forward_keeping(&x, context))?;
+            let (out, mut kept) = clock.measure(Phase::Forward, || {
+                layer.forward_keeping(&x, self.spare.activations.pop(), context)
+            })?;
             let mut dy = vec![0.0; out.elem_count()];
             sum += tensor::with_slice(&out, |out| {
                 tensor::with_slice(&y, |y| squared_error_backward(out, y, factor, &mut dy))
             })??;
             let dy = tensor::from_vec(dy, x.dims())?;
             clock.measure(Phase::Backward, || {
-                layer.backward_kept(&x, &dy, kept, &mut gradients, context)
+                layer.backward_kept(&x, &dy, &mut kept, &mut gradients, context)
             })?;
+            self.spare.activations.push(kept);
         }
         let LayerParameters { values, kept } = &mut trained.parameters;
         let mut collected = self.part.collected(&self.config, gradients, kept)?;
@@ -164,6 +170,7 @@ impl BlockTrainer<'_> {
         if !(sum.is_finite() && squares.is_finite()) {
             return Err(not_finite(layer.index(), at).into());
         }
+        self.spare.take(layer, self.part);
         let factor = self
             .max_grad_norm
             .and_then(|limit| clip_factor(squares.sqrt(), limit));
@@ -260,7 +267,13 @@ impl Editor for BlockTrainer<'_> {
         let (trained, loss) = self.train(&base, compute)?;
         let recovered = self
             .part
-            .applied(&self.config, base, &trained.values(), self.rounding)?
+            .applied(
+                &self.config,
+                base,
+                &trained.values(),
+                self.rounding,
+                &mut self.spare,
+            )?
             .layer;
         drop(trained);
         self.output.finish(

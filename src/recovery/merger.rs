@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 
 use super::parameters::TrainedPart;
 use super::shelf::Shelf;
+use super::spare::SpareMemory;
 use crate::linalg::{StoredDtype, StoredMatrix};
 use crate::model::{DecoderLayer, ModelConfig};
 use crate::pipeline::Output;
@@ -44,7 +45,13 @@ impl Editor for Merger<'_> {
         let values = self.shelf.best_values(index)?;
         let merged = self
             .part
-            .applied(self.config, base, &values, self.rounding)?
+            .applied(
+                self.config,
+                base,
+                &values,
+                self.rounding,
+                &mut SpareMemory::default(),
+            )?
             .layer;
         self.output
             .finish(self.part, &merged, &before, (start, None), self.events)?;

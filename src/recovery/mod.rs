@@ -6,6 +6,7 @@
 //! | `base` | the frozen weights of a layer and its mask, read ahead in both directions |
 //! | `shelf` | values, gradients and optimizer states of all layers, in memory or in a file |
 //! | `states` | the hidden states of a step: each layer's input for every example |
+//! | `spare` | memory that is used again |
 //! | `trainer` | one step over the whole model: forward sweep, head, reverse sweep, clipping, update |
 //! | `blocks` | an editor that trains one layer to reproduce its dense counterpart |
 //! | `merger` | an editor that writes trained layers |
@@ -19,6 +20,7 @@ mod blocks;
 mod merger;
 mod parameters;
 mod shelf;
+mod spare;
 mod states;
 mod trainer;
 
@@ -30,4 +32,5 @@ pub use blocks::{BlockTrainer, TeacherTarget};
 pub use merger::{LayerOutput, Merger};
 pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};
 pub use shelf::{ParameterChange, Shelf, ShelfPlace};
+pub use spare::SpareMemory;
 pub use trainer::{Example, StepOutcome, Trainer, TrainerParts};

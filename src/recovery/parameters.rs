@@ -15,6 +15,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 
 use super::base::BaseLayer;
+use super::spare::SpareMemory;
 use crate::data::PythonRandom;
 use crate::linalg::{MaskedLowRank, StoredDtype, StoredMatrix, Weight, convert};
 use crate::model::{LayerGradients, ModelConfig, Projection};
@@ -166,6 +167,7 @@ impl TrainedPart {
     ///
     /// # Arguments
     /// * `rounding`: that to bf16; every matrix has random bits of its own
+    /// * `spare`: memory for the matrices
     ///
     /// # Errors
     /// Fails when a matrix at rest cannot be read, and when there is too little memory.
@@ -175,6 +177,7 @@ impl TrainedPart {
         base: BaseLayer,
         values: &[Cow<'_, [f32]>],
         rounding: Bf16Rounding,
+        spare: &mut SpareMemory,
     ) -> Result<BaseLayer> {
         let BaseLayer { mut layer, pruned } = base;
         let specs = self.parameters(config);
@@ -184,7 +187,8 @@ impl TrainedPart {
             match spec.name {
                 ParameterName::Weight(projection) => {
                     let weight = layer.linear_mut(projection).weight_mut();
-                    *weight = stored(of, spec.shape, weight.dtype(), rounding)?.into();
+                    let matrix = spare.matrix(weight.dtype(), spec.shape)?;
+                    *weight = stored(of, rounding, matrix).into();
                 }
                 ParameterName::A(projection) => {
                     let pruned = mask_of(&pruned, projection)?;
@@ -196,12 +200,18 @@ impl TrainedPart {
                     let held = weight.held().context("a base of factors is in memory")?;
                     *weight = match (dtype, rounding) {
                         (StoredDtype::Bf16, Bf16Rounding::Stochastic { .. }) => {
-                            let wide = change.applied_to(held, StoredDtype::F32)?;
+                            let shape = [held.rows(), held.columns()];
+                            let wide = spare.matrix(StoredDtype::F32, shape)?;
+                            let wide = change.applied_to(held, wide);
                             let mut values = vec![0.0; wide.elements()];
                             wide.widen_rows(0, &mut values);
-                            stored(&values, [wide.rows(), wide.columns()], dtype, rounding)?.into()
+                            let matrix = spare.matrix(dtype, [wide.rows(), wide.columns()])?;
+                            stored(&values, rounding, matrix).into()
                         }
-                        _ => Weight::from(change.applied_to(held, dtype)?),
+                        _ => {
+                            let shape = [held.rows(), held.columns()];
+                            Weight::from(change.applied_to(held, spare.matrix(dtype, shape)?))
+                        }
                     };
                 }
                 ParameterName::B(_) => {}
@@ -294,14 +304,9 @@ fn mask_of(pruned: &BTreeMap<Projection, Arc<[u8]>>, projection: Projection) -> 
     mask.context("a base of factors has masks")
 }
 
-/// Rounds f32 values to a stored matrix.
-fn stored(
-    values: &[f32],
-    [rows, columns]: [usize; 2],
-    dtype: StoredDtype,
-    rounding: Bf16Rounding,
-) -> Result<StoredMatrix> {
-    let mut matrix = StoredMatrix::zeros(dtype, rows, columns)?;
+/// Rounds f32 values to a matrix, whose old content is lost.
+fn stored(values: &[f32], rounding: Bf16Rounding, mut matrix: StoredMatrix) -> StoredMatrix {
+    let dtype = matrix.dtype();
     match dtype {
         StoredDtype::Bf16 => round_to_bf16(values, rounding, matrix.as_bytes_mut()),
         StoredDtype::F32 => matrix
@@ -313,5 +318,5 @@ fn stored(
             matrix.as_bytes_mut().copy_from_slice(&narrow);
         }
     }
-    Ok(matrix)
+    matrix
 }

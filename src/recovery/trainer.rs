@@ -20,6 +20,7 @@ use candle_core::{DType, Tensor};
 use super::base::{BaseLayer, BaseLayers};
 use super::parameters::{LayerParameters, TrainedPart};
 use super::shelf::Shelf;
+use super::spare::SpareMemory;
 use super::states::LayerInputs;
 use crate::checkpoint::WeightSource;
 use crate::failure::Failure;
@@ -101,6 +102,7 @@ pub struct Trainer<'a> {
     head: Head,
     inputs: Option<LayerInputs>,
     gradients: Option<HiddenStates>,
+    spare: SpareMemory,
     is_updating: bool,
 }
 
@@ -120,6 +122,7 @@ impl<'a> Trainer<'a> {
             head: head.context("in the head")?,
             inputs: None,
             gradients: None,
+            spare: SpareMemory::default(),
             is_updating: false,
         })
     }
@@ -204,11 +207,12 @@ impl<'a> Trainer<'a> {
                 };
                 inputs.put(index + 1, example, next)?;
             }
-            if is_kept {
-                kept.push(KeptLayer { layer, of_examples });
-            } else {
-                drop(layer);
-                memory::release_freed();
+            match is_kept {
+                true => kept.push(KeptLayer { layer, of_examples }),
+                false => {
+                    self.spare.take(layer.layer, &self.parts.part);
+                    memory::release_freed();
+                }
             }
         }
         let mut gradients = self.gradients_for(examples.len())?;
@@ -253,7 +257,7 @@ impl<'a> Trainer<'a> {
                 let next = self.forward(&layer.layer, &states.get(example)?)?;
                 states.put(example, next)?;
             }
-            drop(layer);
+            self.spare.take(layer.layer, &self.parts.part);
             memory::release_freed();
         }
         let (mut sum, mut predicted) = (0.0, 0);
@@ -312,10 +316,12 @@ impl<'a> Trainer<'a> {
     /// The layer that the current values make, with its masks.
     fn layer(&mut self, index: usize, next: Option<usize>) -> Result<BaseLayer> {
         let base = self.base(index, next)?;
-        let parts = &self.parts;
+        let (parts, spare) = (&self.parts, &mut self.spare);
         parts.clock.measure(Phase::Update, || {
             let (values, rounding) = (parts.shelf.values(index)?, Bf16Rounding::Nearest);
-            parts.part.applied(&parts.config, base, &values, rounding)
+            parts
+                .part
+                .applied(&parts.config, base, &values, rounding, spare)
         })
     }
 
@@ -357,7 +363,10 @@ impl<'a> Trainer<'a> {
             ..
         } = &mut self.parts;
         events.check()?;
-        clock.measure(Phase::Forward, || layer.forward_keeping(state, context))
+        let spare = self.spare.activations.pop();
+        clock.measure(Phase::Forward, || {
+            layer.forward_keeping(state, spare, context)
+        })
     }
 
     /// The mean loss; its gradients with respect to the last hidden states go to `gradients`.
@@ -413,14 +422,17 @@ impl<'a> Trainer<'a> {
                 let dx = parts
                     .clock
                     .measure(Phase::Backward, || match of_examples.next() {
-                        Some(kept) => {
-                            layer.backward_kept(&state, &dy, kept, &mut of_layer, context)
+                        Some(mut kept) => {
+                            let dx =
+                                layer.backward_kept(&state, &dy, &mut kept, &mut of_layer, context);
+                            self.spare.activations.push(kept);
+                            dx
                         }
                         None => layer.backward(&state, &dy, &mut of_layer, context),
                     })?;
                 gradients.put(example, dx)?;
             }
-            drop(layer);
+            self.spare.take(layer.layer, &parts.part);
             let kept = parts.shelf.kept(index)?;
             let collected = parts.part.collected(&parts.config, of_layer, &kept)?;
             squares += collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();

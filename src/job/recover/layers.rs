@@ -14,7 +14,7 @@ use crate::linalg::StoredDtype;
 use crate::model::on_device::candle_dtype;
 use crate::pipeline::expected;
 use crate::pruning::Pattern;
-use crate::recovery::{BlockTrainer, LayerOutput, Merger};
+use crate::recovery::{BlockTrainer, LayerOutput, Merger, SpareMemory};
 use crate::run::manifest::{LayerReport, Perplexities};
 use crate::run::{Events, RecoveryReport};
 use crate::runtime::{Editor, HiddenStates, SweepReport};
@@ -130,6 +130,7 @@ fn block_trainer<'t>(
         targets,
         rounding: Bf16Rounding::Nearest,
         output,
+        spare: SpareMemory::default(),
         clock: &model.clock,
         events,
     })

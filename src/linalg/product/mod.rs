@@ -160,6 +160,8 @@ impl Kernel {
             Self::Fused => fused::shape(),
             Self::Split(parts) => tiles::split(parts.into()),
             Self::Amx => BlockSizes {
+                slab: 512,
+                task: 2 * packed::TASK_ELEMENTS,
                 columns: 2 * packed::TILE,
                 unit: 2 * packed::TILE,
                 ..tiles::SHAPE

@@ -11,7 +11,7 @@ use super::interleave::Exchange;
 use super::packed::{TASK_ELEMENTS, TILE, TILE_DEPTH as DEPTH, TILE_LINES};
 use super::{BlockSizes, Line, Strided, Values};
 
-/// Blocks of two row tiles by three column tiles; a slab of a block of X is 64 KiB.
+/// Blocks of two row tiles by three column tiles; a slab of a block of X is 64 KiB. AMX has slabs of half the size.
 pub(super) const SHAPE: BlockSizes = BlockSizes {
     rows: 2 * TILE,
     columns: 3 * TILE,

@@ -183,7 +183,7 @@ impl DecoderLayer {
         self.backward_of(hidden, output_gradient, None, gradients, context)
     }
 
-    /// [`DecoderLayer::backward`] with the activations that [`DecoderLayer::forward_keeping`] kept. The bits are the same.
+    /// [`DecoderLayer::backward`] with the activations that [`DecoderLayer::forward_keeping`] kept; they are lost. The bits are the same.
     ///
     /// # Errors
     /// Fails as [`DecoderLayer::backward`].
@@ -191,7 +191,7 @@ impl DecoderLayer {
         &self,
         hidden: &Tensor,
         output_gradient: &Tensor,
-        kept: KeptActivations,
+        kept: &mut KeptActivations,
         gradients: &mut LayerGradients,
         context: &mut LayerContext,
     ) -> Result<Tensor> {
@@ -202,7 +202,7 @@ impl DecoderLayer {
         &self,
         hidden: &Tensor,
         output_gradient: &Tensor,
-        kept: Option<KeptActivations>,
+        kept: Option<&mut KeptActivations>,
         gradients: &mut LayerGradients,
         context: &mut LayerContext,
     ) -> Result<Tensor> {
@@ -229,7 +229,7 @@ impl DecoderLayer {
         &self,
         [x, dy]: [&[f32]; 2],
         dx: &mut [f32],
-        mut kept: Option<KeptActivations>,
+        kept: Option<&mut KeptActivations>,
         gradients: &mut LayerGradients,
         context: &mut LayerContext,
     ) -> Result<()> {
@@ -250,7 +250,7 @@ impl DecoderLayer {
             between,
         };
         let (is_kept, mut kept_mlp) = (kept.is_some(), None);
-        if let Some(KeptActivations(kept)) = &mut kept {
+        if let Some(KeptActivations(kept)) = kept {
             let [q, k, v, attended, between, gate, up] = cut(kept, sizes.kept());
             (activations.q, activations.k, activations.v) = (q, k, v);
             (activations.context, activations.between) = (attended, between);
@@ -300,11 +300,15 @@ impl DecoderLayer {
 
     /// Passes one sample through the layer as [`DecoderLayer::forward`] does, and keeps the activations that the backward pass needs.
     ///
+    /// # Arguments
+    /// * `spare`: activations that are not needed any more, whose memory is used again
+    ///
     /// # Errors
     /// Fails as [`DecoderLayer::forward`].
     pub fn forward_keeping(
         &self,
         hidden: &Tensor,
+        spare: Option<KeptActivations>,
         context: &mut LayerContext,
     ) -> Result<(Tensor, KeptActivations)> {
         let (_, width) = hidden.dims2()?;
@@ -315,9 +319,13 @@ impl DecoderLayer {
         );
         let mut out = vec![0.0; hidden.elem_count()];
         let kept = tensor::with_slice(hidden, |x| {
-            let mut kept = vec![0.0; self.sizes(x).kept().iter().sum()];
-            rayon::scope(|_| self.keep(x, &mut out, &mut kept, context))?;
-            anyhow::Ok(KeptActivations(kept))
+            let mut kept = spare.unwrap_or(KeptActivations(Vec::new()));
+            let elements = self.sizes(x).kept().iter().sum();
+            if kept.0.len() != elements {
+                kept = KeptActivations(vec![0.0; elements]);
+            }
+            rayon::scope(|_| self.keep(x, &mut out, &mut kept.0, context))?;
+            anyhow::Ok(kept)
         })??;
         Ok((tensor::from_vec(out, hidden.dims())?, kept))
     }

@@ -284,10 +284,12 @@ fn kept_activations_change_no_bit() {
         let mut context = LayerContext::with_settings(&config, SEQLEN, settings);
         let (dx, gradients) = ours(&layer, &mut context, &x, &dy);
         let y = layer.forward(&x, &mut context).unwrap();
-        let (kept_y, kept) = layer.forward_keeping(&x, &mut context).unwrap();
+        let spare = layer.forward_keeping(&dy, None, &mut context).unwrap().1;
+        let kept = layer.forward_keeping(&x, Some(spare), &mut context);
+        let (kept_y, mut kept) = kept.unwrap();
         assert_eq!(values(&kept_y), values(&y));
         let mut of_kept = LayerGradients::new(&layer, layer.projections()).with_norms(&layer);
-        let kept_dx = layer.backward_kept(&x, &dy, kept, &mut of_kept, &mut context);
+        let kept_dx = layer.backward_kept(&x, &dy, &mut kept, &mut of_kept, &mut context);
         assert_eq!(values(&kept_dx.unwrap()), dx);
         for projection in layer.projections() {
             assert_eq!(of_kept.weight(projection), gradients.weight(projection));

@@ -156,9 +156,7 @@ impl Host<'_> {
             PartKind::Parameters,
             trains.shelf + trains.in_use(phase),
         ));
-        if phase != Phase::Update {
-            all.push(part(PartKind::KeptActivations, trains.kept));
-        }
+        all.push(part(PartKind::KeptActivations, trains.kept));
         if !trains.is_by_layer && settings.head_rows.is_none() {
             let head = footprint::head_weight(run.config, run.dtypes.head);
             all.push(part(PartKind::HeadAndLogits, head));
@@ -172,6 +170,9 @@ impl Host<'_> {
     pub(super) fn training_head(&self, trains: &TrainingShape) -> PhaseMemory {
         let (run, settings) = (self.run, &self.option.settings);
         let mut parts = self.training_states(trains);
+        // The memory of a layer's weights stays for the next one.
+        let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
+        parts.push(part(PartKind::Layer, layer));
         let head = footprint::head(run.config, run.dtypes, run.seqlen, 0, settings);
         parts.push(part(PartKind::HeadAndLogits, head));
         let state = run.state(F32);

@@ -8,6 +8,7 @@ use candle_core::DType;
 use super::fixture::{FACTORS, TestModel, Text, Training, bits, unchanged};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{TensorEntry, WeightSource};
+use crate::recovery::SpareMemory;
 use crate::recovery::{BaseLayers, Example, MaskFile, ShelfPlace, TrainedForm, Trainer};
 use crate::run::{MemorySettings, Silent};
 use crate::runtime::Clock;
@@ -230,7 +231,9 @@ fn the_mask_of_a_file_decides_whatever_the_base_holds() {
         let values = part.initial(&model.config, &dense, 1).unwrap().values;
         let values: Vec<_> = values.into_iter().map(Cow::Owned).collect();
         let [dense, pruned] = [dense, pruned].map(|base| {
-            let applied = part.applied(&model.config, base, &values, Bf16Rounding::Nearest);
+            let rounding = Bf16Rounding::Nearest;
+            let mut spare = SpareMemory::default();
+            let applied = part.applied(&model.config, base, &values, rounding, &mut spare);
             applied.unwrap()
         });
         for projection in model.config.projections() {

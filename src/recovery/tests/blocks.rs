@@ -6,6 +6,7 @@ use super::fixture::{FACTORS, TestModel, Training, adamw, bits, unchanged};
 use crate::linalg::StoredDtype;
 use crate::model::{DecoderLayer, Embedding, LayerContext};
 use crate::pipeline::{Output, embed};
+use crate::recovery::SpareMemory;
 use crate::recovery::{
     BlockTrainer, LayerOutput, LayerParameters, Merger, Shelf, TeacherTarget, TrainedForm,
 };
@@ -83,6 +84,7 @@ fn trained_blocks(
         targets: embedded(model, ids, seqlen),
         rounding: Bf16Rounding::Nearest,
         output: output(),
+        spare: SpareMemory::default(),
         clock: &clock,
         events: &events,
     };

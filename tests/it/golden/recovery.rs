@@ -245,7 +245,10 @@ fn low_rank(
             let weight = layer.linear_mut(projection).weight_mut();
             let base: StoredMatrix = weight.held().context("in memory")?.clone();
             let low_rank = MaskedLowRank::new(&base, a, b, SCALE);
-            *weight = Weight::Held(low_rank.applied_to(&base, dtype)?);
+            *weight = Weight::Held({
+                let changed = StoredMatrix::zeros(dtype, base.rows(), base.columns())?;
+                low_rank.applied_to(&base, changed)
+            });
             changes.insert(projection, low_rank);
         }
         low_ranks.push(changes);

@@ -1,0 +1,42 @@
+//! Memory that a training uses again: the system maps and clears new memory, which takes a tenth of a step.
+
+use anyhow::Result;
+
+use super::parameters::TrainedPart;
+use crate::linalg::{StoredDtype, StoredMatrix};
+use crate::model::{DecoderLayer, KeptActivations};
+
+/// Matrices and activations of layers that are not in use.
+#[derive(Debug, Default)]
+pub struct SpareMemory {
+    matrices: Vec<StoredMatrix>,
+    /// Activations of samples.
+    pub activations: Vec<KeptActivations>,
+}
+
+impl SpareMemory {
+    /// A matrix with unspecified content.
+    ///
+    /// # Errors
+    /// Fails when there is too little memory.
+    pub fn matrix(
+        &mut self,
+        dtype: StoredDtype,
+        [rows, columns]: [usize; 2],
+    ) -> Result<StoredMatrix> {
+        let fits = |matrix: &StoredMatrix| {
+            (matrix.dtype(), matrix.rows(), matrix.columns()) == (dtype, rows, columns)
+        };
+        match self.matrices.iter().position(fits) {
+            Some(at) => Ok(self.matrices.swap_remove(at)),
+            None => StoredMatrix::zeros(dtype, rows, columns),
+        }
+    }
+
+    /// Takes the trained matrices of a layer that is not needed any more.
+    pub fn take(&mut self, mut layer: DecoderLayer, part: &TrainedPart) {
+        for &projection in &part.projections {
+            self.matrices.extend(layer.take_weight(projection));
+        }
+    }
+}
