@@ -76,8 +76,13 @@ impl Linear {
 
     /// The weight, for a change. The packed weight is dropped.
     pub fn weight_mut(&mut self) -> &mut Weight {
-        self.packed = OnceLock::new();
+        self.drop_packed();
         &mut self.weight
+    }
+
+    /// Frees the packed weight.
+    pub fn drop_packed(&mut self) {
+        self.packed = OnceLock::new();
     }
 
     /// The weight, if it is in memory.

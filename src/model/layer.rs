@@ -215,6 +215,11 @@ impl DecoderLayer {
             .expect("callers name linears of the layer's family")
     }
 
+    /// Frees packed weights.
+    pub fn drop_packed(&mut self) {
+        self.linears.values_mut().for_each(Linear::drop_packed);
+    }
+
     /// Takes the weight of a linear out, if it is in memory. The layer cannot be used afterwards.
     pub fn take_weight(&mut self, projection: Projection) -> Option<StoredMatrix> {
         let linear = self.linears.remove(&projection)?;

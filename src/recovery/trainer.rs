@@ -192,7 +192,7 @@ impl<'a> Trainer<'a> {
                 next if next < layers => next,
                 _ => first_kept.saturating_sub(1),
             };
-            let layer = self.layer(index, Some(next))?;
+            let mut layer = self.layer(index, Some(next))?;
             let is_kept = index >= first_kept;
             let mut of_examples = Vec::new();
             for example in 0..examples.len() {
@@ -208,7 +208,10 @@ impl<'a> Trainer<'a> {
                 inputs.put(index + 1, example, next)?;
             }
             match is_kept {
-                true => kept.push(KeptLayer { layer, of_examples }),
+                true => {
+                    layer.layer.drop_packed();
+                    kept.push(KeptLayer { layer, of_examples });
+                }
                 false => {
                     self.spare.take(layer.layer, &self.parts.part);
                     memory::release_freed();

@@ -150,7 +150,9 @@ impl<'a> Training<'a> {
         let config = &model.config;
         let specs = recovery.part.parameters(config);
         let shelf = Shelf::new(specs, &*optimizer, config.num_hidden_layers, &place)?;
-        let settings = job.plan.memory_settings.clone();
+        let mut settings = job.plan.memory_settings.clone();
+        // A weight that is packed for one product alone costs memory and saves nothing.
+        settings.keep_packed &= recovery.settings.per_step() > 1;
         let context = LayerContext::with_settings(config, model.seqlen, settings);
         Trainer::new(TrainerParts {
             source: model.source.clone(),

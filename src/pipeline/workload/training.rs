@@ -148,7 +148,7 @@ impl Host<'_> {
         let mut all = self.training_states(trains);
         all.push(part(PartKind::Layer, layer));
         all.push(part(PartKind::FrozenLayers, self.frozen(trains)));
-        if footprint::keeps_packed(run.kernel(), settings) {
+        if footprint::keeps_packed(run.kernel(), settings) && trains.per_step != 1 {
             let packed = footprint::layer_packed(run.config, run.kernel());
             all.push(part(PartKind::PackedLayer, packed));
         }
