@@ -34,7 +34,7 @@ pub use merge::{
     SaliencySource, TrimScope,
 };
 pub use output::OutputSettings;
-pub use recovery::{ALL_LINEAR, RecoverySettings, RecoveryWay, TrainedKind};
+pub use recovery::{ALL_LINEAR, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, TrainedKind};
 pub use width_drop::{WidthDropSettings, WidthOf, WidthShare};
 
 /// Pruning method unless one is named.

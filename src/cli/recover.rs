@@ -66,11 +66,19 @@ struct TrainingArgs {
     #[arg(long, value_name = "WAY", default_value = "blocks")]
     how: RecoveryWay,
 
-    /// Dense model whose outputs the layers learn; needed by `blocks`
+    /// Dense model that is learned from; needed by `blocks`
     ///
-    /// The checkpoint that was pruned: a folder, or an id on the hub. It has the shape of the model.
+    /// The checkpoint that was pruned: a folder, or an id on the hub. It has the shape of the model. `blocks` learns the outputs of its
+    /// layers, `lora` and `full` its logits together with the text.
     #[arg(long, value_name = "DIR|ID")]
     teacher: Option<PathBuf>,
+
+    /// Share of the teacher's logits in the loss of `lora` and `full` [default: 0.5 with --teacher]
+    ///
+    /// The loss of a token is (1 - W) times its own, and W times the divergence (KL) of the probabilities from the teacher's. A step also
+    /// passes its examples through the teacher.
+    #[arg(long, value_name = "W", value_parser = share)]
+    distill_weight: Option<f64>,
 
     /// Target of a layer in `blocks`
     #[arg(long, value_name = "TARGET", default_value = "dense")]
@@ -289,6 +297,7 @@ impl RecoverArgs {
         }
         Ok(RecoverySettings {
             teacher: training.teacher.clone(),
+            distill_weight: training.distill_weight,
             block_target: training.block_target,
             trains: training.train.unwrap_or(own.trains),
             rank: training.rank as usize,
@@ -338,6 +347,14 @@ pub fn command(args: &RecoverArgs, arguments: Vec<String>, console: &Console) ->
     console.record(&manifest, &report::table::text(&manifest))?;
     console.profile(&manifest);
     Ok(Outcome::of(&manifest, console))
+}
+
+/// A number from 0 to 1.
+fn share(text: &str) -> std::result::Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if (0.0..=1.0).contains(&value) => Ok(value),
+        _ => Err("it is no number from 0 to 1".to_string()),
+    }
 }
 
 /// A number above 0.

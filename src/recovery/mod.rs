@@ -7,7 +7,9 @@
 //! | `shelf` | values, gradients and optimizer states of all layers, in memory or in a file |
 //! | `states` | the hidden states of a step: each layer's input for every example |
 //! | `spare` | memory that is used again |
+//! | `parts` | what a step works with |
 //! | `trainer` | one step over the whole model: forward sweep, head, reverse sweep, clipping, update |
+//! | `distill` | the dense model's last hidden states, whose logits a training of the whole model learns |
 //! | `blocks` | an editor that trains one layer to reproduce its dense counterpart |
 //! | `merger` | an editor that writes trained layers |
 //!
@@ -17,8 +19,10 @@
 
 mod base;
 mod blocks;
+mod distill;
 mod merger;
 mod parameters;
+mod parts;
 mod shelf;
 mod spare;
 mod states;
@@ -29,8 +33,10 @@ mod tests;
 
 pub use base::{BaseLayer, BaseLayers, MaskFile};
 pub use blocks::{BlockTrainer, TeacherTarget};
+pub use distill::Distillation;
 pub use merger::{LayerOutput, Merger};
 pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};
+pub use parts::{Example, StepOutcome, TrainerParts};
 pub use shelf::{ParameterChange, Shelf, ShelfPlace};
 pub use spare::SpareMemory;
-pub use trainer::{Example, StepOutcome, Trainer, TrainerParts};
+pub use trainer::Trainer;

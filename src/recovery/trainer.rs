@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! forward sweep    h_0 = embedding;  h_{l+1} = layer_l(h_l)               every h_l is stored
-//! head             loss, dh_L
+//! head             loss, dh_L                              with a teacher, of its logits too (`distill`)
 //! reverse sweep    dh_l, dθ_l = vector-Jacobian product of layer_l at h_l  activations are computed again
 //! clipping         factor = min(1, limit / ‖dθ‖)                          the norm over all layers
 //! update           θ_l by the optimizer
@@ -11,83 +11,22 @@
 //! The loss is the mean over all predicted tokens of the step, so the number of examples that pass at once changes nothing. This is
 //! gradient checkpointing with one checkpoint per layer (Chen et al. 2016, arXiv:1604.06174), and layers outside, examples inside.
 
-use std::path::PathBuf;
-use std::sync::Arc;
-
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 
-use super::base::{BaseLayer, BaseLayers};
-use super::parameters::{LayerParameters, TrainedPart};
+use super::base::BaseLayer;
+use super::parameters::LayerParameters;
+use super::parts::{Example, StepOutcome, TrainerParts};
 use super::shelf::Shelf;
 use super::spare::SpareMemory;
 use super::states::LayerInputs;
-use crate::checkpoint::WeightSource;
 use crate::failure::Failure;
-use crate::model::{DecoderLayer, Embedding, Head, KeptActivations, LayerContext, ModelConfig};
-use crate::run::{Events, Phase};
-use crate::runtime::{Clock, HiddenStates, memory};
+use crate::model::{DecoderLayer, Embedding, Head, KeptActivations, TeacherStates};
+use crate::run::Phase;
+use crate::runtime::{HiddenStates, memory};
+use crate::training::TrainingStep;
 use crate::training::clip::{clip_factor, scale, sum_of_squares};
 use crate::training::rounding::Bf16Rounding;
-use crate::training::{Optimizer, TrainingStep};
-
-/// An example: token ids, and for each token the one that follows it if its loss counts.
-#[derive(Debug, Clone, Copy)]
-pub struct Example<'a> {
-    /// `[seqlen]`
-    pub tokens: &'a [u32],
-    /// `[seqlen]`
-    pub targets: &'a [Option<u32>],
-}
-
-impl Example<'_> {
-    fn predicted(&self) -> usize {
-        self.targets.iter().flatten().count()
-    }
-}
-
-/// The outcome of a step.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StepOutcome {
-    /// Mean loss over the predicted tokens, in nat, before the update.
-    pub loss: f64,
-    /// The norm of all gradients before clipping.
-    pub norm: f64,
-    /// Predicted tokens.
-    pub predicted: usize,
-}
-
-/// Everything that a trainer works with.
-pub struct TrainerParts<'a> {
-    /// Embedding, head and frozen weights.
-    pub source: Arc<dyn WeightSource>,
-    /// The model's shape.
-    pub config: Arc<ModelConfig>,
-    /// The frozen weights of layers.
-    pub base: BaseLayers,
-    /// What is trained.
-    pub part: TrainedPart,
-    /// Its parameters.
-    pub shelf: Shelf,
-    /// The rule of updates.
-    pub optimizer: Box<dyn Optimizer>,
-    /// The largest norm of the gradients; `None` for no limit.
-    pub max_grad_norm: Option<f64>,
-    /// Rotary tables and scratch memory.
-    pub context: LayerContext,
-    /// The folder of hidden states on disk; `None` keeps them in memory.
-    pub spill_folder: Option<PathBuf>,
-    /// The dtype of stored hidden states.
-    pub states: DType,
-    /// The number of last layers whose activations are kept in place of being computed again.
-    pub kept_layers: usize,
-    /// Tokens per example.
-    pub seqlen: usize,
-    /// The clock of the run.
-    pub clock: &'a Clock,
-    /// The receiver of events.
-    pub events: &'a dyn Events,
-}
 
 /// A layer whose weights and activations stay in memory from the forward sweep to the reverse sweep.
 struct KeptLayer {
@@ -180,6 +119,7 @@ impl<'a> Trainer<'a> {
     pub fn step(&mut self, examples: &[Example<'_>], at: TrainingStep) -> Result<StepOutcome> {
         let predicted: usize = examples.iter().map(Example::predicted).sum();
         let layers = self.parts.config.num_hidden_layers;
+        let taught = self.taught(examples)?;
         let mut inputs = self.inputs_for(examples.len())?;
         self.embed(examples, &mut |example, state| {
             inputs.put(0, example, state)
@@ -219,7 +159,7 @@ impl<'a> Trainer<'a> {
             }
         }
         let mut gradients = self.gradients_for(examples.len())?;
-        let loss = self.head_gradients(examples, predicted, &mut inputs, &mut gradients)?;
+        let loss = self.head_gradients(examples, taught, &mut inputs, &mut gradients)?;
         check_finite("loss", loss, at)?;
         let squares = self.reverse(&mut inputs, &mut gradients, kept)?;
         (self.inputs, self.gradients) = (Some(inputs), Some(gradients));
@@ -274,6 +214,18 @@ impl<'a> Trainer<'a> {
             predicted += example.predicted();
         }
         Ok(sum / predicted as f64)
+    }
+
+    /// The dense model's last hidden states.
+    fn taught(&mut self, examples: &[Example<'_>]) -> Result<Option<HiddenStates>> {
+        let parts = &mut self.parts;
+        let Some(teacher) = &parts.distillation else {
+            return Ok(None);
+        };
+        let place = (parts.spill_folder.as_deref(), parts.seqlen);
+        let watched = (parts.clock, parts.events);
+        let states = teacher.states(examples, place, &mut parts.context, watched)?;
+        Ok(Some(states))
     }
 
     fn inputs_for(&mut self, examples: usize) -> Result<LayerInputs> {
@@ -376,19 +328,30 @@ impl<'a> Trainer<'a> {
     fn head_gradients(
         &mut self,
         examples: &[Example<'_>],
-        predicted: usize,
+        mut taught: Option<HiddenStates>,
         inputs: &mut LayerInputs,
         gradients: &mut HiddenStates,
     ) -> Result<f64> {
         let Self { parts, head, .. } = self;
         let last = parts.config.num_hidden_layers;
+        let predicted: usize = examples.iter().map(Example::predicted).sum();
         let scale = 1.0 / predicted as f32;
         let mut sum = 0.0;
         for (at, example) in examples.iter().enumerate() {
             parts.events.check()?;
             let state = inputs.get(last, at)?;
+            let (targets, context) = (example.targets, &mut parts.context);
             let (loss, gradient) = parts.clock.measure(Phase::Head, || {
-                head.loss_gradient(&state, example.targets, scale, &mut parts.context)
+                let Some((teacher, states)) = parts.distillation.as_ref().zip(taught.as_mut())
+                else {
+                    return head.loss_gradient(&state, targets, scale, context);
+                };
+                let teacher = TeacherStates {
+                    head: &teacher.head,
+                    hidden: &states.get(at)?,
+                    weight: teacher.weight,
+                };
+                head.distillation_gradient(&state, teacher, targets, scale, context)
             })?;
             sum += loss;
             gradients.put(at, gradient)?;

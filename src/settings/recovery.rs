@@ -20,6 +20,9 @@ use crate::training::ScheduleShape;
 /// The value of `--target-modules` for all linear layers of the decoder.
 pub const ALL_LINEAR: &str = "all-linear";
 
+/// The share of the teacher in the loss of the whole model.
+pub const DISTILL_WEIGHT: f64 = 0.5;
+
 /// Settings of a recovery training.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RecoverySettings {
@@ -27,6 +30,9 @@ pub struct RecoverySettings {
     pub how: RecoveryWay,
     /// `--teacher`: the dense model; `None` without one.
     pub teacher: Option<PathBuf>,
+    /// `--distill-weight`: the share of the divergence from the teacher in the loss of the whole model; `None` for
+    /// [`DISTILL_WEIGHT`].
+    pub distill_weight: Option<f64>,
     /// `--block-target`.
     #[serde(serialize_with = "by_target")]
     pub block_target: TeacherTarget,
@@ -134,6 +140,7 @@ impl RecoverySettings {
         Self {
             how,
             teacher: None,
+            distill_weight: None,
             block_target: TeacherTarget::Dense,
             trains: match how {
                 RecoveryWay::Lora => TrainedKind::Factors,

@@ -14,7 +14,8 @@ use crate::quantized::QuantizedSource;
 use crate::recovery::{TrainedForm, TrainedPart};
 use crate::run::Events;
 use crate::settings::{
-    ALL_LINEAR, ComputeDtype, ModelSettings, RecoverySettings, RecoveryWay, Settings, TrainedKind,
+    ALL_LINEAR, ComputeDtype, DISTILL_WEIGHT, ModelSettings, RecoverySettings, RecoveryWay,
+    Settings, TrainedKind,
 };
 use crate::training::optimizer::find;
 use crate::training::{Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, Schedule};
@@ -142,6 +143,11 @@ impl Recovery {
         vec![("teacher files".to_string(), of_teacher.to_string())]
     }
 
+    /// The share of the teacher in the loss of the whole model.
+    pub(super) fn distill_weight(&self) -> f64 {
+        self.settings.distill_weight.unwrap_or(DISTILL_WEIGHT)
+    }
+
     /// The teacher's folder.
     pub(in crate::job) fn teacher_folder(&self) -> Option<&Path> {
         self.teacher.as_ref().map(|teacher| &*teacher.folder)
@@ -199,9 +205,16 @@ fn check_ways(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
             "--how blocks needs the dense model, whose outputs the layers learn".to_string(),
             "add --teacher DENSE, or train without one: --how lora".to_string(),
         )),
-        (RecoveryWay::Lora | RecoveryWay::Full, _) if recovery.teacher.is_some() => Some((
-            format!("--how {name} learns from the text and uses no --teacher"),
-            "leave --teacher out, or use --how blocks".to_string(),
+        (RecoveryWay::Blocks, _) if recovery.distill_weight.is_some() => Some((
+            "--distill-weight is for --how lora and full; blocks learns from the teacher alone"
+                .to_string(),
+            "leave --distill-weight out".to_string(),
+        )),
+        _ if recovery.distill_weight.is_some() && recovery.teacher.is_none() => Some((
+            format!(
+                "--distill-weight of --how {name} needs the dense model, whose logits are learned"
+            ),
+            "add --teacher DENSE, or leave --distill-weight out".to_string(),
         )),
         (_, TrainedKind::Weights) if recovery.base_quant.is_some() => Some((
             "--base-quant needs a base that stays frozen, and all kept weights are trained"

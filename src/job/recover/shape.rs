@@ -80,6 +80,8 @@ impl Recovery {
                 (true, true) => specs.iter().map(whole).max().unwrap_or(0) as u64,
                 _ => 0,
             }),
+            is_kept: !is_whole || self.settings.keep_activations >= config.num_hidden_layers,
+            has_teacher: is_whole && self.teacher.is_some(),
             kept: self.kept_bytes(model),
             base: self.base_bytes(model),
             resident_layers: 0,
@@ -188,9 +190,12 @@ impl Recovery {
         }
         if let Some(teacher) = self.teacher_folder() {
             events.note(format!(
-                "teacher      {}, target {}",
+                "teacher      {}, {}",
                 teacher.display(),
-                settings.block_target.name()
+                match self.is_whole() {
+                    true => format!("logits, share {} of the loss", self.distill_weight()),
+                    false => format!("target {}", settings.block_target.name()),
+                }
             ));
         }
     }

@@ -15,7 +15,7 @@ use crate::data::{ExampleOrder, Examples};
 use crate::linalg::{Products, StoredDtype};
 use crate::model::LayerContext;
 use crate::model::on_device::candle_dtype;
-use crate::recovery::{Example, Shelf, ShelfPlace, Trainer, TrainerParts};
+use crate::recovery::{Distillation, Example, Shelf, ShelfPlace, Trainer, TrainerParts};
 use crate::run::recovery::{HeldOutReport, StepReport};
 use crate::run::{Event, Events, Moment};
 use crate::training::{Schedule, TrainingStep};
@@ -153,8 +153,14 @@ impl<'a> Training<'a> {
         let mut settings = job.plan.memory_settings.clone();
         // A weight that is packed for one product alone costs memory and saves nothing.
         settings.keep_packed &= recovery.settings.per_step() > 1;
-        let context = LayerContext::with_settings(config, model.seqlen, settings);
+        let teacher = recovery.teacher.as_ref().map(|teacher| {
+            let weight = recovery.distill_weight();
+            let source = teacher.source.clone();
+            Distillation::open(source, config.clone(), weight as f32, settings.head_rows)
+        });
+        let distillation = teacher.transpose()?;
         Trainer::new(TrainerParts {
+            distillation,
             source: model.source.clone(),
             config: config.clone(),
             base: base.layers(job, recovery, job.resident_layers),
@@ -162,7 +168,8 @@ impl<'a> Training<'a> {
             shelf,
             optimizer,
             max_grad_norm: recovery.settings.max_grad_norm,
-            context: context.with_products(model.products),
+            context: LayerContext::with_settings(config, model.seqlen, settings)
+                .with_products(model.products),
             spill_folder: job.spill_folder.clone(),
             states: candle_dtype(states_dtype(model.products)),
             kept_layers: recovery.settings.keep_activations,

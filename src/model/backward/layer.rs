@@ -49,9 +49,11 @@ impl PassSizes {
     }
 
     /// Elements of the MLP's buffers for some tokens: the normed rows and their gradient, gate, up, and the gradient of their product.
-    fn mlp(&self, tokens: usize) -> [usize; 5] {
+    /// Gate and up may be in kept activations.
+    fn mlp(&self, tokens: usize, is_kept: bool) -> [usize; 5] {
         let (normed, wide) = (tokens * self.hidden_size, tokens * self.intermediate_size);
-        [normed, normed, wide, wide, wide]
+        let computed = if is_kept { 0 } else { wide };
+        [normed, normed, computed, computed, wide]
     }
 
     /// Elements of the gradients of attention: of the context, of q, of k, of v, and of query heads.
@@ -89,9 +91,9 @@ impl PassSizes {
             self.seqlen * self.queries,
             self.seqlen * self.keys,
         );
-        let tokens = largest_part(self.seqlen, mlp_tokens, LEAST_ROWS);
+        let tokens = largest_part(self.seqlen, at_once(mlp_tokens, is_kept), LEAST_ROWS);
         let total = |sizes: [usize; 5]| sizes.iter().sum::<usize>();
-        let shared = total(self.mlp(tokens)).max(total(self.attention(heads)));
+        let shared = total(self.mlp(tokens, is_kept)).max(total(self.attention(heads)));
         match is_kept {
             // The rest is in the kept activations.
             true => [hidden, 0, 0, 0, 0, 0, shared],
@@ -121,6 +123,11 @@ pub fn backward_elements(
         .buffers(heads, mlp_tokens, is_kept)
         .iter()
         .sum()
+}
+
+/// Tokens of the MLP at once. Where gate and up are kept, the memory for one of three buffers is enough for twice as many.
+pub fn at_once(mlp_tokens: usize, is_kept: bool) -> usize {
+    mlp_tokens.saturating_mul(if is_kept { 2 } else { 1 })
 }
 
 /// Cuts a buffer into parts of these lengths.
@@ -260,10 +267,10 @@ impl DecoderLayer {
             self.recompute(x, &mut activations, rotary, products)?;
         }
         dx.copy_from_slice(dy);
-        for part in parts(sizes.seqlen, mlp_tokens, LEAST_ROWS) {
+        for part in parts(sizes.seqlen, at_once(mlp_tokens, is_kept), LEAST_ROWS) {
             let rows = part.start * hidden_size..part.end * hidden_size;
             let wide = part.start * sizes.intermediate_size..part.end * sizes.intermediate_size;
-            let mut buffers = cut(shared, sizes.mlp(part.len()));
+            let mut buffers = cut(shared, sizes.mlp(part.len(), is_kept));
             if let Some([gate, up]) = &mut kept_mlp {
                 (buffers[2], buffers[3]) = (&mut gate[wide.clone()], &mut up[wide]);
             }

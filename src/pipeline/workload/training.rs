@@ -41,6 +41,10 @@ pub struct TrainingShape {
     pub values: ByteSize,
     /// Gradients of a layer in use.
     pub gradients: ByteSize,
+    /// No layer computes activations again.
+    pub is_kept: bool,
+    /// The dense model's logits are learned.
+    pub has_teacher: bool,
     /// Weights and activations that stay from the forward sweep to the reverse sweep.
     pub kept: ByteSize,
     /// The part of an update that is not on the shelf in memory.
@@ -108,7 +112,7 @@ impl Host<'_> {
             run.threads,
             settings,
             kernel,
-            trains.is_by_layer,
+            trains.is_kept,
         ) + state
             + state
             + kept;
@@ -118,7 +122,7 @@ impl Host<'_> {
             run.seqlen,
             run.threads,
             settings,
-            trains.has_factors,
+            [trains.has_factors, trains.is_kept],
         );
         let workspace = |bytes| part(PartKind::Workspace, bytes);
         let gradients = part(PartKind::Gradients, trains.gradients);
@@ -157,6 +161,7 @@ impl Host<'_> {
             trains.shelf + trains.in_use(phase),
         ));
         all.push(part(PartKind::KeptActivations, trains.kept));
+        all.extend(self.teacher(trains, false));
         if !trains.is_by_layer && settings.head_rows.is_none() {
             let head = footprint::head_weight(run.config, run.dtypes.head);
             all.push(part(PartKind::HeadAndLogits, head));
@@ -175,6 +180,7 @@ impl Host<'_> {
         parts.push(part(PartKind::Layer, layer));
         let head = footprint::head(run.config, run.dtypes, run.seqlen, 0, settings);
         parts.push(part(PartKind::HeadAndLogits, head));
+        parts.extend(self.teacher(trains, true));
         let state = run.state(F32);
         let gradient = state + state;
         let workspace = footprint::backward(
@@ -183,7 +189,7 @@ impl Host<'_> {
             run.threads,
             settings,
             run.products.of_activations(),
-            trains.is_by_layer,
+            trains.is_kept,
         );
         // The workspace of the layers stays.
         parts.push(part(PartKind::Workspace, gradient + workspace));
@@ -192,6 +198,28 @@ impl Host<'_> {
         parts.push(part(PartKind::FrozenLayers, self.frozen(trains)));
         parts.push(self.context(true));
         self.phase(Phase::Head, parts)
+    }
+
+    /// Memory of a teacher whose logits are learned: its head; before a step a layer of it, else its last hidden states.
+    fn teacher(&self, trains: &TrainingShape, is_head: bool) -> Vec<MemoryPart> {
+        let (run, settings) = (self.run, &self.option.settings);
+        if !trains.has_teacher {
+            return Vec::new();
+        }
+        let mut parts = Vec::new();
+        if settings.head_rows.is_none() {
+            let head = footprint::head_weight(run.config, run.dtypes.head);
+            parts.push(part(PartKind::HeadAndLogits, head));
+        }
+        if !is_head {
+            let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
+            parts.push(part(PartKind::Layer, layer));
+        }
+        if self.option.storage == HiddenStatesStorage::Ram {
+            let states = run.state(F32).0.saturating_mul(trains.per_step as u64);
+            parts.push(part(PartKind::HiddenStates, ByteSize(states)));
+        }
+        parts
     }
 
     /// Frozen layers that stay in memory, and the one that is read ahead where not all stay.

@@ -12,8 +12,8 @@ use crate::linalg::Products;
 use crate::linalg::golden_tests::golden_folder;
 use crate::model::{LayerContext, ModelConfig, Projection};
 use crate::recovery::{
-    BaseLayers, Example, LayerParameters, MaskFile, Shelf, ShelfPlace, TrainedForm, TrainedPart,
-    Trainer, TrainerParts,
+    BaseLayers, Distillation, Example, LayerParameters, MaskFile, Shelf, ShelfPlace, TrainedForm,
+    TrainedPart, Trainer, TrainerParts,
 };
 use crate::run::{Events, MemorySettings};
 use crate::runtime::Clock;
@@ -193,6 +193,8 @@ pub(super) struct Training {
     pub(super) states: DType,
     pub(super) seqlen: usize,
     pub(super) kept_layers: usize,
+    /// Learns from the dense model, or from the pruned one itself, with this share of the loss.
+    pub(super) teacher: Option<(bool, f32)>,
 }
 
 /// AdamW with f32 states.
@@ -215,6 +217,7 @@ impl Training {
             states: DType::F32,
             seqlen,
             kept_layers: 0,
+            teacher: None,
         }
     }
 
@@ -240,6 +243,15 @@ impl Training {
             context: context.with_products(self.products),
             spill_folder: self.spill_folder.clone(),
             states: self.states,
+            distillation: self.teacher.map(|(is_dense, weight)| {
+                let source = Arc::clone(if is_dense {
+                    &model.dense
+                } else {
+                    &model.pruned
+                });
+                let rows = self.memory.head_rows;
+                Distillation::open(source, Arc::clone(&model.config), weight, rows).unwrap()
+            }),
             kept_layers: self.kept_layers,
             seqlen: self.seqlen,
             clock,

@@ -3,5 +3,6 @@
 mod bits;
 mod blocks;
 mod curves;
+mod distill;
 mod fixture;
 mod shelf;

@@ -1,0 +1,92 @@
+//! The dense model in a training of the whole model: its logits are learned together with the tokens (`linalg/distillation`).
+//!
+//! Before each step, the examples pass the dense model layer by layer. Its last hidden states are kept, and become logits part by part in
+//! the head, beside those of the model that is trained. So a step reads the dense model's layers once, and has one of them in memory.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use candle_core::DType;
+
+use super::parts::Example;
+use crate::checkpoint::WeightSource;
+use crate::model::{DecoderLayer, Embedding, Head, LayerContext, ModelConfig};
+use crate::run::{Events, Phase};
+use crate::runtime::{Clock, HiddenStates, memory};
+
+/// A dense model with the shape of the trained one.
+pub struct Distillation {
+    source: Arc<dyn WeightSource>,
+    config: Arc<ModelConfig>,
+    /// The dense model's norm and head.
+    pub head: Head,
+    /// The share of the divergence from the dense model in the loss, from 0 to 1.
+    pub weight: f32,
+}
+
+impl Distillation {
+    /// Opens the head of a dense model.
+    ///
+    /// # Arguments
+    /// * `head_rows`: rows of the vocabulary in memory at once; `None` for all
+    ///
+    /// # Errors
+    /// Fails when the head cannot be read.
+    pub fn open(
+        source: Arc<dyn WeightSource>,
+        config: Arc<ModelConfig>,
+        weight: f32,
+        head_rows: Option<usize>,
+    ) -> Result<Self> {
+        let head = match head_rows {
+            None => Head::load(&*source, &config),
+            Some(rows) => Head::at_rest(&source, &config, rows),
+        };
+        Ok(Self {
+            head: head.context("in the teacher's head")?,
+            source,
+            config,
+            weight,
+        })
+    }
+
+    /// Returns the last hidden states of the dense model for some examples, in f32.
+    ///
+    /// # Arguments
+    /// * `folder`: the folder of hidden states on disk; `None` keeps them in memory
+    ///
+    /// # Errors
+    /// Fails when the run is asked to stop, and where files cannot be read or written.
+    pub fn states(
+        &self,
+        examples: &[Example<'_>],
+        (folder, seqlen): (Option<&Path>, usize),
+        context: &mut LayerContext,
+        (clock, events): (&Clock, &dyn Events),
+    ) -> Result<HiddenStates> {
+        let width = self.config.hidden_size;
+        let count = examples.len();
+        let mut states = HiddenStates::new(folder, "teacher", count, seqlen, width, DType::F32)?;
+        clock.measure(Phase::Embed, || {
+            let embedding = Embedding::open(&*self.source, &self.config)?;
+            let mut examples = examples.iter().enumerate();
+            examples.try_for_each(|(at, example)| states.put(at, embedding.rows(example.tokens)?))
+        })?;
+        for index in 0..self.config.num_hidden_layers {
+            let layer = clock.measure(Phase::Read, || {
+                DecoderLayer::load(&*self.source, &self.config, index)
+            });
+            let layer = layer.context("in the teacher")?;
+            for at in 0..count {
+                events.check()?;
+                let state = states.get(at)?;
+                let next = clock.measure(Phase::Forward, || layer.forward(&state, context))?;
+                states.put(at, next)?;
+            }
+            drop(layer);
+            memory::release_freed();
+        }
+        Ok(states)
+    }
+}

@@ -1,0 +1,76 @@
+//! Everything that a step of a training over the whole model works with: its parts, its examples, its outcome.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use candle_core::DType;
+
+use super::base::BaseLayers;
+use super::distill::Distillation;
+use super::parameters::TrainedPart;
+use super::shelf::Shelf;
+use crate::checkpoint::WeightSource;
+use crate::model::{LayerContext, ModelConfig};
+use crate::run::Events;
+use crate::runtime::Clock;
+use crate::training::Optimizer;
+
+/// An example: token ids, and for each token the one that follows it if its loss counts.
+#[derive(Debug, Clone, Copy)]
+pub struct Example<'a> {
+    /// `[seqlen]`
+    pub tokens: &'a [u32],
+    /// `[seqlen]`
+    pub targets: &'a [Option<u32>],
+}
+
+impl Example<'_> {
+    pub(super) fn predicted(&self) -> usize {
+        self.targets.iter().flatten().count()
+    }
+}
+
+/// The outcome of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepOutcome {
+    /// Mean loss over the predicted tokens, in nat, before the update.
+    pub loss: f64,
+    /// The norm of all gradients before clipping.
+    pub norm: f64,
+    /// Predicted tokens.
+    pub predicted: usize,
+}
+
+/// Everything that a trainer works with.
+pub struct TrainerParts<'a> {
+    /// Embedding, head and frozen weights.
+    pub source: Arc<dyn WeightSource>,
+    /// The model's shape.
+    pub config: Arc<ModelConfig>,
+    /// The frozen weights of layers.
+    pub base: BaseLayers,
+    /// What is trained.
+    pub part: TrainedPart,
+    /// Its parameters.
+    pub shelf: Shelf,
+    /// The rule of updates.
+    pub optimizer: Box<dyn Optimizer>,
+    /// The dense model whose logits are learned, too.
+    pub distillation: Option<Distillation>,
+    /// The largest norm of the gradients; `None` for no limit.
+    pub max_grad_norm: Option<f64>,
+    /// Rotary tables and scratch memory.
+    pub context: LayerContext,
+    /// The folder of hidden states on disk; `None` keeps them in memory.
+    pub spill_folder: Option<PathBuf>,
+    /// The dtype of stored hidden states.
+    pub states: DType,
+    /// The number of last layers whose activations are kept in place of being computed again.
+    pub kept_layers: usize,
+    /// Tokens per example.
+    pub seqlen: usize,
+    /// The clock of the run.
+    pub clock: &'a Clock,
+    /// The receiver of events.
+    pub events: &'a dyn Events,
+}
