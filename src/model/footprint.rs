@@ -20,7 +20,7 @@
 //! its way to disk, the program, tokens and the tokenizer.
 
 use super::attention_layout::AttentionLayout;
-use super::backward::{at_once, backward_elements, kept_elements};
+use super::backward::{backward_elements, kept_elements};
 use super::config::ModelConfig;
 use super::head::{largest_chunk, largest_tokens};
 use super::observe::Observation;
@@ -272,9 +272,9 @@ pub fn backward_products(
     seqlen: usize,
     threads: usize,
     settings: &MemorySettings,
-    [is_of_factors, is_kept]: [bool; 2],
+    is_of_factors: bool,
 ) -> ByteSize {
-    let mlp_tokens = largest_part(seqlen, at_once(settings.mlp_tokens, is_kept), LEAST_ROWS);
+    let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
     let of_matrix = |projection: Projection| {
         let (out, inner) = projection.shape(config);
         let tokens = match projection.is_attention() {

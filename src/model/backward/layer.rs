@@ -91,7 +91,7 @@ impl PassSizes {
             self.seqlen * self.queries,
             self.seqlen * self.keys,
         );
-        let tokens = largest_part(self.seqlen, at_once(mlp_tokens, is_kept), LEAST_ROWS);
+        let tokens = largest_part(self.seqlen, mlp_tokens, LEAST_ROWS);
         let total = |sizes: [usize; 5]| sizes.iter().sum::<usize>();
         let shared = total(self.mlp(tokens, is_kept)).max(total(self.attention(heads)));
         match is_kept {
@@ -123,11 +123,6 @@ pub fn backward_elements(
         .buffers(heads, mlp_tokens, is_kept)
         .iter()
         .sum()
-}
-
-/// Tokens of the MLP at once. Where gate and up are kept, the memory for one of three buffers is enough for twice as many.
-pub fn at_once(mlp_tokens: usize, is_kept: bool) -> usize {
-    mlp_tokens.saturating_mul(if is_kept { 2 } else { 1 })
 }
 
 /// Cuts a buffer into parts of these lengths.
@@ -267,7 +262,7 @@ impl DecoderLayer {
             self.recompute(x, &mut activations, rotary, products)?;
         }
         dx.copy_from_slice(dy);
-        for part in parts(sizes.seqlen, at_once(mlp_tokens, is_kept), LEAST_ROWS) {
+        for part in parts(sizes.seqlen, mlp_tokens, LEAST_ROWS) {
             let rows = part.start * hidden_size..part.end * hidden_size;
             let wide = part.start * sizes.intermediate_size..part.end * sizes.intermediate_size;
             let mut buffers = cut(shared, sizes.mlp(part.len(), is_kept));

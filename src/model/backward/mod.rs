@@ -16,4 +16,4 @@ mod tests;
 
 pub use gradients::LayerGradients;
 pub use head::TeacherStates;
-pub use layer::{KeptActivations, at_once, backward_elements, kept_elements};
+pub use layer::{KeptActivations, backward_elements, kept_elements};

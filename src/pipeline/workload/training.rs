@@ -122,7 +122,7 @@ impl Host<'_> {
             run.seqlen,
             run.threads,
             settings,
-            [trains.has_factors, trains.is_kept],
+            trains.has_factors,
         );
         let workspace = |bytes| part(PartKind::Workspace, bytes);
         let gradients = part(PartKind::Gradients, trains.gradients);

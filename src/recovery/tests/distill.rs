@@ -25,7 +25,7 @@ fn trained(model: &TestModel, training: &Training) -> (Vec<(f64, f64)>, Vec<Vec<
         .collect();
     let examples: Vec<_> = texts.iter().map(Text::example).collect();
     let steps = (1..=4).map(|number| {
-        let at = TrainingStep { number, rate: 1e-2 };
+        let at = TrainingStep { number, rate: 1e-3 };
         let outcome = trainer.step(&examples, at).unwrap();
         (outcome.loss, outcome.norm)
     });
