@@ -71,6 +71,11 @@ pub struct ModelWordArgs {
 }
 
 impl ModelWordArgs {
+    /// Returns whether no model is named.
+    pub(super) fn is_missing(&self) -> bool {
+        self.word.is_none() && self.flags.model.is_none()
+    }
+
     /// The model's settings.
     ///
     /// # Arguments

@@ -10,6 +10,7 @@ use super::args::{DeviceArgs, MessageArgs};
 use super::console::Console;
 use super::model::ModelWordArgs;
 use crate::job::plan::{plan, shape_names, table};
+use crate::job::plan_recover::training_table;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::settings::{
@@ -22,7 +23,8 @@ Examples:
   prune plan models/llama-2-7b
   prune plan --shape llama-3.2-1b --max-memory cpu=2GiB
   prune plan --shape llama-2-70b --inventory two-a100.json
-  prune plan --table";
+  prune plan --table
+  prune plan --shape llama-2-7b --recover";
 
 /// The command of a message that asks for a model.
 const EXAMPLE: &str =
@@ -46,6 +48,12 @@ pub struct PlanArgs {
     /// A table of all shapes: what they take, and the least that works
     #[arg(long, help_heading = "Model", conflicts_with_all = ["word", "model", "shape"])]
     table: bool,
+
+    /// A table of trainings by `prune recover`, of the model, or of all shapes: their memory and files
+    ///
+    /// Settings are the defaults of `prune recover`: 4 examples of --seqlen tokens per step, 128 samples for blocks, rank 16.
+    #[arg(long, help_heading = "Model", conflicts_with_all = ["prune_method", "nsamples", "eval", "eval_windows", "no_save_model"])]
+    recover: bool,
 
     /// The method, which decides whether calibration samples are needed
     #[arg(long, value_name = "METHOD", default_value = PRUNE_METHOD, help_heading = "Run",
@@ -95,6 +103,7 @@ impl PlanArgs {
     fn settings(&self) -> Result<PlanSettings> {
         let mut run = Settings::pruning("");
         let subject = match &self.shape {
+            None if self.recover && self.model.is_missing() => PlanSubject::Table,
             _ if self.table => PlanSubject::Table,
             Some(shape) => PlanSubject::Shape(shape.clone()),
             None => PlanSubject::Model,
@@ -126,6 +135,10 @@ impl PlanArgs {
 /// Runs the command and prints the plan.
 pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     let settings = args.settings()?;
+    if args.recover {
+        let rows = training_table(&settings, console)?;
+        return console.record(&rows, &report::training_plan::table(&rows));
+    }
     if settings.subject == PlanSubject::Table {
         let rows = table(&settings)?;
         return console.record(&rows, &report::plan::table(&rows));

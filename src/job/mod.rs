@@ -39,6 +39,7 @@ mod merge;
 mod opened;
 mod outputs;
 pub mod plan;
+pub mod plan_recover;
 mod planned;
 mod planned_texts;
 mod profile;

@@ -26,10 +26,10 @@ use crate::settings::{ComputeDtype, PlanSettings, PlanSubject};
 const TEST_TOKENS: [usize; 2] = [341_469, 289_077];
 
 /// A model to plan for.
-struct Subject {
-    name: String,
-    config: ModelConfig,
-    dtypes: Dtypes,
+pub(super) struct Subject {
+    pub(super) name: String,
+    pub(super) config: ModelConfig,
+    pub(super) dtypes: Dtypes,
 }
 
 /// A plan with the model and the machine it is for.
@@ -80,7 +80,7 @@ pub fn plan(settings: &PlanSettings, events: &dyn Events) -> Result<PlanRecord> 
 }
 
 /// The machine of the settings: a described one, else this one.
-fn inventory(settings: &PlanSettings) -> Result<Inventory> {
+pub(super) fn inventory(settings: &PlanSettings) -> Result<Inventory> {
     let device = &settings.run.device;
     match &settings.inventory {
         Some(file) => Inventory::load(file),
@@ -89,7 +89,7 @@ fn inventory(settings: &PlanSettings) -> Result<Inventory> {
 }
 
 /// The run of the settings in numbers.
-fn run_shape<'a>(
+pub(super) fn run_shape<'a>(
     settings: &PlanSettings,
     subject: &'a Subject,
     threads: usize,
@@ -143,7 +143,7 @@ fn products(settings: &PlanSettings, stored: StoredDtype) -> Result<Products> {
 }
 
 impl Subject {
-    fn of_settings(settings: &PlanSettings, events: &dyn Events) -> Result<Self> {
+    pub(super) fn of_settings(settings: &PlanSettings, events: &dyn Events) -> Result<Self> {
         if let PlanSubject::Shape(name) = &settings.subject {
             let shape = shapes::shape(name);
             return Self::of(shape.ok_or_else(|| {
@@ -160,7 +160,7 @@ impl Subject {
         })
     }
 
-    fn of(shape: &Shape) -> Result<Self> {
+    pub(super) fn of(shape: &Shape) -> Result<Self> {
         Ok(Self {
             name: shape.name.to_string(),
             config: shape.config()?,

@@ -39,5 +39,6 @@ mod recoveries;
 pub mod recovery_card;
 mod settings;
 pub mod table;
+pub mod training_plan;
 
 pub use format::three_digits;

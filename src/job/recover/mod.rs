@@ -35,6 +35,7 @@ use crate::run::{Events, Manifest};
 use crate::settings::Settings;
 pub use given::{GivenTraining, InitialParameters};
 pub(in crate::job) use resolved::Recovery;
+pub(in crate::job) use shape::TrainedModel;
 
 /// Trains what a pruned checkpoint lost, writes the results, and returns the record.
 ///

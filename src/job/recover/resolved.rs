@@ -32,7 +32,7 @@ pub(in crate::job) struct Recovery {
 }
 
 /// The dense model.
-pub(super) struct Teacher {
+pub(in crate::job) struct Teacher {
     /// Its folder as given, or its snapshot in the hub's cache.
     pub(super) folder: PathBuf,
     pub(super) source: Arc<dyn WeightSource>,
@@ -58,12 +58,29 @@ impl Recovery {
         if model.quantized.is_some() && (!only_adapter || recovery.base_quant.is_some()) {
             return Err(quantized_base(&model.folder).into());
         }
+        let teacher = recovery.teacher.as_ref();
+        let teacher = teacher.map(|folder| Teacher::open(folder, settings, model, events));
+        Ok(Some(Self::of(
+            recovery,
+            &model.config,
+            teacher.transpose()?,
+        )?))
+    }
+
+    /// A training of a model with this config.
+    ///
+    /// # Errors
+    /// Fails for an optimizer that does not exist, modules that the model does not have, and a rank that no matrix has room for.
+    pub(in crate::job) fn of(
+        recovery: &RecoverySettings,
+        config: &ModelConfig,
+        teacher: Option<Teacher>,
+    ) -> Result<Self> {
         let kind = find(&recovery.optim).ok_or_else(|| {
             let names: Vec<&str> = OPTIMIZERS.iter().map(|kind| kind.name).collect();
             Failure::usage(format!("there is no optimizer `{}`", recovery.optim))
                 .hint(format!("use one of {}", names.join(", ")))
         })?;
-        let config = &model.config;
         let part = TrainedPart {
             projections: projections(&recovery.target_modules, config)?,
             form: match recovery.trains {
@@ -76,15 +93,13 @@ impl Recovery {
             norms: recovery.train_norms,
         };
         check_rank(recovery, &part, config)?;
-        let teacher = recovery.teacher.as_ref();
-        let teacher = teacher.map(|folder| Teacher::open(folder, settings, model, events));
-        Ok(Some(Self {
+        Ok(Self {
             settings: recovery.clone(),
             part,
-            teacher: teacher.transpose()?,
+            teacher,
             kind,
             rate: recovery.rate(config.hidden_size),
-        }))
+        })
     }
 
     /// Returns whether the loss is that of the whole model.

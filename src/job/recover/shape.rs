@@ -8,12 +8,34 @@ use super::resolved::Recovery;
 use super::saved;
 use super::steps::states_dtype;
 use crate::bytes::ByteSize;
-use crate::linalg::factor_parts_elements;
+use crate::linalg::{Products, StoredDtype, factor_parts_elements};
 use crate::model::{ModelConfig, Projection, footprint};
 use crate::pipeline::TrainingShape;
 use crate::recovery::{ParameterSpec, Shelf, TrainedForm};
 use crate::run::{Events, MemorySettings};
 use crate::settings::Settings;
+
+/// The facts of a model that the memory of its training depends on.
+#[derive(Clone, Copy)]
+pub(in crate::job) struct TrainedModel<'a> {
+    pub(in crate::job) config: &'a ModelConfig,
+    /// Dtype of the decoder's weights.
+    pub(in crate::job) dtype: StoredDtype,
+    pub(in crate::job) products: Products,
+    /// Tokens per example.
+    pub(in crate::job) seqlen: usize,
+}
+
+impl<'a> From<&'a OpenedModel> for TrainedModel<'a> {
+    fn from(model: &'a OpenedModel) -> Self {
+        Self {
+            config: &model.config,
+            dtype: model.dtype(),
+            products: model.products,
+            seqlen: model.seqlen,
+        }
+    }
+}
 
 impl Recovery {
     /// The training of these settings in numbers, before its text is known; `None` where nothing is trained.
@@ -23,12 +45,12 @@ impl Recovery {
         model: &OpenedModel,
     ) -> Option<TrainingShape> {
         let nsamples = settings.calibration.as_ref().map_or(0, |of| of.nsamples);
-        recovery.map(|recovery| recovery.shape(model, nsamples as usize))
+        recovery.map(|recovery| recovery.shape(model.into(), nsamples as usize))
     }
 
     /// The training in numbers. `samples` are those of a training by layers.
-    fn shape(&self, model: &OpenedModel, samples: usize) -> TrainingShape {
-        let (config, optimizer) = (&*model.config, self.optimizer());
+    pub(in crate::job) fn shape(&self, model: TrainedModel<'_>, samples: usize) -> TrainingShape {
+        let (config, optimizer) = (model.config, self.optimizer());
         let specs = self.part.parameters(config);
         let one_layer = Shelf::bytes(&specs, &*optimizer, 1, false);
         let mask = |spec: &ParameterSpec| {
@@ -88,6 +110,30 @@ impl Recovery {
         }
     }
 
+    /// Trained parameters of the whole model.
+    pub(in crate::job) fn trained_parameters(&self, config: &ModelConfig) -> u64 {
+        let specs = self.part.parameters(config);
+        let each: usize = specs.iter().map(ParameterSpec::elements).sum();
+        each as u64 * config.num_hidden_layers as u64
+    }
+
+    /// Bytes of the files of a training in the offload folder: paged parameters, and the quantised base.
+    pub(in crate::job) fn offloaded(
+        &self,
+        config: &ModelConfig,
+        dtype: StoredDtype,
+    ) -> [ByteSize; 2] {
+        let paged = match self.is_whole() && self.is_paged() {
+            true => ByteSize(self.shelf_bytes(config)),
+            false => ByteSize::ZERO,
+        };
+        let base = match self.settings.base_quant {
+            Some(_) => quantised_bytes(config, dtype),
+            None => ByteSize::ZERO,
+        };
+        [paged, base]
+    }
+
     /// Bytes of the parameters of all layers.
     fn shelf_bytes(&self, config: &ModelConfig) -> u64 {
         let specs = self.part.parameters(config);
@@ -101,14 +147,14 @@ impl Recovery {
     }
 
     /// Elements of the gradients of a layer, and for factors of their parts of the largest matrix.
-    fn gradient_elements(&self, model: &OpenedModel) -> usize {
-        let config = &*model.config;
+    fn gradient_elements(&self, model: TrainedModel<'_>) -> usize {
+        let config = model.config;
         let specs = self.part.parameters(config);
         let own: usize = specs.iter().map(ParameterSpec::elements).sum();
         match self.part.form {
             TrainedForm::Weights => own,
             TrainedForm::Factors { rank, .. } => {
-                let kernel = model.products.of_gradients(model.dtype());
+                let kernel = model.products.of_gradients(model.dtype);
                 let parts = |projection: &Projection| {
                     let (out, inner) = projection.shape(config);
                     factor_parts_elements(kernel, [out, inner], rank)
@@ -121,10 +167,10 @@ impl Recovery {
     }
 
     /// Bytes of the layers whose weights and activations stay for the backward pass, but for the weights of the layer in use.
-    fn kept_bytes(&self, model: &OpenedModel) -> ByteSize {
-        let config = &*model.config;
+    fn kept_bytes(&self, model: TrainedModel<'_>) -> ByteSize {
+        let config = model.config;
         let layers = self.settings.keep_activations.min(config.num_hidden_layers);
-        let layer = footprint::layer_weights(config, model.dtype(), &MemorySettings::default());
+        let layer = footprint::layer_weights(config, model.dtype, &MemorySettings::default());
         let of_example = footprint::kept_activations(config, model.seqlen);
         let activations = of_example.0.saturating_mul(self.settings.per_step() as u64);
         let kept = activations.saturating_mul(layers as u64);
@@ -133,14 +179,14 @@ impl Recovery {
     }
 
     /// Bytes of a layer's frozen weights in memory.
-    fn base_bytes(&self, model: &OpenedModel) -> ByteSize {
-        let config = &*model.config;
-        let layer = footprint::layer_weights(config, model.dtype(), &MemorySettings::default());
+    fn base_bytes(&self, model: TrainedModel<'_>) -> ByteSize {
+        let config = model.config;
+        let layer = footprint::layer_weights(config, model.dtype, &MemorySettings::default());
         let trained = self.part.projections.iter();
         let trained: usize = trained.map(|projection| projection.elements(config)).sum();
         match self.part.form {
             TrainedForm::Weights => {
-                let stored = ByteSize::of(trained, model.dtype().bytes());
+                let stored = ByteSize::of(trained, model.dtype.bytes());
                 ByteSize(layer.0.saturating_sub(stored.0))
             }
             TrainedForm::Factors { .. } => layer + ByteSize::of(trained / 8, 1),
@@ -240,21 +286,26 @@ impl Job {
             };
             needs.push((folder.to_path_buf(), saved, "the state of the training"));
         }
-        let offload = self.offload_folder();
-        if recovery.is_paged() {
-            needs.push((offload.clone(), shelf, "the parameters of the training"));
-        }
-        if recovery.settings.base_quant.is_some() {
-            // Half a byte per weight, its scale, and a bit of its mask; embedding, head and norms as they are.
-            let config = &self.model.config;
-            let layers = config.num_hidden_layers as u64;
-            let of_layer: usize = config.projections().map(|one| one.elements(config)).sum();
-            let weights = layers * of_layer as u64;
-            let others = footprint::parameters(config).saturating_sub(weights);
-            let others = others.saturating_mul(self.model.dtype().bytes() as u64);
-            let base = ByteSize(weights / 2 + weights / 16 + weights / 8 + others);
-            needs.push((offload, base, "the quantised base"));
+        let config = &self.model.config;
+        let [paged, base] = recovery.offloaded(config, self.model.dtype());
+        for (bytes, what) in [
+            (paged, "the parameters of the training"),
+            (base, "the quantised base"),
+        ] {
+            if bytes > ByteSize::ZERO {
+                needs.push((self.offload_folder(), bytes, what));
+            }
         }
         needs
     }
+}
+
+/// Bytes of a quantised base: half a byte per weight, its scale, and a bit of its mask; embedding, head and norms as they are.
+fn quantised_bytes(config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
+    let layers = config.num_hidden_layers as u64;
+    let of_layer: usize = config.projections().map(|one| one.elements(config)).sum();
+    let weights = layers * of_layer as u64;
+    let others = footprint::parameters(config).saturating_sub(weights);
+    let others = others.saturating_mul(dtype.bytes() as u64);
+    ByteSize(weights / 2 + weights / 16 + weights / 8 + others)
 }
