@@ -51,8 +51,9 @@ pub struct PlanArgs {
 
     /// A table of trainings by `prune recover`, of the model, or of all shapes: their memory and files
     ///
-    /// Settings are the defaults of `prune recover`: 4 examples of --seqlen tokens per step, 128 samples for blocks, rank 16.
-    #[arg(long, help_heading = "Model", conflicts_with_all = ["prune_method", "nsamples", "eval", "eval_windows", "no_save_model"])]
+    /// Settings are the defaults of `prune recover`, without evaluation. The table shows the memory without a limit, but for layers that
+    /// would stay in it, and the least that works.
+    #[arg(long, help_heading = "Model", conflicts_with_all = ["prune_method", "nsamples", "eval", "eval_windows", "no_save_model", "max_memory", "hidden_states", "device_map", "inventory"])]
     recover: bool,
 
     /// The method, which decides whether calibration samples are needed

@@ -6,8 +6,8 @@
 //! first differ from those of the whole conversation, and end where those of the second do. So they contain the end of the turn, which
 //! the model must learn to write. If a token spans the border, it is the first that differs, and loss counts on it.
 //!
-//! Some templates render an answer differently once a message follows (they remove its thoughts). Its tokens then differ at its
-//! beginning already; no loss counts on that answer, and it is counted as unmatched.
+//! Some templates render an answer differently once a message follows (they remove its thoughts, or trim it). No loss counts on that
+//! answer, and it is counted as unmatched.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -122,7 +122,11 @@ fn conversation(
     };
     for answer in rendered.as_chunks::<2>().0 {
         let begin = shared(&answer[0], &marked.tokens)?;
-        let end = shared(&answer[1], &marked.tokens)?;
+        // An answer that is rendered differently later has no end there, and no loss counts on its beginning alone.
+        let end = match whole.starts_with(&answer[1]) {
+            true => shared(&answer[1], &marked.tokens)?,
+            false => begin,
+        };
         match marked.is_target.get_mut(begin..end) {
             Some(flags) if !flags.is_empty() => flags.fill(true),
             _ => marked.unmatched += 1,
@@ -144,4 +148,121 @@ fn with_end(mut ids: Vec<u32>, tokenizer: &Tokenizer) -> Vec<u32> {
 /// Number of equal ids at the beginning of both.
 fn common(one: &[u32], other: &[u32]) -> usize {
     one.iter().zip(other).take_while(|(a, b)| a == b).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::shared;
+    use super::*;
+
+    /// Turns as `<role>content</s>`, with `<role>` as the place of an answer.
+    const PLAIN: &str = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}";
+
+    /// Tokens and marks of a conversation of `(role, content)`; `None` where the reference's tokenizer is absent.
+    fn marked(template: &str, turns: &[(&str, &str)]) -> Option<(Tokenizer, MarkedTokens)> {
+        let tokenizer = Tokenizer::load(&shared("models/stories260k")?).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+        let chat = ChatTemplate::load(folder.path()).unwrap();
+        let messages: Vec<Value> = turns
+            .iter()
+            .map(|(role, content)| json!({ "role": role, "content": content }))
+            .collect();
+        let marked = conversation(&messages, &tokenizer, &chat).unwrap();
+        Some((tokenizer, marked))
+    }
+
+    /// The texts of the runs of tokens that loss counts on.
+    fn answers(tokenizer: &Tokenizer, marked: &MarkedTokens) -> Vec<String> {
+        let runs = marked.is_target.chunk_by(|one, next| one == next);
+        let (mut first, mut texts) = (0, Vec::new());
+        for run in runs {
+            if run[0] {
+                let ids = &marked.tokens[first..first + run.len()];
+                texts.push(tokenizer.decode(ids).unwrap().trim().to_string());
+            }
+            first += run.len();
+        }
+        texts
+    }
+
+    #[test]
+    fn loss_counts_on_every_answer_with_its_end_and_on_nothing_else() {
+        let turns = [
+            ("system", "Be kind."),
+            ("user", "Tell me a story."),
+            ("assistant", "A cat sat."),
+            ("user", "Another. A cat sat."),
+            // The same text again, and letters outside ASCII.
+            ("assistant", "A cat sat."),
+            ("user", "And one more?"),
+            ("assistant", "Zoë saw a 猫."),
+        ];
+        let Some((tokenizer, marked)) = marked(PLAIN, &turns) else {
+            return;
+        };
+        assert_eq!(marked.unmatched, 0);
+        assert_eq!(
+            answers(&tokenizer, &marked),
+            ["A cat sat.</s>", "A cat sat.</s>", "Zoë saw a 猫.</s>"]
+        );
+    }
+
+    #[test]
+    fn an_empty_answer_is_its_end_and_a_conversation_without_answers_has_no_loss() {
+        let empty = [("user", "Hello."), ("assistant", "")];
+        let Some((tokenizer, first)) = marked(PLAIN, &empty) else {
+            return;
+        };
+        assert_eq!(answers(&tokenizer, &first), ["</s>"]);
+        let (_, none) = marked(PLAIN, &[("user", "Hello."), ("user", "Are you there?")]).unwrap();
+        assert!(none.is_target.iter().all(|is_target| !is_target) && none.unmatched == 0);
+    }
+
+    #[test]
+    fn an_answer_that_changes_once_a_message_follows_has_no_loss() {
+        // Thoughts are removed, or spaces at the end are trimmed, from all answers but the last.
+        for (change, thought, end) in [
+            ("m['content'].split('THOUGHT')[-1]", "hmmTHOUGHT", ""),
+            ("m['content'].strip()", "", "   "),
+        ] {
+            let template = PLAIN.replace(
+                "m['content']",
+                &format!("(m['content'] if loop.last else {change})"),
+            );
+            let (first, last) = (format!("{thought}One.{end}"), format!("{thought}Two.{end}"));
+            let turns = [
+                ("user", "Count."),
+                ("assistant", first.as_str()),
+                ("user", "Go on."),
+                ("assistant", last.as_str()),
+            ];
+            let Some((tokenizer, marked)) = marked(&template, &turns) else {
+                return;
+            };
+            assert_eq!(marked.unmatched, 1, "{change}");
+            assert_eq!(
+                answers(&tokenizer, &marked),
+                [format!("{last}</s>")],
+                "{change}"
+            );
+        }
+    }
+
+    #[test]
+    fn without_a_template_loss_counts_on_the_completion() {
+        let Some(folder) = shared("models/stories260k") else {
+            return;
+        };
+        let tokenizer = Tokenizer::load(&folder).unwrap();
+        let line = TrainingLine::Completion {
+            prompt: "Once upon a time".to_string(),
+            completion: " there was a cat.".to_string(),
+        };
+        let marked = marked_tokens(&line, &tokenizer, None).unwrap();
+        let texts = answers(&tokenizer, &marked);
+        assert_eq!(texts.len(), 1);
+        assert!(texts[0].starts_with("there was a cat."), "{texts:?}");
+        assert_eq!(marked.tokens.len(), marked.is_target.len());
+    }
 }

@@ -1,7 +1,7 @@
 //! `prune plan --recover`: the memory of trainings, from headers or published shapes alone.
 //!
-//! Every row is the plan that `prune recover` makes for the same settings, with unlimited memory and no layer that stays in it, and with
-//! the least memory that works.
+//! Every row is the plan that `prune recover` makes with its defaults and without evaluation: with unlimited memory but no layer that stays in
+//! it, and with the least memory that works. A quantised base changes the files alone: layers are read from it in their own dtype.
 
 use anyhow::Result;
 
@@ -93,12 +93,18 @@ fn training_run<'a>(
         products: shape.products,
         seqlen: shape.seqlen,
     };
+    let mut trains = recovery.shape(model, samples);
+    if recovery.is_whole() {
+        let (of, held_out) = (&recovery.settings, recovery.settings.held_out);
+        let trained = of.steps.unwrap_or(1) as usize * of.per_step();
+        trains.known_examples(trained + held_out, held_out);
+    }
     Ok(RunShape {
         samples,
         windows: 0,
         sides: &[],
         technique: None,
-        trains: Some(recovery.shape(model, samples)),
+        trains: Some(trains),
         ..shape
     })
 }

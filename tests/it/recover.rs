@@ -9,8 +9,10 @@ use std::path::Path;
 use prune::adapter::Adapter;
 use prune::linalg::StoredDtype;
 use prune::run::Manifest;
+use prune::run::plan::PartKind;
 use prune::synthetic::RandomCheckpoint;
 use safetensors::SafeTensors;
+use serde_json::Value;
 
 use crate::support::Place;
 
@@ -29,11 +31,13 @@ pub(crate) const COMMON: &str = "recover --model pruned/model --dataset train.tx
     --eval-dataset test.txt --seqlen 64 --eval-windows 3 --steps 6 --schedule constant";
 
 /// Flags of each way.
-const WAYS: [&str; 7] = [
+const WAYS: [&str; 9] = [
     "--how full --lr 3e-3",
     "--how full --lr 3e-3 --train-norms --optim paged-adamw8bit --hidden-states disk --held-out 0",
     "--how lora --lr 3e-3 --rank 4 --alpha 8 --target-modules q_proj,down_proj --save-adapter",
     "--how lora --lr 3e-3 --base-quant nf4-double --optim paged-adamw32bit --eval-every 2",
+    "--how lora --lr 3e-3 --teacher m --keep-activations 1 --batch-size 1 --steps 12",
+    "--how full --lr 3e-3 --teacher m --distill-weight 1 --keep-activations 9",
     "--how blocks --lr 3e-3 --teacher m --nsamples 16",
     "--how blocks --lr 3e-3 --teacher m --nsamples 16 --train factors --rank 4 --block-target ebft",
     "--how blocks --lr 1 --teacher m --nsamples 16 --train-norms --optim sgd --momentum 0.5",
@@ -93,6 +97,46 @@ fn losses(manifest: &Manifest) -> (f64, f64) {
             let layer = layer.expect("a layer that was trained");
             (layer.first, layer.last)
         }
+    }
+}
+
+#[test]
+fn a_planned_training_is_the_plan_of_the_run() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    let planned = place.run("plan pruned/model --recover --seqlen 64 --json");
+    assert_eq!(planned.code, 0, "{}", planned.stderr);
+    let rows: Vec<Value> = serde_json::from_str(&planned.stdout).expect("a list");
+    assert_eq!(rows.len(), 7);
+    // Ids and flags of the examples of 200 steps, less those of one.
+    let tokens = 199 * 4 * 64 * 5;
+    for row in rows {
+        let text = |key: &str| row[key].as_str().unwrap_or_default();
+        let (how, optim, quant) = (text("how"), text("optimizer"), text("base_quant"));
+        if how == "blocks" {
+            continue;
+        }
+        let quant = match quant {
+            "" => String::new(),
+            format => format!("--base-quant {format}"),
+        };
+        let ran = place.run(&format!(
+            "recover --model pruned/model --dataset train.txt --seqlen 64 --steps 1 --eval none \
+             --how {how} --optim {optim} {quant} --save out --force"
+        ));
+        assert_eq!(ran.code, 0, "{row}: {}", ran.stderr);
+        let plan = place.manifest("out").plan.expect("a plan");
+        let mut phases = plan.phases.iter();
+        let phase = phases.find(|one| one.phase.to_string() == text("peak_phase"));
+        let phase = phase.expect("the phase of the row");
+        // Both layers stay in memory. The row is for a run in which none stays, and one is read ahead.
+        let mut frozen = phase.parts.iter();
+        let frozen = frozen.find(|part| part.kind == PartKind::FrozenLayers);
+        let frozen = frozen.map_or(0, |part| part.bytes.0);
+        assert_eq!(
+            row["peak"].as_u64(),
+            Some(phase.bytes.0 - frozen / 2 + tokens),
+            "{row}: {phase:?}"
+        );
     }
 }
 

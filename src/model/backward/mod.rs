@@ -11,9 +11,10 @@
 mod gradients;
 mod head;
 mod layer;
+mod sizes;
 #[cfg(test)]
 mod tests;
 
 pub use gradients::LayerGradients;
 pub use head::TeacherStates;
-pub use layer::{KeptActivations, backward_elements, kept_elements};
+pub use sizes::{KeptActivations, backward_elements, kept_elements};

@@ -37,8 +37,8 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
             &["needs the dense model", "--teacher DENSE"],
         ),
         (
-            "--how lora --teacher m",
-            &["uses no --teacher", "leave --teacher out"],
+            "--how lora --distill-weight 0.5",
+            &["--distill-weight of --how lora", "add --teacher DENSE"],
         ),
         (
             "--how full --base-quant nf4",
