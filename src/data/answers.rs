@@ -178,8 +178,11 @@ mod tests {
         let (mut first, mut texts) = (0, Vec::new());
         for run in runs {
             if run[0] {
+                // Special tokens have no text.
                 let ids = &marked.tokens[first..first + run.len()];
-                texts.push(tokenizer.decode(ids).unwrap().trim().to_string());
+                let ends = ids.last() == tokenizer.eos().as_ref();
+                let text = tokenizer.decode(ids).unwrap();
+                texts.push(format!("{}{}", text.trim(), if ends { "</s>" } else { "" }));
             }
             first += run.len();
         }

@@ -90,6 +90,11 @@ impl<'a> Encoder<'a> {
         &self.ids
     }
 
+    /// The same ids, without the encoder.
+    pub(super) fn into_ids(self) -> Vec<u32> {
+        self.ids
+    }
+
     fn check_pending(&self) -> Result<()> {
         if self.pending.len() <= LONGEST_PIECE {
             return Ok(());

@@ -188,7 +188,7 @@ impl<'a> JoinedText<'a> {
             Ok(())
         });
         match read {
-            Err(error) if error.is::<Enough>() => return Ok((encoder.ids().to_vec(), false)),
+            Err(error) if error.is::<Enough>() => return Ok((encoder.into_ids(), false)),
             read => read?,
         };
         if hex(&hasher.finalize()) != digest.sha256 {
