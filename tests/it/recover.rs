@@ -37,7 +37,7 @@ const WAYS: [&str; 9] = [
     "--how lora --lr 3e-3 --rank 4 --alpha 8 --target-modules q_proj,down_proj --save-adapter",
     "--how lora --lr 3e-3 --base-quant nf4-double --optim paged-adamw32bit --eval-every 2",
     "--how lora --lr 3e-3 --teacher m --keep-activations 1",
-    "--how full --lr 3e-3 --teacher m --distill-weight 1 --keep-activations 9",
+    "--how full --lr 3e-3 --teacher m --distill-weight 0.25 --keep-activations 9",
     "--how blocks --lr 3e-3 --teacher m --nsamples 16",
     "--how blocks --lr 3e-3 --teacher m --nsamples 16 --train factors --rank 4 --block-target ebft",
     "--how blocks --lr 1 --teacher m --nsamples 16 --train-norms --optim sgd --momentum 0.5",
