@@ -246,7 +246,7 @@ mod tests {
             assert_eq!(marked.unmatched, 1, "{change}");
             assert_eq!(
                 answers(&tokenizer, &marked),
-                [format!("{last}</s>")],
+                [format!("{}</s>", last.trim())],
                 "{change}"
             );
         }
