@@ -320,11 +320,10 @@ fn pack_transposed<const PARTS: usize>(
     let is_whole = (present, some) == (TILE, DEPTH);
     match columns.values {
         #[cfg(target_arch = "x86_64")]
-        Values::F32(values) if is_whole && super::avx512::can_round() => {
-            if super::avx512::round_pairs::<PARTS>(values, columns.stride, lines) {
-                return;
-            }
-        }
+        Values::F32(values)
+            if is_whole
+                && super::avx512::can_round()
+                && super::avx512::round_pairs::<PARTS>(values, columns.stride, lines) => {}
         Values::Bf16(values) if is_whole && PARTS == 1 => {
             for (pair, line) in lines.iter_mut().enumerate() {
                 let even: [bf16; TILE] = of_length(&values[2 * pair * columns.stride..]);
@@ -333,19 +332,21 @@ fn pack_transposed<const PARTS: usize>(
                     *packed = u32::from(even.to_bits()) | u32::from(odd.to_bits()) << 16;
                 }
             }
-            return;
         }
-        _ => {}
-    }
-    for pair in 0..TILE_LINES {
-        let mut bits = [[[0u16; TILE]; PARTS]; 2];
-        for (k, bits) in (2 * pair..some).zip(&mut bits) {
-            bits_of(columns.values, k * columns.stride, present, bits);
-        }
-        for part in 0..PARTS {
-            let line = &mut lines[part * TILE_LINES + pair];
-            for ((packed, even), odd) in line.iter_mut().zip(bits[0][part]).zip(bits[1][part]) {
-                *packed = u32::from(even) | u32::from(odd) << 16;
+        _ => {
+            for pair in 0..TILE_LINES {
+                let mut bits = [[[0u16; TILE]; PARTS]; 2];
+                for (k, bits) in (2 * pair..some).zip(&mut bits) {
+                    bits_of(columns.values, k * columns.stride, present, bits);
+                }
+                for part in 0..PARTS {
+                    let line = &mut lines[part * TILE_LINES + pair];
+                    for ((packed, even), odd) in
+                        line.iter_mut().zip(bits[0][part]).zip(bits[1][part])
+                    {
+                        *packed = u32::from(even) | u32::from(odd) << 16;
+                    }
+                }
             }
         }
     }

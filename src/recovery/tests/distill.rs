@@ -10,8 +10,10 @@ use crate::training::TrainingStep;
 
 const SEQLEN: usize = 21;
 
-/// Losses and norms of four steps, and the values behind them.
-fn trained(model: &TestModel, training: &Training) -> (Vec<(f64, f64)>, Vec<Vec<Vec<u32>>>) {
+/// Losses and norms of four steps, and the bits of the values behind them by layer and parameter.
+type Trained = (Vec<(f64, f64)>, Vec<Vec<Vec<u32>>>);
+
+fn trained(model: &TestModel, training: &Training) -> Trained {
     let clock = Clock::new();
     let mut trainer = training.trainer(model, &clock, &Silent);
     trainer.initialise(7, &unchanged).unwrap();
