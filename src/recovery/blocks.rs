@@ -59,7 +59,7 @@ pub struct BlockTrainer<'a> {
     pub config: Arc<ModelConfig>,
     /// The frozen weights of layers.
     pub base: BaseLayers,
-    /// What is trained.
+    /// The part of each layer that is trained.
     pub part: &'a TrainedPart,
     /// The target.
     pub target: TeacherTarget,

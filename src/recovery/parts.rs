@@ -49,7 +49,7 @@ pub struct TrainerParts<'a> {
     pub config: Arc<ModelConfig>,
     /// The frozen weights of layers.
     pub base: BaseLayers,
-    /// What is trained.
+    /// The part of each layer that is trained.
     pub part: TrainedPart,
     /// Its parameters.
     pub shelf: Shelf,

@@ -137,14 +137,8 @@ impl<'a> Trainer<'a> {
             let mut of_examples = Vec::new();
             for example in 0..examples.len() {
                 let state = inputs.get(index, example)?;
-                let next = match is_kept {
-                    true => {
-                        let (next, kept) = self.forward_keeping(&layer.layer, &state)?;
-                        of_examples.push(kept);
-                        next
-                    }
-                    false => self.forward(&layer.layer, &state)?,
-                };
+                let (next, kept) = self.forward(&layer.layer, &state, is_kept)?;
+                of_examples.extend(kept);
                 inputs.put(index + 1, example, next)?;
             }
             match is_kept {
@@ -197,7 +191,7 @@ impl<'a> Trainer<'a> {
             let next = (index + 1) % layers;
             let layer = self.layer(index, Some(next))?;
             for example in 0..examples.len() {
-                let next = self.forward(&layer.layer, &states.get(example)?)?;
+                let (next, _) = self.forward(&layer.layer, &states.get(example)?, false)?;
                 states.put(example, next)?;
             }
             self.spare.take(layer.layer, &self.parts.part);
@@ -295,22 +289,13 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    fn forward(&mut self, layer: &DecoderLayer, state: &Tensor) -> Result<Tensor> {
-        let TrainerParts {
-            context,
-            clock,
-            events,
-            ..
-        } = &mut self.parts;
-        events.check()?;
-        clock.measure(Phase::Forward, || layer.forward(state, context))
-    }
-
-    fn forward_keeping(
+    /// Passes a state through a layer, and keeps its activations if they are wanted.
+    fn forward(
         &mut self,
         layer: &DecoderLayer,
         state: &Tensor,
-    ) -> Result<(Tensor, KeptActivations)> {
+        keeps: bool,
+    ) -> Result<(Tensor, Option<KeptActivations>)> {
         let TrainerParts {
             context,
             clock,
@@ -318,9 +303,13 @@ impl<'a> Trainer<'a> {
             ..
         } = &mut self.parts;
         events.check()?;
-        let spare = self.spare.activations.pop();
         clock.measure(Phase::Forward, || {
-            layer.forward_keeping(state, spare, context)
+            if !keeps {
+                return Ok((layer.forward(state, context)?, None));
+            }
+            let spare = self.spare.activations.pop();
+            let (next, kept) = layer.forward_keeping(state, spare, context)?;
+            Ok((next, Some(kept)))
         })
     }
 

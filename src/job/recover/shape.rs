@@ -197,8 +197,6 @@ impl Recovery {
     pub(in crate::job) fn announce(&self, job: &Job, events: &dyn Events) {
         let config = &*job.model.config;
         let settings = &self.settings;
-        let specs = self.part.parameters(config);
-        let each: usize = specs.iter().map(ParameterSpec::elements).sum();
         let of = match self.part.form {
             TrainedForm::Weights => "kept weights".to_string(),
             TrainedForm::Factors { rank, alpha } => {
@@ -209,7 +207,7 @@ impl Recovery {
             "recovery     {}: {of} of {} matrices, {} parameters",
             settings.how.name(),
             self.part.projections.len() * config.num_hidden_layers,
-            each * config.num_hidden_layers,
+            self.trained_parameters(config),
         ));
         let examples = match &job.texts.examples {
             Some((examples, _)) => examples.len(),

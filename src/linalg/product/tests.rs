@@ -346,6 +346,58 @@ fn packed_bytes_are_those_of_the_footprint() {
 }
 
 #[test]
+fn a_product_in_parts_is_the_product_in_the_memory_of_the_footprint() {
+    let (tokens, inner, columns) = (2100, 70, 300);
+    let (x, weight) = (numbers(tokens * inner, 1), numbers(columns * inner, 2));
+    for kernel in Kernel::all() {
+        let factor = Strided::rows(Values::F32(&weight), inner);
+        let mut out = vec![0.0; tokens * columns];
+        let mut job = [ProductJob {
+            weight: Factor::Strided(factor),
+            columns,
+            out: &mut out,
+            stride: columns,
+            adds: false,
+        }];
+        products(kernel, &x, inner, &mut job, &mut Packed::default());
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1);
+        let mut packed = Packed::default();
+        let parts = pool.build().unwrap().install(|| {
+            let x = Strided::rows(Values::F32(&x), inner);
+            let weight = (factor, columns);
+            product_in_parts(
+                kernel,
+                x,
+                (tokens, inner),
+                weight,
+                &mut packed,
+                |area, c| (area, c.to_vec()),
+            )
+        });
+        let [row_parts, column_parts] = parts_of_product(kernel, tokens, columns);
+        assert!(parts.len() == row_parts * column_parts && row_parts > 1);
+        let mut covered = 0;
+        for ([rows, part_columns], c) in parts {
+            covered += c.len();
+            for (row, c) in rows.zip(c.chunks_exact(part_columns.len())) {
+                let exact = &out[row * columns..][part_columns.clone()];
+                assert_eq!(c, exact, "{kernel:?}");
+            }
+        }
+        assert_eq!(covered, out.len());
+        let sizes = Product {
+            kernel,
+            tokens,
+            columns: vec![columns],
+            inner,
+            is_kept: false,
+            is_in_parts: true,
+        };
+        assert_eq!(packed.bytes(), packed_bytes(&[sizes], 1), "{kernel:?}");
+    }
+}
+
+#[test]
 fn rows_may_be_apart_and_the_elements_between_them_are_kept() {
     let (tokens, inner, columns, stride) = (35, 64, 20, 33);
     let (x, weight) = (

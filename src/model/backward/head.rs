@@ -46,7 +46,7 @@ impl Head {
         context: &mut LayerContext,
     ) -> Result<(f64, Tensor)> {
         let mut gradient = vec![0.0; hidden.elem_count()];
-        let loss = self.pass(hidden, targets, scale, Some(&mut gradient), context)?;
+        let loss = self.pass(hidden, targets, scale, Some(&mut gradient), None, context)?;
         Ok((loss, tensor::from_vec(gradient, hidden.dims())?))
     }
 
@@ -72,36 +72,9 @@ impl Head {
             hidden.dims(),
             self.vocab_size()
         );
-        self.check_rows(hidden, targets)?;
-        let (vocab_size, width) = (self.vocab_size(), self.norm().0.len());
-        // Both models have logits.
-        let at_most = logit_rows(ByteSize(context.settings().logits_bytes.0 / 2), vocab_size);
         let mut gradient = vec![0.0; hidden.elem_count()];
-        let mut pass = |hidden: &[f32], states: &[f32]| -> Result<f64> {
-            let mut loss = 0.0;
-            for part in parts(targets.len(), at_most, LEAST_ROWS) {
-                let rows = part.start * width..part.end * width;
-                let (normed, logits) = (rows.len(), part.len() * vocab_size);
-                let ([normed, logits, of_teacher], products) =
-                    context.workspace().buffers([normed, logits, logits]);
-                products.watch.enter(Part::Head);
-                teacher
-                    .head
-                    .logits_of(&states[rows.clone()], normed, of_teacher, products)?;
-                self.logits_of(&hidden[rows.clone()], normed, logits, products)?;
-                let weights = (vocab_size, teacher.weight);
-                loss += distillation_backward(logits, of_teacher, &targets[part], weights, scale);
-                let out = &mut gradient[rows.clone()];
-                self.back_from_logits(&hidden[rows], logits, normed, out, products)?;
-                products.watch.enter(Part::Elsewhere);
-            }
-            Ok(loss)
-        };
-        let loss = tensor::with_slice(hidden, |hidden| {
-            tensor::with_slice(teacher.hidden, |states| {
-                rayon::scope(|_| pass(hidden, states))
-            })
-        })???;
+        let out = Some(&mut gradient[..]);
+        let loss = self.pass(hidden, targets, scale, out, Some(teacher), context)?;
         Ok((loss, tensor::from_vec(gradient, hidden.dims())?))
     }
 
@@ -117,21 +90,6 @@ impl Head {
         elementwise::rms_norm(hidden, norm, epsilon, normed);
         self.lm_head()
             .forward(normed, logits, SingleToken::AsMany, products)
-    }
-
-    /// Adds the gradient of some rows to `out`, from that of their logits. The content of `normed` is lost.
-    fn back_from_logits(
-        &self,
-        hidden: &[f32],
-        logits: &[f32],
-        normed: &mut [f32],
-        out: &mut [f32],
-        products: &mut ProductContext,
-    ) -> Result<()> {
-        let (norm, epsilon) = self.norm();
-        self.lm_head().backward(logits, normed, false, products)?;
-        rms_norm_backward(hidden, norm, epsilon, normed, out, None);
-        Ok(())
     }
 
     /// Refuses states and targets that do not fit each other or the head.
@@ -163,7 +121,7 @@ impl Head {
         targets: &[Option<u32>],
         context: &mut LayerContext,
     ) -> Result<f64> {
-        self.pass(hidden, targets, 1.0, None, context)
+        self.pass(hidden, targets, 1.0, None, None, context)
     }
 
     fn pass(
@@ -172,29 +130,55 @@ impl Head {
         targets: &[Option<u32>],
         scale: f32,
         mut gradient: Option<&mut [f32]>,
+        teacher: Option<TeacherStates<'_>>,
         context: &mut LayerContext,
     ) -> Result<f64> {
         self.check_rows(hidden, targets)?;
         let (vocab_size, width) = (self.vocab_size(), self.norm().0.len());
-        let at_most = logit_rows(context.settings().logits_bytes, vocab_size);
-        let mut pass = |hidden: &[f32]| -> Result<f64> {
+        // A teacher has logits, too.
+        let models = 1 + u64::from(teacher.is_some());
+        let at_most = ByteSize(context.settings().logits_bytes.0 / models);
+        let mut pass = |hidden: &[f32], states: &[f32]| -> Result<f64> {
             let mut loss = 0.0;
-            for part in parts(targets.len(), at_most, LEAST_ROWS) {
+            for part in parts(targets.len(), logit_rows(at_most, vocab_size), LEAST_ROWS) {
                 let rows = part.start * width..part.end * width;
-                let ([normed, logits], products) = context
-                    .workspace()
-                    .buffers([rows.len(), part.len() * vocab_size]);
+                let all = part.len() * vocab_size;
+                let of_teacher = if teacher.is_some() { all } else { 0 };
+                let ([normed, logits, of_teacher], products) =
+                    context.workspace().buffers([rows.len(), all, of_teacher]);
                 products.watch.enter(Part::Head);
+                if let Some(teacher) = teacher {
+                    let states = &states[rows.clone()];
+                    teacher
+                        .head
+                        .logits_of(states, normed, of_teacher, products)?;
+                }
                 self.logits_of(&hidden[rows.clone()], normed, logits, products)?;
-                loss += cross_entropy_backward(logits, &targets[part], vocab_size, scale);
+                let targets = &targets[part];
+                loss += match teacher {
+                    Some(teacher) => {
+                        let sizes = (vocab_size, teacher.weight);
+                        distillation_backward(logits, of_teacher, targets, sizes, scale)
+                    }
+                    None => cross_entropy_backward(logits, targets, vocab_size, scale),
+                };
                 if let Some(gradient) = &mut gradient {
+                    // The normed rows are free from here on.
+                    self.lm_head().backward(logits, normed, false, products)?;
+                    let (norm, epsilon) = self.norm();
                     let out = &mut gradient[rows.clone()];
-                    self.back_from_logits(&hidden[rows], logits, normed, out, products)?;
+                    rms_norm_backward(&hidden[rows], norm, epsilon, normed, out, None);
                 }
                 products.watch.enter(Part::Elsewhere);
             }
             Ok(loss)
         };
-        tensor::with_slice(hidden, |hidden| rayon::scope(|_| pass(hidden)))?
+        let mut run = |states: &[f32]| {
+            tensor::with_slice(hidden, |hidden| rayon::scope(|_| pass(hidden, states)))?
+        };
+        match teacher {
+            Some(teacher) => tensor::with_slice(teacher.hidden, run)?,
+            None => run(&[]),
+        }
     }
 }
