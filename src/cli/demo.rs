@@ -62,7 +62,7 @@ fn explanation(args: &DemoArgs) -> String {
             let save = save.display();
             format!(
                 "The models are in `{save}`. Look closer:\n  \
-                 prune eval --model {save}/wanda-60/model --eval-dataset demo\n  \
+                 prune recover --model {save}/wanda-60/model --how full --dataset demo --eval-dataset demo\n  \
                  prune --model {save}/dense --sparsity-ratio 0.7 --dataset demo --eval-dataset demo"
             )
         }
@@ -73,7 +73,8 @@ fn explanation(args: &DemoArgs) -> String {
     format!(
         "Perplexity says how many tokens the model hesitates between; less is better.\n\
          Magnitude drops the smallest weights, Wanda those that matter least to the\n\
-         activations they meet. Zeros alone change neither the size of the files nor\n\
-         the speed of inference.\n{kept}"
+         activations they meet. Ladder adjusts the weights that stay, and a recovery\n\
+         trains them, with the dense model as the teacher. Zeros alone change neither\n\
+         the size of the files nor the speed of inference.\n{kept}"
     )
 }

@@ -1,4 +1,4 @@
-//! `prune demo`: the main job on the model inside the binary, several times, and a sentence by each result.
+//! `prune demo`: the main job on the model inside the binary, several times, a recovery, and a sentence by each result.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use super::prune::prune;
+use super::recover::recover;
 use crate::checkpoint::Checkpoint;
 use crate::data::{DatasetSpec, Tokenizer};
 use crate::demo::embedded;
@@ -17,7 +18,9 @@ use crate::model::ModelConfig;
 use crate::pruning::Pattern;
 use crate::report::demo_table::{DemoRow, DemoTable};
 use crate::run::{Event, Events, Manifest, Silent};
-use crate::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
+use crate::settings::{
+    CalibrationSettings, ComputeDtype, EvalSides, RecoverySettings, RecoveryWay, Settings,
+};
 
 /// Settings of `prune demo`.
 #[derive(Debug, Clone, Default)]
@@ -33,19 +36,55 @@ pub struct DemoSettings {
 const FREE: Pattern = Pattern::Unstructured;
 const TWO_OF_FOUR: Pattern = Pattern::NOfM { n: 2, m: 4 };
 
-/// Method, ratio and pattern of a run.
-type DemoRun = (&'static str, f64, Pattern);
+/// A run of the demo.
+#[derive(Debug, Clone, Copy)]
+enum DemoRun {
+    /// Prunes by a method, a ratio and a pattern.
+    Prune(&'static str, f64, Pattern),
+    /// Trains a pruned model, whose folder is named, with the dense one as its teacher.
+    Recover(&'static str),
+}
 
-const RUNS: [DemoRun; 8] = [
-    ("magnitude", 0.5, FREE),
-    ("wanda", 0.5, FREE),
-    ("magnitude", 0.6, FREE),
-    ("wanda", 0.6, FREE),
-    ("ladder", 0.6, FREE),
-    ("magnitude", 0.5, TWO_OF_FOUR),
-    ("wanda", 0.5, TWO_OF_FOUR),
-    ("ladder", 0.5, TWO_OF_FOUR),
+const RUNS: [DemoRun; 9] = [
+    DemoRun::Prune("magnitude", 0.5, FREE),
+    DemoRun::Prune("wanda", 0.5, FREE),
+    DemoRun::Prune("magnitude", 0.6, FREE),
+    DemoRun::Prune("wanda", 0.6, FREE),
+    DemoRun::Recover("wanda-60"),
+    DemoRun::Prune("ladder", 0.6, FREE),
+    DemoRun::Prune("magnitude", 0.5, TWO_OF_FOUR),
+    DemoRun::Prune("wanda", 0.5, TWO_OF_FOUR),
+    DemoRun::Prune("ladder", 0.5, TWO_OF_FOUR),
 ];
+
+/// Samples of the recovery.
+const RECOVERY_SAMPLES: u32 = 64;
+
+impl DemoRun {
+    /// The name of the row, and that of the folder.
+    fn names(self) -> [String; 2] {
+        match self {
+            Self::Prune(method, ratio, FREE) => {
+                let percent = 100.0 * ratio;
+                [
+                    format!("{method} {percent:.0} %"),
+                    format!("{method}-{percent:.0}"),
+                ]
+            }
+            Self::Prune(method, _, pattern) => {
+                let pattern = pattern.to_string();
+                [
+                    format!("{method} {pattern}"),
+                    format!("{method}-{}", pattern.replace(':', "of")),
+                ]
+            }
+            Self::Recover(pruned) => [
+                format!("{} %, recovered", pruned.replace('-', " ")),
+                format!("{pruned}-recovered"),
+            ],
+        }
+    }
+}
 
 /// Token ids of the demo text, shared by the runs.
 const TEXT_CACHE: &str = "text-cache";
@@ -53,7 +92,7 @@ const TEXT_CACHE: &str = "text-cache";
 /// Longest sentence, in tokens.
 const SENTENCE_TOKENS: usize = 40;
 
-/// Prunes the embedded model in several ways and lets each result write a sentence.
+/// Prunes the embedded model in several ways, trains one result, and lets each write a sentence.
 ///
 /// # Errors
 /// Fails when the folder is not empty or cannot be written; see also [`prune()`].
@@ -79,24 +118,21 @@ pub fn demo(settings: &DemoSettings, events: &dyn Events) -> Result<DemoTable> {
 fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Result<DemoTable> {
     let dense = root.join("dense");
     embedded::write_model(&dense)?;
-    events.note("a small Llama that tells stories, pruned eight ways:".to_string());
+    events
+        .note("a small Llama that tells stories, pruned eight ways and trained once:".to_string());
 
     let mut rows = Vec::new();
     let mut parameters = 0;
     for (number, run) in RUNS.into_iter().enumerate() {
         let started = Instant::now();
-        let name = match run {
-            (method, ratio, FREE) => format!("{method} {:.0} %", 100.0 * ratio),
-            (method, _, pattern) => format!("{method} {pattern}"),
-        };
-        let folder = name.trim_end_matches(" %").replace(' ', "-");
-        let folder = root.join(folder.replace(':', "of"));
+        let [name, folder] = run.names();
+        let folder = root.join(folder);
         // The first run measures the dense perplexity as well.
         let sides = match number {
             0 => EvalSides::Both,
             _ => EvalSides::Pruned,
         };
-        let manifest = prune_once(settings, root, &folder, run, sides)
+        let manifest = run_once(settings, root, &folder, run, sides)
             .with_context(|| format!("in the run `{name}`"))?;
         for warning in &manifest.warnings {
             events.warn(format!("{name}: {warning}"));
@@ -112,7 +148,7 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
         }
         let continuation = sentence(&folder.join("model"))?;
         events.note(format!(
-            "  {}/{} {name:<16}{:.1} s",
+            "  {}/{} {name:<22}{:.1} s",
             number + 1,
             RUNS.len(),
             started.elapsed().as_secs_f64()
@@ -134,35 +170,56 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
     })
 }
 
-/// The main job on the embedded model.
-fn prune_once(
+/// The main job on the embedded model, or its recovery.
+fn run_once(
     demo: &DemoSettings,
     root: &Path,
     save: &Path,
-    (method, ratio, pattern): DemoRun,
+    run: DemoRun,
     sides: EvalSides,
 ) -> Result<Manifest> {
     let text: DatasetSpec = "demo".parse()?;
-    let mut settings = Settings::pruning(root.join("dense"));
-    settings.arguments = vec!["prune".to_string(), "demo".to_string()];
-    // The same table on every CPU.
-    settings.model.dtype = ComputeDtype::F32;
-    if let Some(sparsity) = &mut settings.sparsity {
-        sparsity.prune_method = method.to_string();
-        sparsity.selection.sparsity_ratio = Some(ratio);
-        sparsity.selection.sparsity_type = pattern;
-    }
-    settings.calibration = Some(CalibrationSettings {
+    let mut calibration = CalibrationSettings {
         dataset: text.clone(),
         seed: demo.seed,
         ..CalibrationSettings::default()
-    });
+    };
+    let mut settings = match run {
+        DemoRun::Prune(method, ratio, pattern) => {
+            let mut settings = Settings::pruning(root.join("dense"));
+            if let Some(sparsity) = &mut settings.sparsity {
+                sparsity.prune_method = method.to_string();
+                sparsity.selection.sparsity_ratio = Some(ratio);
+                sparsity.selection.sparsity_type = pattern;
+            }
+            settings
+        }
+        DemoRun::Recover(pruned) => {
+            calibration.nsamples = RECOVERY_SAMPLES;
+            let recovery = RecoverySettings {
+                teacher: Some(root.join("dense")),
+                ..RecoverySettings::of(RecoveryWay::Blocks)
+            };
+            Settings {
+                sparsity: None,
+                recovery: Some(recovery),
+                ..Settings::pruning(root.join(pruned).join("model"))
+            }
+        }
+    };
+    settings.arguments = vec!["prune".to_string(), "demo".to_string()];
+    // The same table on every CPU.
+    settings.model.dtype = ComputeDtype::F32;
+    settings.calibration = Some(calibration);
     settings.evaluation.eval = sides;
     settings.evaluation.eval_dataset = text;
     settings.evaluation.text_cache = Some(root.join(TEXT_CACHE));
     settings.device.threads = demo.threads;
     settings.output.save = Some(save.to_path_buf());
-    prune(settings, &Silent, None)
+    match run {
+        DemoRun::Prune(..) => prune(settings, &Silent, None),
+        DemoRun::Recover(_) => recover(settings, &Silent),
+    }
 }
 
 /// Returns the sentence a checkpoint writes after the prompt.

@@ -16,14 +16,14 @@ pub struct DemoTable {
     pub parameters: u64,
     /// The beginning of the sentence that every model continues.
     pub prompt: String,
-    /// The dense model first, then the pruned ones.
+    /// The dense model first, then the pruned and the recovered ones.
     pub rows: Vec<DemoRow>,
 }
 
 /// One model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DemoRow {
-    /// `dense`, `wanda 60 %`, `magnitude 2:4`.
+    /// `dense`, `wanda 60 %`, `wanda 60 %, recovered`, `magnitude 2:4`.
     pub name: String,
     /// The share of zeros in the decoder's matrices.
     pub sparsity: f64,
@@ -47,13 +47,13 @@ impl DemoTable {
         }
         let _ = writeln!(
             text,
-            "\n{:<16}{:>8}{:>13}{:>12}",
+            "\n{:<22}{:>8}{:>13}{:>12}",
             "model", "zeros", "perplexity", "times dense"
         );
         for row in &self.rows {
             let _ = writeln!(
                 text,
-                "{:<16}{:>6.1} %{:>13.2}{:>12.2}",
+                "{:<22}{:>6.1} %{:>13.2}{:>12.2}",
                 row.name,
                 100.0 * row.sparsity,
                 row.perplexity,
@@ -119,10 +119,10 @@ mod tests {
 Each model continues \"One {}day
 {}\"
 
-model              zeros   perplexity times dense
-dense              0.0 %         2.00        1.00
+model                    zeros   perplexity times dense
+dense                    0.0 %         2.00        1.00
     ... One day.
-magnitude 60 %    60.0 %     12345.68     6172.84
+magnitude 60 %          60.0 %     12345.68     6172.84
     ... One\u{fffd}day {}word
     {}
 ",

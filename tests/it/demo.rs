@@ -210,7 +210,7 @@ fn rounded(number: f64) -> String {
 }
 
 #[test]
-fn the_demo_shows_that_wanda_keeps_what_magnitude_loses_and_ladder_repairs_it() -> Result<()> {
+fn the_demo_shows_what_wanda_keeps_and_what_ladder_and_recovery_repair() -> Result<()> {
     let temporary = tempfile::tempdir()?;
     let ran = Command::new(env!("CARGO_BIN_EXE_prune"))
         .args(["demo", "--threads", "2"])
@@ -235,9 +235,9 @@ fn the_demo_shows_that_wanda_keeps_what_magnitude_loses_and_ladder_repairs_it() 
         .skip(1)
         .filter(|line| !line.starts_with(' '))
         .map(|line| {
-            let words: Vec<&str> = line[16..].split_whitespace().collect();
+            let words: Vec<&str> = line[22..].split_whitespace().collect();
             Ok((
-                line[..16].trim().to_string(),
+                line[..22].trim().to_string(),
                 words[0].parse()?,
                 words[2].parse()?,
             ))
@@ -266,6 +266,12 @@ fn the_demo_shows_that_wanda_keeps_what_magnitude_loses_and_ladder_repairs_it() 
             "{share}: {stdout}"
         );
     }
+
+    let recovered = perplexity("wanda 60 %, recovered");
+    assert!(
+        perplexity("dense") < recovered && 1.05 * recovered < perplexity("wanda 60 %"),
+        "{stdout}"
+    );
 
     let sentence = stdout
         .lines()
