@@ -93,7 +93,7 @@ impl Job {
     ) -> Result<Settled> {
         settings.seqlen = Some(model.seqlen);
         let prunes = settings.sparsity.is_some();
-        let recovery = Recovery::resolve(&settings, &model, events)?;
+        let recovery = Recovery::resolve(&settings, &mut model, events)?;
         if prunes || settings.layer_drop.is_some() || given.observes.is_some() {
             model.refuse_quantized()?;
         }

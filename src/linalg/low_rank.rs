@@ -67,6 +67,22 @@ impl MaskedLowRank {
         self.a.len() / self.in_features.max(1)
     }
 
+    /// out_features and in_features.
+    pub fn shape(&self) -> [usize; 2] {
+        [self.out_features, self.in_features]
+    }
+
+    /// s.
+    pub fn scale(&self) -> f32 {
+        self.scale
+    }
+
+    /// M, one byte per weight: 1 = kept.
+    pub fn kept(&self) -> Vec<u8> {
+        let bit = |at: usize| 1 - (self.pruned[at / 8] >> (at % 8) & 1);
+        (0..self.out_features * self.in_features).map(bit).collect()
+    }
+
     /// Returns M ∘ (W + s·B·A) in `changed`, rounded to its dtype; its old content is lost. Sums are f32.
     ///
     /// # Panics

@@ -265,10 +265,10 @@ pub fn backward(
     ByteSize::of(elements, F32) + ByteSize::of(scratch, 1) + state + state + state
 }
 
-/// Memory of the packed factors of the products of a backward pass, beyond [`products`]: dy·W and dyᵀ·x of the largest matrix.
+/// Memory of the packed factors of the products of a backward pass, beyond [`products`]: dy·W and dyᵀ·x of the largest matrix, with the kernel of each.
 pub fn backward_products(
     config: &ModelConfig,
-    kernel: Kernel,
+    (kernel, of_gradients): (Kernel, Kernel),
     seqlen: usize,
     threads: usize,
     settings: &MemorySettings,
@@ -281,7 +281,7 @@ pub fn backward_products(
             true => seqlen,
             false => mlp_tokens,
         };
-        let product = |tokens, inner_of_product, is_in_parts| Product {
+        let product = |kernel, tokens, inner_of_product, is_in_parts| Product {
             kernel,
             tokens,
             columns: vec![inner],
@@ -290,8 +290,8 @@ pub fn backward_products(
             is_in_parts,
         };
         [
-            product(tokens, out, false),
-            product(out, tokens, is_of_factors),
+            product(kernel, tokens, out, false),
+            product(of_gradients, out, tokens, is_of_factors),
         ]
     };
     let all: Vec<Product> = config.projections().flat_map(of_matrix).collect();
@@ -371,12 +371,19 @@ pub fn head(
 ) -> ByteSize {
     let columns = config.hidden_size;
     let rows = largest_chunk(config.vocab_size, settings.head_rows);
-    let tokens = largest_tokens(seqlen, settings.logits_bytes, rows);
     ByteSize::of(rows * columns, dtypes.head.bytes())
         + ByteSize::of(columns, F32)
-        + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, settings))
+        + head_workspace(config, seqlen, settings)
         + rows_read(config, dtypes.layers, settings)
         + ByteSize::of(windows * seqlen, PER_PREDICTION)
+}
+
+/// Workspace in the head: logits of some tokens, or what the layers needed before, whichever is larger.
+pub fn head_workspace(config: &ModelConfig, seqlen: usize, settings: &MemorySettings) -> ByteSize {
+    let rows = largest_chunk(config.vocab_size, settings.head_rows);
+    let tokens = largest_tokens(seqlen, settings.logits_bytes, rows);
+    let logits = ByteSize::of(tokens * (config.hidden_size + rows), F32);
+    logits.max(activations(config, seqlen, settings))
 }
 
 /// Bytes per token between two parts of the vocabulary.

@@ -165,6 +165,11 @@ impl Head {
         &self.lm_head
     }
 
+    /// Returns whether the weight is in memory as a whole.
+    pub fn is_in_memory(&self) -> bool {
+        self.rows_at_once.is_none()
+    }
+
     /// Rows of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.lm_head.out_features()
@@ -276,7 +281,7 @@ impl Head {
 
 impl HeadChunk<'_> {
     /// The head of these rows.
-    pub(super) fn head(&self) -> &Head {
+    pub fn head(&self) -> &Head {
         self.head
     }
 

@@ -188,7 +188,12 @@ impl Workload for RunShape<'_> {
             host: vec![largest],
             device: match option.processors {
                 Processors::Cpu => Vec::new(),
-                Processors::Gpus(_) => vec![gpu::head(self, &option.settings)],
+                Processors::Gpus(_) => {
+                    let of_windows = (self.windows > 0).then(|| gpu::head(self, &option.settings));
+                    let of_training = gpu::training_head(self, &option.settings);
+                    let both = of_windows.into_iter().chain(of_training);
+                    Vec::from_iter(both.max_by_key(total))
+                }
             },
             work: work::head(self, option),
         }

@@ -24,7 +24,7 @@ use crate::checkpoint::WeightSource;
 use crate::failure::Failure;
 use crate::linalg::derivatives::squared_error_backward;
 use crate::linalg::tensor;
-use crate::model::{DecoderLayer, LayerContext, ModelConfig};
+use crate::model::{DecoderLayer, ModelConfig};
 use crate::run::recovery::BlockLoss;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
@@ -110,16 +110,16 @@ impl BlockTrainer<'_> {
         let teacher = self.clock.measure(Phase::Read, || {
             DecoderLayer::load(&*self.teacher, &self.config, index).context("in the teacher")
         })?;
-        let context = compute.context();
+        let teacher = self.spare.as_new_version(teacher);
         for sample in 0..self.states.samples() {
             self.events.check()?;
             let input = match self.target {
                 TeacherTarget::Dense => self.targets.get(sample)?,
                 TeacherTarget::Ebft => self.states.get(sample)?,
             };
-            let out = self
-                .clock
-                .measure(Phase::Propagate, || teacher.forward(&input, context))?;
+            let out = self.clock.measure(Phase::Propagate, || {
+                compute.forward_one(Phase::Propagate, &teacher, sample, &input)
+            })?;
             self.targets.put(sample, out)?;
         }
         Ok(())
@@ -140,7 +140,7 @@ impl BlockTrainer<'_> {
         trained: &mut TrainedBlock,
         samples: &[usize],
         at: TrainingStep,
-        context: &mut LayerContext,
+        compute: &mut Compute<'_>,
     ) -> Result<f64> {
         let clock = self.clock;
         let layer = clock.measure(Phase::Update, || self.layer(base, trained))?;
@@ -151,8 +151,15 @@ impl BlockTrainer<'_> {
         for &sample in samples {
             self.events.check()?;
             let (x, y) = (self.states.get(sample)?, self.targets.get(sample)?);
-            let (out, mut kept) = clock.measure(Phase::Forward, || {
-                layer.forward_keeping(&x, self.spare.activations.pop(), context)
+            let (out, kept) = clock.measure(Phase::Forward, || {
+                // A device computes activations again.
+                if compute.has_device_for(&layer) {
+                    let out = compute.forward_one(Phase::Forward, &layer, sample, &x)?;
+                    return anyhow::Ok((out, None));
+                }
+                let spare = self.spare.activations.pop();
+                let (out, kept) = layer.forward_keeping(&x, spare, compute.context())?;
+                Ok((out, Some(kept)))
             })?;
             let mut dy = vec![0.0; out.elem_count()];
             sum += tensor::with_slice(&out, |out| {
@@ -160,10 +167,16 @@ impl BlockTrainer<'_> {
             })??;
             let dy = tensor::from_vec(dy, x.dims())?;
             clock.measure(Phase::Backward, || {
-                layer.backward_kept(&x, &dy, &mut kept, &mut gradients, context)
+                let Some(mut kept) = kept else {
+                    return compute.backward_one(&layer, (sample, &x, &dy), &mut gradients);
+                };
+                let context = compute.context();
+                let dx = layer.backward_kept(&x, &dy, &mut kept, &mut gradients, context);
+                self.spare.activations.push(kept);
+                dx
             })?;
-            self.spare.activations.push(kept);
         }
+        compute.collect_gradients(&mut gradients)?;
         let LayerParameters { values, kept } = &mut trained.parameters;
         let mut collected = self.part.collected(&self.config, gradients, kept)?;
         let squares = collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
@@ -219,7 +232,7 @@ impl BlockTrainer<'_> {
                 number: step + 1,
                 rate: self.schedule.rate_of(step),
             };
-            let error = self.step(base, &mut trained, &samples, at, compute.context())?;
+            let error = self.step(base, &mut trained, &samples, at, compute)?;
             losses.push(error);
             self.events.emit(Event::TrainingStep {
                 step: step + 1,
@@ -307,13 +320,12 @@ impl BlockTrainer<'_> {
             self.targets.clear();
             return Ok(());
         }
-        let context = compute.context();
         for sample in 0..self.states.samples() {
             self.events.check()?;
             let x = self.states.get(sample)?;
-            let out = self
-                .clock
-                .measure(Phase::Propagate, || layer.forward(&x, context))?;
+            let out = self.clock.measure(Phase::Propagate, || {
+                compute.forward_one(Phase::Propagate, layer, sample, &x)
+            })?;
             self.states.put(sample, out)?;
         }
         Ok(())

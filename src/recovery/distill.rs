@@ -11,9 +11,9 @@ use candle_core::DType;
 
 use super::parts::Example;
 use crate::checkpoint::WeightSource;
-use crate::model::{DecoderLayer, Embedding, Head, LayerContext, ModelConfig};
+use crate::model::{DecoderLayer, Embedding, Head, ModelConfig};
 use crate::run::{Events, Phase};
-use crate::runtime::{Clock, HiddenStates, memory};
+use crate::runtime::{Clock, Compute, HiddenStates, memory};
 
 /// A dense model with the shape of the trained one.
 pub struct Distillation {
@@ -62,7 +62,7 @@ impl Distillation {
         &self,
         examples: &[Example<'_>],
         (folder, seqlen): (Option<&Path>, usize),
-        context: &mut LayerContext,
+        compute: &mut Compute<'_>,
         (clock, events): (&Clock, &dyn Events),
     ) -> Result<HiddenStates> {
         let width = self.config.hidden_size;
@@ -81,7 +81,9 @@ impl Distillation {
             for at in 0..count {
                 events.check()?;
                 let state = states.get(at)?;
-                let next = clock.measure(Phase::Forward, || layer.forward(&state, context))?;
+                let next = clock.measure(Phase::Forward, || {
+                    compute.forward_one(Phase::Forward, &layer, at, &state)
+                })?;
                 states.put(at, next)?;
             }
             drop(layer);

@@ -218,6 +218,7 @@ impl TrainedPart {
                 ParameterName::Norm(norm) => layer.set_norm(norm, of),
             }
         }
+        let layer = spare.as_new_version(layer);
         Ok(BaseLayer { layer, pruned })
     }
 

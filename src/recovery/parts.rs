@@ -10,9 +10,9 @@ use super::distill::Distillation;
 use super::parameters::TrainedPart;
 use super::shelf::Shelf;
 use crate::checkpoint::WeightSource;
-use crate::model::{LayerContext, ModelConfig};
+use crate::model::ModelConfig;
 use crate::run::Events;
-use crate::runtime::Clock;
+use crate::runtime::{Clock, Compute};
 use crate::training::Optimizer;
 
 /// An example: token ids, and for each token the one that follows it if its loss counts.
@@ -59,8 +59,8 @@ pub struct TrainerParts<'a> {
     pub distillation: Option<Distillation>,
     /// The largest norm of the gradients; `None` for no limit.
     pub max_grad_norm: Option<f64>,
-    /// Rotary tables and scratch memory.
-    pub context: LayerContext,
+    /// The CPU and the devices that compute layers.
+    pub compute: Compute<'a>,
     /// The folder of hidden states on disk; `None` keeps them in memory.
     pub spill_folder: Option<PathBuf>,
     /// The dtype of stored hidden states.

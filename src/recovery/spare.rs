@@ -12,6 +12,7 @@ pub struct SpareMemory {
     matrices: Vec<StoredMatrix>,
     /// Activations of samples.
     pub activations: Vec<KeptActivations>,
+    versions: u32,
 }
 
 impl SpareMemory {
@@ -31,6 +32,12 @@ impl SpareMemory {
             Some(at) => Ok(self.matrices.swap_remove(at)),
             None => StoredMatrix::zeros(dtype, rows, columns),
         }
+    }
+
+    /// Marks a layer as one with weights of its own, so that a device does not take an earlier copy for it.
+    pub fn as_new_version(&mut self, layer: DecoderLayer) -> DecoderLayer {
+        self.versions += 1;
+        layer.as_version(self.versions)
     }
 
     /// Takes the trained matrices of a layer that is not needed any more.

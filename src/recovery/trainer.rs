@@ -23,7 +23,7 @@ use super::states::LayerInputs;
 use crate::failure::Failure;
 use crate::model::{DecoderLayer, Embedding, Head, KeptActivations, TeacherStates};
 use crate::run::Phase;
-use crate::runtime::{HiddenStates, memory};
+use crate::runtime::{HiddenStates, SweepReport, memory};
 use crate::training::TrainingStep;
 use crate::training::clip::{clip_factor, scale, sum_of_squares};
 use crate::training::rounding::Bf16Rounding;
@@ -51,7 +51,7 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// Fails when the head cannot be read.
     pub fn new(parts: TrainerParts<'a>) -> Result<Self> {
-        let rows = parts.context.settings().head_rows;
+        let rows = parts.compute.settings().head_rows;
         let head = parts.clock.measure(Phase::Read, || match rows {
             None => Head::load(&*parts.source, &parts.config),
             Some(rows) => Head::at_rest(&parts.source, &parts.config, rows),
@@ -106,9 +106,9 @@ impl<'a> Trainer<'a> {
         &mut self.parts.shelf
     }
 
-    /// Ends the training and returns the parameters.
-    pub fn into_shelf(self) -> Shelf {
-        self.parts.shelf
+    /// Ends the training. Returns the parameters, and what the devices report.
+    pub fn finish(self) -> (Shelf, SweepReport) {
+        (self.parts.shelf, self.parts.compute.finish())
     }
 
     /// Performs one step.
@@ -137,7 +137,7 @@ impl<'a> Trainer<'a> {
             let mut of_examples = Vec::new();
             for example in 0..examples.len() {
                 let state = inputs.get(index, example)?;
-                let (next, kept) = self.forward(&layer.layer, &state, is_kept)?;
+                let (next, kept) = self.forward(&layer.layer, example, &state, is_kept)?;
                 of_examples.extend(kept);
                 inputs.put(index + 1, example, next)?;
             }
@@ -191,7 +191,8 @@ impl<'a> Trainer<'a> {
             let next = (index + 1) % layers;
             let layer = self.layer(index, Some(next))?;
             for example in 0..examples.len() {
-                let (next, _) = self.forward(&layer.layer, &states.get(example)?, false)?;
+                let state = states.get(example)?;
+                let (next, _) = self.forward(&layer.layer, example, &state, false)?;
                 states.put(example, next)?;
             }
             self.spare.take(layer.layer, &self.parts.part);
@@ -203,7 +204,7 @@ impl<'a> Trainer<'a> {
             parts.events.check()?;
             let state = states.get(at)?;
             sum += parts.clock.measure(Phase::Head, || {
-                head.loss(&state, example.targets, &mut parts.context)
+                head.loss(&state, example.targets, parts.compute.context())
             })?;
             predicted += example.predicted();
         }
@@ -218,7 +219,7 @@ impl<'a> Trainer<'a> {
         };
         let place = (parts.spill_folder.as_deref(), parts.seqlen);
         let watched = (parts.clock, parts.events);
-        let states = teacher.states(examples, place, &mut parts.context, watched)?;
+        let states = teacher.states(examples, place, &mut parts.compute, watched)?;
         Ok(Some(states))
     }
 
@@ -293,11 +294,12 @@ impl<'a> Trainer<'a> {
     fn forward(
         &mut self,
         layer: &DecoderLayer,
+        example: usize,
         state: &Tensor,
         keeps: bool,
     ) -> Result<(Tensor, Option<KeptActivations>)> {
         let TrainerParts {
-            context,
+            compute,
             clock,
             events,
             ..
@@ -305,10 +307,11 @@ impl<'a> Trainer<'a> {
         events.check()?;
         clock.measure(Phase::Forward, || {
             if !keeps {
-                return Ok((layer.forward(state, context)?, None));
+                let next = compute.forward_one(Phase::Forward, layer, example, state)?;
+                return Ok((next, None));
             }
             let spare = self.spare.activations.pop();
-            let (next, kept) = layer.forward_keeping(state, spare, context)?;
+            let (next, kept) = layer.forward_keeping(state, spare, compute.context())?;
             Ok((next, Some(kept)))
         })
     }
@@ -329,17 +332,18 @@ impl<'a> Trainer<'a> {
         for (at, example) in examples.iter().enumerate() {
             parts.events.check()?;
             let state = inputs.get(last, at)?;
-            let (targets, context) = (example.targets, &mut parts.context);
+            let (targets, compute) = (example.targets, &mut parts.compute);
             let (loss, gradient) = parts.clock.measure(Phase::Head, || {
                 let Some((teacher, states)) = parts.distillation.as_ref().zip(taught.as_mut())
                 else {
-                    return head.loss_gradient(&state, targets, scale, context);
+                    return compute.head_one(head, at, (&state, targets, scale));
                 };
                 let teacher = TeacherStates {
                     head: &teacher.head,
                     hidden: &states.get(at)?,
                     weight: teacher.weight,
                 };
+                let context = compute.context();
                 head.distillation_gradient(&state, teacher, targets, scale, context)
             })?;
             sum += loss;
@@ -373,20 +377,25 @@ impl<'a> Trainer<'a> {
             for example in 0..inputs.examples() {
                 parts.events.check()?;
                 let (state, dy) = (inputs.get(index, example)?, gradients.get(example)?);
-                let (layer, context) = (&layer.layer, &mut parts.context);
+                let (layer, compute) = (&layer.layer, &mut parts.compute);
                 let dx = parts
                     .clock
                     .measure(Phase::Backward, || match of_examples.next() {
                         Some(mut kept) => {
+                            let context = compute.context();
                             let dx =
                                 layer.backward_kept(&state, &dy, &mut kept, &mut of_layer, context);
                             self.spare.activations.push(kept);
                             dx
                         }
-                        None => layer.backward(&state, &dy, &mut of_layer, context),
+                        None => {
+                            let sample = (example, &state, &dy);
+                            compute.backward_one(layer, sample, &mut of_layer)
+                        }
                     })?;
                 gradients.put(example, dx)?;
             }
+            parts.compute.collect_gradients(&mut of_layer)?;
             self.spare.take(layer.layer, &parts.part);
             let kept = parts.shelf.kept(index)?;
             let collected = parts.part.collected(&parts.config, of_layer, &kept)?;

@@ -28,10 +28,10 @@ pub type CompareStates<'c> = dyn FnMut(usize, &Tensor, &Tensor) -> Result<()> + 
 
 /// The devices of a sweep.
 pub struct Compute<'a> {
-    context: LayerContext,
-    workers: Vec<DeviceWorker<'a>>,
+    pub(super) context: LayerContext,
+    pub(super) workers: Vec<DeviceWorker<'a>>,
     /// By layer, the names of the devices that compute it.
-    devices: Vec<Vec<String>>,
+    pub(super) devices: Vec<Vec<String>>,
     events: &'a dyn Events,
 }
 
@@ -265,6 +265,19 @@ pub struct SweepReport {
     pub devices: Vec<DeviceMemoryReport>,
     /// The profile of the CPU.
     pub watch: Watch,
+}
+
+impl SweepReport {
+    /// The devices of this sweep, and those of a later one with its profile.
+    #[must_use]
+    pub fn and(mut self, later: Self) -> Self {
+        self.fallbacks.extend(later.fallbacks);
+        self.devices.extend(later.devices);
+        Self {
+            watch: later.watch,
+            ..self
+        }
+    }
 }
 
 /// Returns the devices of a layer that could load it.

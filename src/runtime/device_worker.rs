@@ -23,7 +23,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::Weight;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{CONTEXT, Cut, LogSumExpPart};
-use crate::model::{DecoderLayer, ModelConfig, Observer, Projection};
+use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Observer, Projection};
 use crate::run::fallback::{DeviceMemoryReport, FallbackOutcome, FallbackReport};
 use crate::run::{Event, Events, Phase};
 use candle_core::Tensor;
@@ -237,6 +237,30 @@ impl<'a> DeviceWorker<'a> {
         })
     }
 
+    /// Passes a gradient back through the loaded layer; `None` leaves the sample to the CPU, with `gradients` unchanged.
+    /// Fails when the device fails for another reason than lack of memory.
+    pub(super) fn backward(
+        &mut self,
+        sample: usize,
+        layer: &DecoderLayer,
+        states: [&Tensor; 2],
+        gradients: &mut LayerGradients,
+    ) -> Result<Option<Tensor>> {
+        let unit = unit_name(layer, Phase::Backward, sample);
+        let (seqlen, element) = (self.seqlen, self.engine.element());
+        let (config, trained) = (Arc::clone(&self.config), gradients.sizes());
+        let bytes = move |cut: &Cut| cut.backward_bytes(&config, seqlen, element, trained);
+        self.attempt(&unit, true, &bytes, &mut |engine, cut| {
+            engine.backward(layer, states, gradients, cut)
+        })
+    }
+
+    /// Adds the gradients of all samples that the device has computed for a layer.
+    pub(super) fn collect_gradients(&mut self, gradients: &mut LayerGradients) -> Result<()> {
+        let collected = self.engine.collect_gradients(gradients);
+        collected.with_context(|| format!("on {}", self.device))
+    }
+
     /// Observes one sample in the loaded layer, with a new observer; `None` leaves the sample to the CPU.
     /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn capture<O: Observer>(
@@ -272,6 +296,23 @@ impl<'a> DeviceWorker<'a> {
         let bytes = move |cut: &Cut| cut.head_bytes(&config, seqlen, rows, element);
         self.attempt(&unit, true, &bytes, &mut |engine, cut| {
             engine.head_window(chunk, state, tokens, cut)
+        })
+    }
+
+    /// Computes loss and gradient of one sample in the loaded head, which is whole; `None` leaves the sample to the CPU.
+    /// Fails when the device fails for another reason than lack of memory.
+    pub(super) fn head_gradient(
+        &mut self,
+        sample: usize,
+        chunk: &HeadChunk<'_>,
+        (state, targets, scale): (&Tensor, &[Option<u32>], f32),
+    ) -> Result<Option<(f64, Tensor)>> {
+        let unit = format!("lm_head (backward, sample {sample})");
+        let (seqlen, element) = (self.seqlen, self.engine.element());
+        let config = Arc::clone(&self.config);
+        let bytes = move |cut: &Cut| cut.head_backward_bytes(&config, seqlen, element);
+        self.attempt(&unit, true, &bytes, &mut |engine, cut| {
+            engine.head_gradient(chunk, state, targets, scale, cut)
         })
     }
 

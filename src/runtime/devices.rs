@@ -6,11 +6,12 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::clock::DeviceGauge;
+use super::compute::Compute;
 use super::device_worker::DeviceWorker;
 use super::engine::{Engine, Simulated};
 use super::ledger::{Ledger, Refusals};
 use crate::bytes::ByteSize;
-use crate::linalg::StoredDtype;
+use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::{CONTEXT, Cut};
 use crate::model::{LayerContext, ModelConfig, Rotary};
 use crate::run::fallback::DeviceMemoryReport;
@@ -161,13 +162,35 @@ impl Devices {
         None
     }
 
-    /// By layer, the names of the devices that compute it.
-    pub(super) fn by_layer(&self) -> Vec<Vec<String>> {
-        self.by_layer.clone()
+    /// The CPU and these devices, for layers of a model.
+    ///
+    /// # Arguments
+    /// * `seqlen`: tokens per sample, at most
+    ///
+    /// # Errors
+    /// Fails when a device has no memory for the rotary tables.
+    pub fn compute<'a>(
+        &self,
+        config: &Arc<ModelConfig>,
+        seqlen: usize,
+        (settings, products): (&MemorySettings, Products),
+        events: &'a dyn Events,
+    ) -> Result<Compute<'a>> {
+        let context = || -> Result<LayerContext> {
+            let context = LayerContext::with_settings(config, seqlen, settings.clone());
+            Ok(context.with_products(products))
+        };
+        let workers = self.workers(config, seqlen, settings, events, &context)?;
+        Ok(Compute::new(
+            context()?,
+            workers,
+            self.by_layer.clone(),
+            events,
+        ))
     }
 
     /// Creates a worker for each device. Fails when a device has no memory for the rotary tables.
-    pub(super) fn workers<'a>(
+    fn workers<'a>(
         &self,
         config: &Arc<ModelConfig>,
         seqlen: usize,

@@ -7,6 +7,7 @@
 //! | `loader`, `layer_store` | layers read ahead; the layers of a generating model |
 //! | `hidden_states` | the samples between two layers |
 //! | `compute` | a pass of all samples through a layer, on the CPU and on GPUs |
+//! | `one_sample` | a pass of one sample, forwards or backwards, for trainings |
 //! | `device_worker`, `ledger` | one device: the fallback ladder of a unit of work, and the account of the memory |
 //! | `engine` | the arithmetic of a device |
 //! | `devices` | the opened devices of a plan |
@@ -23,6 +24,7 @@ pub mod layer_store;
 pub mod ledger;
 pub mod loader;
 pub mod memory;
+mod one_sample;
 #[cfg(any(test, not(target_os = "linux")))]
 mod resident_set;
 pub mod sweep;

@@ -19,7 +19,7 @@ use super::loader::LayerLoader;
 use super::memory;
 use crate::checkpoint::WeightSource;
 use crate::linalg::Products;
-use crate::model::{DecoderLayer, Head, LayerContext, ModelConfig};
+use crate::model::{DecoderLayer, Head, ModelConfig};
 use crate::run::{Events, MemorySettings, Moment, Phase};
 
 /// A version of a layer.
@@ -119,19 +119,10 @@ impl Sweep<'_> {
         mut editor: Option<&mut dyn Editor>,
         passengers: &mut [&mut dyn Passenger],
     ) -> Result<SweepReport> {
-        let context = || -> Result<LayerContext> {
-            let settings = self.settings.clone();
-            let context = LayerContext::with_settings(&self.config, self.seqlen, settings);
-            Ok(context.with_products(self.products))
-        };
-        let workers = self.devices.workers(
-            &self.config,
-            self.seqlen,
-            &self.settings,
-            self.events,
-            &context,
-        )?;
-        let mut compute = Compute::new(context()?, workers, self.devices.by_layer(), self.events);
+        let arithmetic = (&self.settings, self.products);
+        let mut compute =
+            self.devices
+                .compute(&self.config, self.seqlen, arithmetic, self.events)?;
         let mut first = 0;
         if let Some(finished) = &self.finished {
             first = finished.layers;

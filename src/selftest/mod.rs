@@ -20,7 +20,7 @@ use crate::failure::Failure;
 use crate::job;
 use crate::job::demo::TemporaryFolder;
 use crate::model::on_device::{Cut, LogSumExpPart};
-use crate::model::{Head, LayerContext};
+use crate::model::{Head, LayerContext, LayerGradients};
 use crate::run::fallback::FallbackOutcome;
 use crate::run::{Events, MemorySettings, Phase, Silent};
 use crate::runtime::device_worker::DeviceWorker;
@@ -44,8 +44,9 @@ enum CheckOutcome {
 pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
     let bench = Bench::new(device)?;
     let folder = TemporaryFolder::new("prune-selftest")?;
-    let checks: [(&str, Check); 6] = [
+    let checks: [(&str, Check); 7] = [
         ("a layer, its observations and the head", Bench::layers),
+        ("gradients of a layer", Bench::gradients),
         ("rows wider than 8192 columns", Bench::wide_rows),
         ("a sample in smaller pieces", Bench::smaller_pieces),
         ("masks and perplexity of the demo model", Bench::masks),
@@ -227,6 +228,37 @@ impl Bench {
         Ok(CheckOutcome::Held(
             self.compare(&mut model, &cut)?.join(", "),
         ))
+    }
+
+    /// The gradients of all weights, norms and the input, in f32.
+    fn gradients(&self, folder: &Path) -> Result<CheckOutcome> {
+        let mut model = Model::open(&demo_model(folder)?, 256)?;
+        let cut = Cut::of(&MemorySettings::default(), &model.config);
+        let mut engine = self.loaded(&model, DType::F32)?;
+        let Model {
+            layer,
+            context,
+            state,
+            ..
+        } = &mut model;
+        let zeros = || LayerGradients::new(layer, layer.projections()).with_norms(layer);
+        let (mut ours, mut theirs) = (zeros(), zeros());
+        let sample = [&*state, &*state];
+        let dx = engine.backward(layer, sample, &mut theirs, &cut)?;
+        engine.collect_gradients(&mut theirs)?;
+        let expected = layer.backward(state, state, &mut ours, context)?;
+        let mut apart = difference(&values(&expected)?, &values(&dx)?);
+        for projection in layer.projections() {
+            let of = ours.weight(projection).zip(theirs.weight(projection));
+            let (ours, theirs) = of.context("a gradient")?;
+            apart = apart.max(difference(ours, theirs));
+        }
+        let norms = ours.norms().zip(theirs.norms()).context("norms")?;
+        for (ours, theirs) in norms.0.iter().zip(norms.1) {
+            apart = apart.max(difference(ours, theirs));
+        }
+        ensure!(apart <= TOLERANCES[0].1, "off by {apart:.1e}");
+        Ok(CheckOutcome::Held(format!("off by {apart:.1e}")))
     }
 
     fn wide_rows(&self, folder: &Path) -> Result<CheckOutcome> {

@@ -8,6 +8,7 @@
     reason = "an allocator that counts can only be written so"
 )]
 
+mod backward;
 mod phases;
 
 use std::alloc::{GlobalAlloc, Layout, System};

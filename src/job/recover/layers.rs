@@ -69,6 +69,10 @@ pub(super) fn sweep(
             (swept, trainer.output.layers)
         }
     };
+    let swept = match trained {
+        Some(trained) => trained.devices.clone().and(swept),
+        None => swept,
+    };
     let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
     conclude(
         job,

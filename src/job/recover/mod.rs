@@ -57,9 +57,12 @@ pub fn recover_given(
 ) -> Result<Manifest> {
     let recorder = Recorder::new(events);
     resolved::check(&settings)?;
-    let device = &mut settings.device;
-    // Training has no kernels for GPUs. A flag that names one is refused.
-    device.use_cpu |= !device.names_a_gpu() && device.simulate.is_none();
+    let keeps = settings
+        .recovery
+        .as_ref()
+        .map_or(0, |of| of.keep_activations);
+    // Activations are kept by the CPU alone. A flag that names a GPU is refused then.
+    settings.device.use_cpu |= keeps > 0;
     let given = Given {
         training: Some(Arc::new(training)),
         ..Given::default()

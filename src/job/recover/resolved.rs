@@ -9,6 +9,7 @@ use super::super::located;
 use super::super::opened::OpenedModel;
 use crate::checkpoint::{Checkpoint, WeightSource};
 use crate::failure::Failure;
+use crate::linalg::StoredDtype;
 use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection};
 use crate::quantized::QuantizedSource;
 use crate::recovery::{TrainedForm, TrainedPart};
@@ -41,19 +42,23 @@ pub(in crate::job) struct Teacher {
 }
 
 impl Recovery {
-    /// Resolves the recovery part of the settings; `None` where the run does not train.
+    /// Resolves the recovery part of the settings; `None` where the run does not train. GPUs do not compute gradients in f16, which
+    /// underflow.
     ///
     /// # Errors
     /// Fails for settings that contradict each other, for a teacher that is missing, cannot be read or has another shape, for
     /// modules that the model does not have, and for a rank that no matrix has room for.
     pub(in crate::job) fn resolve(
         settings: &Settings,
-        model: &OpenedModel,
+        model: &mut OpenedModel,
         events: &dyn Events,
     ) -> Result<Option<Self>> {
         let Some(recovery) = &settings.recovery else {
             return Ok(None);
         };
+        if model.gpu_dtype == StoredDtype::F16 {
+            model.gpu_dtype = StoredDtype::F32;
+        }
         let only_adapter = recovery.save_adapter && settings.output.no_save_model;
         if model.quantized.is_some() && (!only_adapter || recovery.base_quant.is_some()) {
             return Err(quantized_base(&model.folder).into());
@@ -201,7 +206,7 @@ impl Teacher {
     }
 }
 
-/// Refuses settings that contradict each other, and arithmetic and devices that no backward pass exists for.
+/// Refuses settings that contradict each other, and arithmetic that no backward pass exists for.
 ///
 /// # Errors
 /// Fails with exit code 2, naming the flags.
@@ -274,7 +279,7 @@ fn check_ways(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
     }
 }
 
-/// Refuses arithmetic and devices that no backward pass exists for.
+/// Refuses arithmetic that no backward pass exists for, and kept activations on a GPU.
 fn check_device(settings: &Settings) -> Result<()> {
     if settings.model.dtype == ComputeDtype::F16 {
         return Err(
@@ -284,11 +289,14 @@ fn check_device(settings: &Settings) -> Result<()> {
                 .into(),
         );
     }
-    let device = &settings.device;
-    if device.simulate.is_some() || device.names_a_gpu() {
-        return Err(Failure::usage("recover computes on the CPU")
-            .hint("leave --device out, or use --use-cpu")
-            .into());
+    let keeps = settings.recovery.as_ref();
+    let keeps = keeps.is_some_and(|recovery| recovery.keep_activations > 0);
+    if keeps && settings.device.names_a_gpu() {
+        return Err(Failure::usage(
+            "--keep-activations is for the CPU; a GPU computes activations again",
+        )
+        .hint("leave --keep-activations out, or use --use-cpu")
+        .into());
     }
     Ok(())
 }

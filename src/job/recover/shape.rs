@@ -9,7 +9,8 @@ use super::saved;
 use super::steps::states_dtype;
 use crate::bytes::ByteSize;
 use crate::linalg::{Products, StoredDtype, factor_parts_elements};
-use crate::model::{ModelConfig, Projection, footprint};
+use crate::model::on_device::TrainedSizes;
+use crate::model::{ModelConfig, Projection, footprint, stored_dtypes};
 use crate::pipeline::TrainingShape;
 use crate::recovery::{ParameterSpec, Shelf, TrainedForm};
 use crate::run::{Events, MemorySettings};
@@ -103,10 +104,15 @@ impl Recovery {
                 _ => 0,
             }),
             is_kept: !is_whole || self.settings.keep_activations >= config.num_hidden_layers,
-            has_teacher: is_whole && self.teacher.is_some(),
+            teacher: self
+                .teacher
+                .as_ref()
+                .filter(|_| is_whole)
+                .map(|teacher| stored_dtypes(&*teacher.source, config)),
             kept: self.kept_bytes(model),
             base: self.base_bytes(model),
             resident_layers: 0,
+            sizes: self.trained_sizes(config),
         }
     }
 
@@ -115,6 +121,32 @@ impl Recovery {
         let specs = self.part.parameters(config);
         let each: usize = specs.iter().map(ParameterSpec::elements).sum();
         each as u64 * config.num_hidden_layers as u64
+    }
+
+    /// The sizes of the trained part of a layer.
+    fn trained_sizes(&self, config: &ModelConfig) -> TrainedSizes {
+        let specs = self.part.parameters(config);
+        let elements = specs.iter().map(ParameterSpec::elements);
+        let matrices = self.part.projections.iter();
+        let matrices = matrices.map(|projection| projection.elements(config));
+        let largest_matrix = matrices.clone().max().unwrap_or(0);
+        let (masked, most_parameters) = match self.part.form {
+            TrainedForm::Weights => (0, largest_matrix),
+            TrainedForm::Factors { rank, .. } => {
+                let factors = |projection: &Projection| {
+                    let (out, inner) = projection.shape(config);
+                    rank * (out + inner)
+                };
+                let most = self.part.projections.iter().map(factors).max();
+                (matrices.sum(), most.unwrap_or(0))
+            }
+        };
+        TrainedSizes {
+            parameters: elements.sum(),
+            most_parameters,
+            largest_matrix,
+            masked,
+        }
     }
 
     /// Bytes of the files of a training in the offload folder: paged parameters, and the quantised base.

@@ -13,11 +13,11 @@ use super::saved::{self, TrainingHead};
 use crate::adapter::TrainedAdapter;
 use crate::data::{ExampleOrder, Examples};
 use crate::linalg::{Products, StoredDtype};
-use crate::model::LayerContext;
 use crate::model::on_device::candle_dtype;
 use crate::recovery::{Distillation, Example, Shelf, ShelfPlace, Trainer, TrainerParts};
 use crate::run::recovery::{HeldOutReport, StepReport};
 use crate::run::{Event, Events, Moment};
+use crate::runtime::SweepReport;
 use crate::training::{Schedule, TrainingStep};
 
 /// Time between two saved states, unless `--save-every` says so.
@@ -31,6 +31,8 @@ pub(super) struct Trained {
     pub(super) base: FrozenBase,
     pub(super) shelf: Shelf,
     pub(super) head: TrainingHead,
+    /// The report of the devices that computed the steps.
+    pub(super) devices: SweepReport,
 }
 
 impl Trained {
@@ -119,10 +121,12 @@ pub(super) fn train(job: &Job, recovery: &Recovery, events: &dyn Events) -> Resu
     }
     job.model.clock.mark(Moment::AfterPruning, events);
     let head = std::mem::take(&mut training.head);
+    let (shelf, devices) = trainer.finish();
     Ok(Trained {
         base,
-        shelf: trainer.into_shelf(),
+        shelf,
         head,
+        devices,
     })
 }
 
@@ -153,6 +157,11 @@ impl<'a> Training<'a> {
         let mut settings = job.plan.memory_settings.clone();
         // A weight that is packed for one product alone costs memory and saves nothing.
         settings.keep_packed &= recovery.settings.per_step() > 1;
+        // The weights of a layer are made when it is needed, so devices copy none ahead.
+        settings.prefetch = false;
+        let arithmetic = (&settings, model.products);
+        let devices = job.open_devices()?;
+        let compute = devices.compute(config, model.seqlen, arithmetic, self.events)?;
         let teacher = recovery.teacher.as_ref().map(|teacher| {
             let weight = recovery.distill_weight();
             let source = teacher.source.clone();
@@ -168,8 +177,7 @@ impl<'a> Training<'a> {
             shelf,
             optimizer,
             max_grad_norm: recovery.settings.max_grad_norm,
-            context: LayerContext::with_settings(config, model.seqlen, settings)
-                .with_products(model.products),
+            compute,
             spill_folder: job.spill_folder.clone(),
             states: candle_dtype(states_dtype(model.products)),
             kept_layers: recovery.settings.keep_activations,

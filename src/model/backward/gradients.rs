@@ -5,9 +5,12 @@
 
 use std::collections::BTreeMap;
 
+use anyhow::{Result, ensure};
+
+use super::super::on_device::TrainedSizes;
 use super::super::{DecoderLayer, Projection};
 use crate::linalg::stored::zero_bits_of;
-use crate::linalg::{Linear, MaskedLowRank, ProductContext};
+use crate::linalg::{Linear, MaskedLowRank, ProductContext, elementwise};
 
 /// Gradients of some matrices of a layer, and of its norms if these are wanted.
 #[derive(Debug, Clone, Default)]
@@ -116,6 +119,69 @@ impl LayerGradients {
         match self.weights.get(&projection)? {
             MatrixGradient::Whole(_) => None,
             MatrixGradient::Factors { a, b, .. } => Some([a, b]),
+        }
+    }
+
+    /// The trained matrices; those whose factors are trained with their change.
+    pub fn changes(&self) -> impl Iterator<Item = (Projection, Option<&MaskedLowRank>)> {
+        self.weights
+            .iter()
+            .map(|(&projection, gradient)| match gradient {
+                MatrixGradient::Whole(_) => (projection, None),
+                MatrixGradient::Factors { change, .. } => (projection, Some(change)),
+            })
+    }
+
+    /// The sizes of what is trained, for the memory of a device.
+    pub fn sizes(&self) -> TrainedSizes {
+        let mut sizes = TrainedSizes {
+            parameters: self.norms.iter().flatten().map(Vec::len).sum(),
+            ..TrainedSizes::default()
+        };
+        for gradient in self.weights.values() {
+            let (parameters, weights, masked) = match gradient {
+                MatrixGradient::Whole(values) => (values.len(), values.len(), 0),
+                MatrixGradient::Factors { change, a, b } => {
+                    let [out, inner] = change.shape();
+                    (a.len() + b.len(), out * inner, out * inner)
+                }
+            };
+            sizes.parameters += parameters;
+            sizes.most_parameters = sizes.most_parameters.max(parameters);
+            sizes.largest_matrix = sizes.largest_matrix.max(weights);
+            sizes.masked += masked;
+        }
+        sizes
+    }
+
+    /// Adds sums of gradients that a device computed: of a matrix, or of its factors A and B.
+    ///
+    /// # Errors
+    /// Fails for a matrix that is frozen or has another shape, which would be a bug.
+    pub fn add_sums(&mut self, projection: Projection, sums: &[Vec<f32>]) -> Result<()> {
+        let own: Vec<&mut Vec<f32>> = match self.weights.get_mut(&projection) {
+            None => Vec::new(),
+            Some(MatrixGradient::Whole(values)) => vec![values],
+            Some(MatrixGradient::Factors { a, b, .. }) => vec![a, b],
+        };
+        let (expected, given): (Vec<_>, Vec<_>) = (
+            own.iter().map(|values| values.len()).collect(),
+            sums.iter().map(Vec::len).collect(),
+        );
+        ensure!(
+            expected == given && !own.is_empty(),
+            "gradients of {projection:?} have {expected:?} elements, and {given:?} came from a device"
+        );
+        for (own, sums) in own.into_iter().zip(sums) {
+            elementwise::add(own, sums);
+        }
+        Ok(())
+    }
+
+    /// Adds a sum of gradients of a norm, unless the norms are frozen.
+    pub fn add_norm_sum(&mut self, norm: usize, sum: &[f32]) {
+        if let Some(own) = self.norm_mut(norm) {
+            elementwise::add(own, sum);
         }
     }
 

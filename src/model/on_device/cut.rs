@@ -10,6 +10,12 @@
 //! MLP        e·t·(2H + 3I) + 8·t·I gate, up, their product; its squares in f32 while it is observed
 //! observed   e·S·(H + Q) + 8·t·max(H, Q) normed and context, and the squares of some of their rows
 //! head       e·H·r + (e + 12)·r·v logits of r tokens for v rows of the vocabulary, their exponentials and sums
+//! training   3·e·S·H + (12 + 2e)·r·V + (56 + 4e)·r·H the same, forwards and back, and the gradient
+//! backward   e·S·(6H + 2Q + 2K) states and gradients of the sample, and the largest of
+//!            e·S·(4q + 4k) + 16·S·k one group;  (16 + 2e)·h·b·S its scores and their gradients
+//!            e·t·(4H + 28I) the graph of the MLP's activation;  t·(56 + 4e)·H that of a norm
+//! trained    4·(2P + p) sums, those of a sample and one that is added, of P parameters, of the largest matrix p;
+//!            (3e + 8)·M its whole gradient;  and of factors e·P and 1 byte per weight of their masks
 //! ```
 
 use crate::bytes::ByteSize;
@@ -41,6 +47,31 @@ pub struct Cut {
     pub mlp_tokens: usize,
     /// Logits that exist at once, in bytes of f32.
     pub logits_bytes: ByteSize,
+}
+
+/// The sizes of the trained part of a layer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TrainedSizes {
+    /// Trained parameters.
+    pub parameters: usize,
+    /// Parameters of the matrix with the most of them.
+    pub most_parameters: usize,
+    /// Weights of the largest trained matrix.
+    pub largest_matrix: usize,
+    /// Weights of all matrices whose factors are trained.
+    pub masked: usize,
+}
+
+impl TrainedSizes {
+    /// Memory of the gradients on a device, and of masks and factors.
+    fn bytes(&self, element: usize) -> ByteSize {
+        let sums = 4 * (2 * self.parameters + self.most_parameters);
+        let factors = match self.masked {
+            0 => 0,
+            masked => masked + element * self.parameters,
+        };
+        ByteSize((sums + factors + (3 * element + 8) * self.largest_matrix) as u64)
+    }
 }
 
 impl Cut {
@@ -123,6 +154,31 @@ impl Cut {
         ByteSize::of(element, 2 * s * h) + ByteSize(attention.max(mlp).max(observed) as u64)
     }
 
+    /// Memory of a sample on its way back through a layer, with the gradients of what is trained. `element` is e.
+    pub fn backward_bytes(
+        &self,
+        config: &ModelConfig,
+        seqlen: usize,
+        element: usize,
+        trained: TrainedSizes,
+    ) -> ByteSize {
+        let (s, h, i) = (seqlen, config.hidden_size, config.intermediate_size);
+        let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
+        let keys = self.key_value_heads.min(config.num_key_value_heads);
+        let heads = keys * per_key;
+        let (q, k) = (heads * config.head_dim, keys * config.head_dim);
+        let all = config.num_attention_heads * config.head_dim;
+        let all_keys = config.num_key_value_heads * config.head_dim;
+        let t = self.mlp_tokens.min(s);
+        let group = element * s * (4 * q + 4 * k) + 16 * s * k;
+        let scores = (16 + 2 * element) * heads * self.queries.min(s) * s;
+        let mlp = element * t * (4 * h + 28 * i);
+        let norm = t * h * (56 + 4 * element);
+        let states = element * s * (6 * h + 2 * all + 2 * all_keys);
+        let piece = (group + scores).max(mlp).max(norm);
+        ByteSize(states as u64) + ByteSize(piece as u64) + trained.bytes(element)
+    }
+
     /// Memory of a window in the head, for `rows` rows of the vocabulary. `element` is e.
     pub fn head_bytes(
         &self,
@@ -134,6 +190,20 @@ impl Cut {
         let tokens = self.logit_tokens(rows).min(seqlen);
         ByteSize::of(element, (seqlen + tokens) * config.hidden_size)
             + ByteSize::of(element + 12, tokens * rows)
+    }
+
+    /// Memory of a sample in the whole head of a training, forwards and back. `element` is e.
+    pub fn head_backward_bytes(
+        &self,
+        config: &ModelConfig,
+        seqlen: usize,
+        element: usize,
+    ) -> ByteSize {
+        let (rows, h) = (config.vocab_size, config.hidden_size);
+        let tokens = self.logit_tokens(rows).clamp(1, seqlen);
+        ByteSize::of(element, 3 * seqlen * h)
+            + ByteSize::of(12 + 2 * element, tokens * rows)
+            + ByteSize::of(56 + 4 * element, tokens * h)
     }
 
     /// Temporary memory of a copy with a cast: the stored bytes of the largest matrix; zero without a cast.

@@ -47,18 +47,30 @@ impl DeviceTables {
             sin: table(sin)?,
         })
     }
+
+    /// Rotates heads `[heads, seqlen, head_dim]`, or rotates them back: by the negative angle, which is also the gradient of a rotation.
+    pub(super) fn rotate(&self, x: &Tensor, is_back: bool) -> Result<Tensor> {
+        let seqlen = x.dim(1)?;
+        let (cos, sin) = (
+            self.cos.narrow(0, 0, seqlen)?,
+            self.sin.narrow(0, 0, seqlen)?,
+        );
+        let sin = if is_back { sin.neg()? } else { sin };
+        let rotated = candle_nn::rotary_emb::rope(&x.unsqueeze(0)?, &cos, &sin)?;
+        Ok(rotated.squeeze(0)?)
+    }
 }
 
 /// x·Wᵀ + b
 #[derive(Debug)]
-struct DeviceLinear {
+pub(super) struct DeviceLinear {
     /// `[out_features, in_features]`
-    weight: Tensor,
+    pub(super) weight: Tensor,
     bias: Option<Tensor>,
 }
 
 impl DeviceLinear {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_rows(x, 0, self.weight.dim(0)?)
     }
 
@@ -77,11 +89,11 @@ impl DeviceLinear {
 pub struct DeviceLayer {
     index: usize,
     revision: u64,
-    heads: Heads,
-    rms_norm_eps: f32,
-    device: Device,
-    dtype: DType,
-    activation: Activation,
+    pub(super) heads: Heads,
+    pub(super) rms_norm_eps: f32,
+    pub(super) device: Device,
+    pub(super) dtype: DType,
+    pub(super) activation: Activation,
     input_layernorm: Tensor,
     post_attention_layernorm: Tensor,
     linears: BTreeMap<Projection, DeviceLinear>,
@@ -138,7 +150,15 @@ impl DeviceLayer {
         Ok(())
     }
 
-    fn linear(&self, projection: Projection) -> Result<&DeviceLinear> {
+    /// The norm before attention (0) or before the MLP (1).
+    pub(super) fn norm(&self, norm: usize) -> &Tensor {
+        match norm {
+            0 => &self.input_layernorm,
+            _ => &self.post_attention_layernorm,
+        }
+    }
+
+    pub(super) fn linear(&self, projection: Projection) -> Result<&DeviceLinear> {
         self.linears
             .get(&projection)
             .with_context(|| format!("{} is not on the device", projection.full_name(self.index)))
@@ -174,57 +194,76 @@ impl DeviceLayer {
         cut: &Cut,
         mut observer: Option<&mut dyn Observer>,
     ) -> Result<Tensor> {
+        let normed = ops::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps)?;
+        show(&mut observer, Observation::AttentionInput, 0, &normed, cut)?;
+        let context = self.context(&normed, tables, cut)?;
+        drop(normed);
+        show(&mut observer, Observation::OInput, 0, &context, cut)?;
+        let out = self.linear(Projection::O)?.forward(&context)?;
+        Ok((out + hidden)?)
+    }
+
+    /// Attention's output before o, `[seqlen, heads · head_dim]`, for its input behind the norm.
+    pub(super) fn context(
+        &self,
+        normed: &Tensor,
+        tables: &DeviceTables,
+        cut: &Cut,
+    ) -> Result<Tensor> {
         let Heads {
             num_heads,
             num_key_value_heads,
             head_dim,
         } = self.heads;
-        let seqlen = hidden.dim(0)?;
-        let queries_per_key = num_heads / num_key_value_heads.max(1);
-        let (cos, sin) = (
-            tables.cos.narrow(0, 0, seqlen)?,
-            tables.sin.narrow(0, 0, seqlen)?,
-        );
-        let normed = ops::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps)?;
-        show(&mut observer, Observation::AttentionInput, 0, &normed, cut)?;
+        let seqlen = normed.dim(0)?;
+        let per_key = num_heads / num_key_value_heads.max(1);
         let width = num_heads * head_dim;
         let context = Tensor::zeros((seqlen, width), self.dtype, &self.device)?;
         let mut first = 0;
         while first < num_key_value_heads {
             let keys = cut.key_value_heads.min(num_key_value_heads - first);
-            let queries = keys * queries_per_key;
-            // [heads, seqlen, head_dim] of one projection
-            let project = |projection, first: usize, heads: usize| -> Result<Tensor> {
-                let out = self.linear(projection)?.forward_rows(
-                    &normed,
-                    first * head_dim,
-                    heads * head_dim,
-                )?;
-                Ok(out
-                    .reshape((seqlen, heads, head_dim))?
-                    .transpose(0, 1)?
-                    .contiguous()?)
-            };
-            let rotate = |x: Tensor| -> Result<Tensor> {
-                let rotated = candle_nn::rotary_emb::rope(&x.unsqueeze(0)?, &cos, &sin)?;
-                Ok(rotated.squeeze(0)?)
-            };
-            let q = rotate(project(Projection::Q, first * queries_per_key, queries)?)?;
-            let k = rotate(project(Projection::K, first, keys)?)?;
-            let v = project(Projection::V, first, keys)?;
-            let q = q.reshape((keys, queries_per_key, seqlen, head_dim))?;
+            let [q, k, v] = self.group(normed, tables, first, keys)?;
+            let q = q.reshape((keys, per_key, seqlen, head_dim))?;
             self.attend_blocks(&q, &k, &v, cut.queries, |position, attended| {
                 // The heads of this group are neighbouring columns.
-                let columns = first * queries_per_key * head_dim;
+                let columns = first * per_key * head_dim;
                 let rows = context.narrow(0, position, attended.dim(0)?)?;
                 Ok(rows.slice_set(&attended, 1, columns)?)
             })?;
             first += keys;
         }
-        drop(normed);
-        show(&mut observer, Observation::OInput, 0, &context, cut)?;
-        let out = self.linear(Projection::O)?.forward(&context)?;
-        Ok((out + hidden)?)
+        Ok(context)
+    }
+
+    /// Rotated q `[heads, seqlen, head_dim]`, rotated k and v `[keys, seqlen, head_dim]` of `keys` key/value heads from `first` on.
+    pub(super) fn group(
+        &self,
+        normed: &Tensor,
+        tables: &DeviceTables,
+        first: usize,
+        keys: usize,
+    ) -> Result<[Tensor; 3]> {
+        let head_dim = self.heads.head_dim;
+        let per_key = self.heads.num_heads / self.heads.num_key_value_heads.max(1);
+        let project = |projection, first: usize, heads: usize| -> Result<Tensor> {
+            let out = self.linear(projection)?.forward_rows(
+                normed,
+                first * head_dim,
+                heads * head_dim,
+            )?;
+            Ok(out
+                .reshape((normed.dim(0)?, heads, head_dim))?
+                .transpose(0, 1)?
+                .contiguous()?)
+        };
+        Ok([
+            tables.rotate(
+                &project(Projection::Q, first * per_key, keys * per_key)?,
+                false,
+            )?,
+            tables.rotate(&project(Projection::K, first, keys)?, false)?,
+            project(Projection::V, first, keys)?,
+        ])
     }
 
     /// Calls `body(first query, context [queries, heads · head_dim])` block by block, with `q`
@@ -284,7 +323,7 @@ impl DeviceLayer {
     }
 
     /// 0 where a query sees a key and −∞ where it does not, `[rows, first + rows]` in f32.
-    fn mask(&self, first: usize, rows: usize) -> Result<Tensor> {
+    pub(super) fn mask(&self, first: usize, rows: usize) -> Result<Tensor> {
         let end = first + rows;
         let mut mask = vec![0.0f32; rows * end];
         for (row, mask) in mask.chunks_exact_mut(end).enumerate() {

@@ -7,14 +7,17 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `layer` | a layer's forward and capture pass |
+//! | `backward` | a layer's vector-Jacobian product, and the gradients of what is trained |
 //! | `head` | from hidden states to the log-probability of the next token |
 //! | `cut` | the tiling of the work, and the memory of each tile |
 
+mod backward;
 mod cut;
 mod head;
 mod layer;
 
-pub use cut::{CONTEXT, Cut};
+pub use backward::DeviceTraining;
+pub use cut::{CONTEXT, Cut, TrainedSizes};
 pub use head::{DeviceHead, LogSumExpPart};
 pub use layer::{DeviceLayer, DeviceTables};
 

@@ -3,6 +3,7 @@
 //! ```text
 //! calibrate, propagate, evaluate   context + tables + this layer's weights, and the next one's where it is read ahead + one
 //!                                  sample on its way
+//! forward, backward                context + tables + this layer's weights + one sample on its way; backwards with gradients
 //! head                             context + tables + the head's rows + one window's logits
 //! ```
 //!
@@ -43,7 +44,35 @@ pub(super) fn layers(run: &RunShape<'_>, settings: &MemorySettings) -> Vec<Phase
     calibration
         .chain(evaluation_phases(run))
         .map(|phase| with_context(run, phase, parts.clone()))
+        .chain(training(run, &cut, next))
         .collect()
+}
+
+/// Memory of a training. The layers of a step are made one by one, and none is copied ahead; the sweep of a training by layers does so.
+fn training(run: &RunShape<'_>, cut: &Cut, next: ByteSize) -> Vec<PhaseMemory> {
+    let (config, element) = (run.config, run.gpu_dtype.bytes());
+    let Some(trains) = &run.trains else {
+        return Vec::new();
+    };
+    let forward = cut.pass_bytes(config, run.seqlen, element);
+    let backward = cut.backward_bytes(config, run.seqlen, element, trains.sizes);
+    let next = if trains.is_by_layer {
+        next
+    } else {
+        ByteSize::ZERO
+    };
+    let phases = [(Phase::Forward, forward), (Phase::Backward, backward)];
+    let phases = phases.map(|(phase, sample)| {
+        let cast = Cut::cast_bytes(config, run.dtypes.layers.bytes(), element);
+        let parts = vec![
+            part(PartKind::Layer, Cut::layer_bytes(config, element)),
+            part(PartKind::NextLayer, next),
+            part(PartKind::StoredMatrix, cast),
+            part(PartKind::Sample, sample),
+        ];
+        with_context(run, phase, parts)
+    });
+    phases.into()
 }
 
 /// Memory while logits are computed.
@@ -62,6 +91,27 @@ pub(super) fn head(run: &RunShape<'_>, settings: &MemorySettings) -> PhaseMemory
     let window = cut.head_bytes(config, run.seqlen, rows, element);
     let parts = vec![part(PartKind::Head, head), part(PartKind::Window, window)];
     with_context(run, Phase::Head, parts)
+}
+
+/// Memory while loss and gradients of a training are computed; `None` where the CPU does so.
+pub(super) fn training_head(run: &RunShape<'_>, settings: &MemorySettings) -> Option<PhaseMemory> {
+    let (config, element) = (run.config, run.gpu_dtype.bytes());
+    let trains = run.trains.as_ref().filter(|trains| !trains.is_by_layer)?;
+    if trains.teacher.is_some() || settings.head_rows.is_some() {
+        return None;
+    }
+    let cut = Cut::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
+    let stored = match run.dtypes.head.bytes() {
+        stored if stored == element => 0,
+        stored => stored,
+    };
+    let head = ByteSize::of(
+        (config.vocab_size + 1) * config.hidden_size,
+        element + stored,
+    );
+    let window = cut.head_backward_bytes(config, run.seqlen, element);
+    let parts = vec![part(PartKind::Head, head), part(PartKind::Window, window)];
+    Some(with_context(run, Phase::Head, parts))
 }
 
 fn with_context(run: &RunShape<'_>, phase: Phase, parts: Vec<MemoryPart>) -> PhaseMemory {

@@ -11,7 +11,8 @@
 use super::host::Host;
 use super::{F32, RunShape, part};
 use crate::bytes::ByteSize;
-use crate::model::footprint;
+use crate::model::on_device::TrainedSizes;
+use crate::model::{Dtypes, footprint};
 use crate::placement::PhaseMemory;
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase, Plan};
@@ -43,8 +44,8 @@ pub struct TrainingShape {
     pub gradients: ByteSize,
     /// No layer computes activations again.
     pub is_kept: bool,
-    /// The dense model's logits are learned.
-    pub has_teacher: bool,
+    /// The dtypes of the dense model whose logits are learned; `None` without one.
+    pub teacher: Option<Dtypes>,
     /// Weights and activations that stay from the forward sweep to the reverse sweep.
     pub kept: ByteSize,
     /// The part of an update that is not on the shelf in memory.
@@ -53,6 +54,8 @@ pub struct TrainingShape {
     pub base: ByteSize,
     /// Layers whose frozen weights stay in memory.
     pub resident_layers: usize,
+    /// The trained part of a layer, for devices.
+    pub sizes: TrainedSizes,
 }
 
 impl TrainingShape {
@@ -118,7 +121,7 @@ impl Host<'_> {
             + kept;
         let packed = footprint::backward_products(
             config,
-            run.kernel(),
+            (run.kernel(), run.products.of_gradients(dtype)),
             run.seqlen,
             run.threads,
             settings,
@@ -191,8 +194,10 @@ impl Host<'_> {
             run.products.of_activations(),
             trains.is_kept,
         );
-        // The workspace of the layers stays.
-        parts.push(part(PartKind::Workspace, gradient + workspace));
+        // The workspace of the layers stays, and logits use it.
+        let logits = footprint::head_workspace(run.config, run.seqlen, settings);
+        let rest = ByteSize(workspace.0.saturating_sub(logits.0));
+        parts.push(part(PartKind::Workspace, gradient + rest));
         parts.push(part(PartKind::Parameters, trains.shelf));
         parts.push(part(PartKind::KeptActivations, trains.kept));
         parts.push(part(PartKind::FrozenLayers, self.frozen(trains)));
@@ -203,16 +208,16 @@ impl Host<'_> {
     /// Memory of a teacher whose logits are learned: its head; before a step a layer of it, else its last hidden states.
     fn teacher(&self, trains: &TrainingShape, is_head: bool) -> Vec<MemoryPart> {
         let (run, settings) = (self.run, &self.option.settings);
-        if !trains.has_teacher {
+        let Some(dtypes) = trains.teacher else {
             return Vec::new();
-        }
+        };
         let mut parts = Vec::new();
         if settings.head_rows.is_none() {
-            let head = footprint::head_weight(run.config, run.dtypes.head);
+            let head = footprint::head_weight(run.config, dtypes.head);
             parts.push(part(PartKind::HeadAndLogits, head));
         }
         if !is_head {
-            let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
+            let layer = footprint::layer_weights(run.config, dtypes.layers, settings);
             parts.push(part(PartKind::Layer, layer));
         }
         if self.option.storage == HiddenStatesStorage::Ram {

@@ -183,7 +183,7 @@ fn the_merger_writes_the_layer_that_was_trained() {
             trainer.shelf_mut().update(layer, change).unwrap();
         }
         assert_ne!(bits(trainer.shelf()), best);
-        let shelf = trainer.into_shelf();
+        let shelf = trainer.finish().0;
         let mut merger = Merger {
             part: &training.part,
             config: &model.config,

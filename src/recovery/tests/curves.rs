@@ -102,7 +102,7 @@ fn follow(
         "{} steps of {}: losses differ by at most {:e}, norms by a factor of 1 ± {:e}; {seconds:.1} s",
         steps, record["way"], apart.loss, apart.norm
     );
-    (apart, trainer.into_shelf())
+    (apart, trainer.finish().0)
 }
 
 /// The norm of the difference over the norm.

@@ -16,7 +16,7 @@ use crate::recovery::{
     TrainedPart, Trainer, TrainerParts,
 };
 use crate::run::{Events, MemorySettings};
-use crate::runtime::Clock;
+use crate::runtime::{Clock, Compute};
 use crate::training::adamw::AdamW;
 use crate::training::{Hyperparameters, Optimizer};
 
@@ -240,7 +240,7 @@ impl Training {
             shelf: Shelf::new(specs, &*optimizer, layers, &self.place).unwrap(),
             optimizer,
             max_grad_norm: Some(1.0),
-            context: context.with_products(self.products),
+            compute: Compute::on_cpu(context.with_products(self.products), events),
             spill_folder: self.spill_folder.clone(),
             states: self.states,
             distillation: self.teacher.map(|(is_dense, weight)| {

@@ -18,7 +18,7 @@ use super::ledger::Refused;
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{Cut, LogSumExpPart};
-use crate::model::{DecoderLayer, Observer, Projection};
+use crate::model::{DecoderLayer, LayerGradients, Observer, Projection};
 
 pub use on_candle::OnCandle;
 pub use simulated::Simulated;
@@ -46,6 +46,25 @@ pub trait Engine: Send {
         observer: &mut dyn Observer,
     ) -> Result<()>;
 
+    /// Passes the gradient of one sample's output back through the layer: `[seqlen, hidden_size]` on the host in and out. The gradients
+    /// of what is trained are added to `gradients` now, or by [`Engine::collect_gradients`].
+    ///
+    /// # Arguments
+    /// * `sample`: the layer's input, and the gradient with respect to its output
+    fn backward(
+        &mut self,
+        layer: &DecoderLayer,
+        sample: [&Tensor; 2],
+        gradients: &mut LayerGradients,
+        cut: &Cut,
+    ) -> Result<Tensor>;
+
+    /// Adds the gradients of all samples since the last call to `gradients`.
+    ///
+    /// # Errors
+    /// Fails when the device has failed in the meantime.
+    fn collect_gradients(&mut self, gradients: &mut LayerGradients) -> Result<()>;
+
     /// Copies the norm and some rows of the head. They replace a layer or other rows.
     fn begin_head(&mut self, chunk: &HeadChunk<'_>) -> Result<()>;
 
@@ -57,6 +76,17 @@ pub trait Engine: Send {
         tokens: &[u32],
         cut: &Cut,
     ) -> Result<Vec<LogSumExpPart>>;
+
+    /// Computes the loss of one sample from the whole head, Σ −ln p of the targets, and the gradient of `scale` times it with respect to
+    /// the sample: `[seqlen, hidden_size]` on the host in and out.
+    fn head_gradient(
+        &mut self,
+        chunk: &HeadChunk<'_>,
+        state: &Tensor,
+        targets: &[Option<u32>],
+        scale: f32,
+        cut: &Cut,
+    ) -> Result<(f64, Tensor)>;
 
     /// Returns a function that copies layers onto the device while others are in use; `None` for an engine without copies.
     fn copies_ahead(&self) -> Option<CopyAhead>;

@@ -11,8 +11,10 @@ use crate::linalg::StoredMatrix;
 use crate::model::head::HeadChunk;
 #[cfg(feature = "cuda")]
 use crate::model::on_device::candle_dtype;
-use crate::model::on_device::{Cut, DeviceHead, DeviceLayer, DeviceTables, LogSumExpPart, copy};
-use crate::model::{DecoderLayer, LayerContext, ModelConfig, Observer, Projection};
+use crate::model::on_device::{
+    Cut, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart, copy,
+};
+use crate::model::{DecoderLayer, LayerContext, LayerGradients, ModelConfig, Observer, Projection};
 
 /// A device of candle's.
 #[derive(Debug)]
@@ -23,6 +25,8 @@ pub struct OnCandle {
     tables: DeviceTables,
     layer: Option<DeviceLayer>,
     head: Option<DeviceHead>,
+    /// The gradients of the current layer.
+    training: Option<DeviceTraining>,
     /// The copy of the current layer.
     adopted: Option<DeviceLayer>,
     ahead: Arc<Ahead>,
@@ -80,6 +84,7 @@ impl OnCandle {
             tables,
             layer: None,
             head: None,
+            training: None,
             adopted: None,
             ahead: Arc::default(),
         })
@@ -129,6 +134,31 @@ impl Engine for OnCandle {
         layer.capture(&state, &self.tables, cut, observer)
     }
 
+    fn backward(
+        &mut self,
+        _layer: &DecoderLayer,
+        sample: [&Tensor; 2],
+        gradients: &mut LayerGradients,
+        cut: &Cut,
+    ) -> Result<Tensor> {
+        let [state, output_gradient] = sample.map(|tensor| self.to_device(tensor));
+        let layer = self.layer.as_ref().context("a layer was begun")?;
+        let training = match &mut self.training {
+            Some(training) => training,
+            none => none.insert(DeviceTraining::new(gradients, self.dtype, &self.device)?),
+        };
+        let sample = [&state?, &output_gradient?];
+        let out = layer.backward(sample, training, &self.tables, cut)?;
+        Ok(out.to_device(&Device::Cpu)?)
+    }
+
+    fn collect_gradients(&mut self, gradients: &mut LayerGradients) -> Result<()> {
+        match self.training.take() {
+            Some(training) => training.add_to(gradients),
+            None => Ok(()),
+        }
+    }
+
     fn adopt(&mut self) {
         self.adopted = None;
         self.adopted = self.ahead.take();
@@ -171,6 +201,20 @@ impl Engine for OnCandle {
         let state = self.to_device(state)?;
         let head = self.head.as_ref().context("the head was begun")?;
         head.window(&state, tokens, cut)
+    }
+
+    fn head_gradient(
+        &mut self,
+        _chunk: &HeadChunk<'_>,
+        state: &Tensor,
+        targets: &[Option<u32>],
+        scale: f32,
+        cut: &Cut,
+    ) -> Result<(f64, Tensor)> {
+        let state = self.to_device(state)?;
+        let head = self.head.as_ref().context("the head was begun")?;
+        let (loss, gradient) = head.loss_gradient(&state, targets, scale, cut)?;
+        Ok((loss, gradient.to_device(&Device::Cpu)?))
     }
 
     fn drop_weights(&mut self) {

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use super::{CopyAhead, DeviceMemory, Engine};
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{Cut, LogSumExpPart};
-use crate::model::{DecoderLayer, LayerContext, Observer, Projection};
+use crate::model::{DecoderLayer, LayerContext, LayerGradients, Observer, Projection};
 
 /// A simulated GPU.
 #[derive(Debug)]
@@ -45,6 +45,20 @@ impl Engine for Simulated {
         layer.capture(state, &mut self.context, observer)
     }
 
+    fn backward(
+        &mut self,
+        layer: &DecoderLayer,
+        [state, output_gradient]: [&Tensor; 2],
+        gradients: &mut LayerGradients,
+        _cut: &Cut,
+    ) -> Result<Tensor> {
+        layer.backward(state, output_gradient, gradients, &mut self.context)
+    }
+
+    fn collect_gradients(&mut self, _gradients: &mut LayerGradients) -> Result<()> {
+        Ok(())
+    }
+
     fn begin_head(&mut self, _chunk: &HeadChunk<'_>) -> Result<()> {
         Ok(())
     }
@@ -57,6 +71,18 @@ impl Engine for Simulated {
         _cut: &Cut,
     ) -> Result<Vec<LogSumExpPart>> {
         LogSumExpPart::on_host(chunk, state, tokens, &mut self.context)
+    }
+
+    fn head_gradient(
+        &mut self,
+        chunk: &HeadChunk<'_>,
+        state: &Tensor,
+        targets: &[Option<u32>],
+        scale: f32,
+        _cut: &Cut,
+    ) -> Result<(f64, Tensor)> {
+        let head = chunk.head();
+        head.loss_gradient(state, targets, scale, &mut self.context)
     }
 
     fn copies_ahead(&self) -> Option<CopyAhead> {

@@ -77,7 +77,10 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
             &["--save-adapter needs trained factors"],
         ),
         ("--how lora --alpha 0", &["--alpha 0 is not above 0"]),
-        ("--how full --device cuda", &["--use-cpu"]),
+        (
+            "--how full --device cuda --keep-activations 1",
+            &["--keep-activations is for the CPU", "--use-cpu"],
+        ),
     ];
     for (more, says) in cases {
         refused(&place, &format!("{COMMON} {more} --save out"), 2, says);

@@ -1,0 +1,104 @@
+//! Memory of a layer's backward pass on a device: candle's operators on the CPU allocate no more than the plan of a GPU says.
+
+use super::*;
+use candle_core::{DType, Device, Tensor};
+use prune::checkpoint::Checkpoint;
+use prune::linalg::MaskedLowRank;
+use prune::model::on_device::Cut;
+use prune::model::{DecoderLayer, LayerContext, LayerGradients};
+use prune::runtime::engine::{Engine, OnCandle};
+
+/// Tokens of a sample: enough that tensors outweigh the scratch memory of candle's products on the CPU.
+const LONG: usize = 1024;
+
+/// Two samples of a backward pass. Leaves the counted bytes and the planned ones.
+#[test]
+#[ignore = "started by the other test of this module, in a process of its own"]
+fn child() -> anyhow::Result<()> {
+    let Ok(arguments) = std::env::var(ARGUMENTS) else {
+        return Ok(());
+    };
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(THREADS)
+        .build_global()?;
+    let config = ModelConfig::load("m".as_ref())?;
+    let checkpoint = Checkpoint::open("m".as_ref())?;
+    let context = LayerContext::new(&config, LONG);
+    let layer = DecoderLayer::load(&checkpoint, &config, 0)?;
+    let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &config, &context)?;
+    engine.begin(&layer)?;
+    for projection in layer.projections() {
+        engine.take_up(&layer, projection)?;
+    }
+    let mut gradients = match arguments.split_once(' ').expect("two words").0 {
+        "weights" => LayerGradients::new(&layer, layer.projections()).with_norms(&layer),
+        _ => {
+            let changes = layer.projections().map(|projection| {
+                let weight = layer.linear(projection).weight();
+                let weight = weight.held().expect("a layer in memory");
+                let (out, inner) = (weight.rows(), weight.columns());
+                let [a, b] = [vec![0.1; 16 * inner], vec![0.1; out * 16]];
+                (projection, MaskedLowRank::new(weight, a, b, 1.0))
+            });
+            LayerGradients::of_factors(changes.collect())
+        }
+    };
+    let mut cut = Cut::of(&MemorySettings::default(), &config);
+    if arguments.ends_with("small") {
+        cut = cut
+            .smaller()
+            .and_then(|cut| cut.smaller())
+            .expect("smaller");
+    }
+    let planned = cut.backward_bytes(&config, LONG, 4, gradients.sizes());
+    let state = Tensor::ones((LONG, config.hidden_size), DType::F32, &Device::Cpu)?;
+    let counted = |work: &mut dyn FnMut() -> anyhow::Result<()>| {
+        let before = ALIVE.load(Ordering::Relaxed);
+        PEAK.store(before, Ordering::Relaxed);
+        work()?;
+        anyhow::Ok(PEAK.load(Ordering::Relaxed) - before)
+    };
+    // Products of candle on the CPU have scratch memory, that of a GPU is part of its context.
+    let wide = Tensor::ones((config.hidden_size, LONG), DType::F32, &Device::Cpu)?;
+    let scratch = counted(&mut || {
+        state.matmul(&wide)?;
+        Ok(())
+    })?;
+    let scratch = scratch - 4 * LONG * LONG;
+    let all = counted(&mut || {
+        for _ in 0..2 {
+            engine.backward(&layer, [&state, &state], &mut gradients, &cut)?;
+        }
+        Ok(())
+    })?;
+    eprintln!("{arguments}: scratch {scratch}, all {all}");
+    fs::write(TAKEN, format!("{} {}", all - scratch, planned.0))?;
+    Ok(())
+}
+
+#[test]
+fn the_backward_pass_of_a_device_takes_what_is_planned() {
+    let place = Place::with(&RandomCheckpoint {
+        hidden_size: 512,
+        intermediate_size: 1376,
+        num_attention_heads: 8,
+        num_key_value_heads: 4,
+        num_hidden_layers: 1,
+        max_position_embeddings: LONG,
+        ..RandomCheckpoint::default()
+    });
+    let mut wrong = Vec::new();
+    for case in [
+        "weights whole",
+        "weights small",
+        "factors whole",
+        "factors small",
+    ] {
+        let (counted, planned) = measured(&place, "backward::child", case);
+        eprintln!("{case}: planned {planned}, counted {counted}");
+        if counted > planned || planned > 2 * counted {
+            wrong.push(case);
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:?}");
+}

@@ -1,0 +1,183 @@
+//! Gradients of a layer by candle's operators and autograd against our own, for weights and factors, and for every division of the work.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use prune::bytes::ByteSize;
+use prune::checkpoint::{Checkpoint, WeightSource};
+use prune::linalg::{MaskedLowRank, StoredDtype};
+use prune::model::on_device::Cut;
+use prune::model::{DecoderLayer, Head, LayerContext, LayerGradients, ModelConfig};
+use prune::run::MemorySettings;
+use prune::runtime::engine::{Engine, OnCandle};
+
+use super::{HIDDEN, SEQLEN, model, values};
+
+/// What is trained.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Trained {
+    Weights,
+    WeightsAndNorms,
+    Factors,
+}
+
+fn wave(count: usize, pace: f32) -> Vec<f32> {
+    (0..count).map(|i| (i as f32 * pace).sin()).collect()
+}
+
+/// Zeros for the gradients of what is trained.
+fn zeros(trained: Trained, layer: &DecoderLayer) -> LayerGradients {
+    let factors = || {
+        let changes = layer.projections().map(|projection| {
+            let linear = layer.linear(projection);
+            let (out, inner) = (linear.out_features(), linear.in_features());
+            let bits = (out * inner).div_ceil(8);
+            let pruned: Vec<u8> = (0..bits).map(|at| (at * 37 % 251) as u8).collect();
+            let factors = [wave(3 * inner, 0.7), wave(out * 3, 1.3)];
+            let change = MaskedLowRank::with_mask((out, inner), pruned.into(), factors, 0.5);
+            (projection, change)
+        });
+        changes.collect::<BTreeMap<_, _>>()
+    };
+    match trained {
+        Trained::Weights => LayerGradients::new(layer, layer.projections()),
+        Trained::WeightsAndNorms => {
+            LayerGradients::new(layer, layer.projections()).with_norms(layer)
+        }
+        Trained::Factors => LayerGradients::of_factors(factors()),
+    }
+}
+
+/// All gradients, each with its name.
+fn all(gradients: &LayerGradients) -> Vec<(String, Vec<f32>)> {
+    let mut all = Vec::new();
+    for projection in gradients.projections() {
+        let of = gradients.weight(projection).into_iter();
+        let of = of.chain(gradients.factors(projection).into_iter().flatten());
+        all.extend(of.map(|values| (format!("{projection:?}"), values.to_vec())));
+    }
+    let norms = gradients.norms().into_iter().flatten();
+    all.extend(norms.map(|values| ("a norm".to_string(), values.to_vec())));
+    all
+}
+
+/// The norm of the difference over the norm.
+fn apart(got: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(got.len(), expected.len());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let pairs = got.iter().zip(expected);
+    norm(&mut pairs.map(|(got, expected)| f64::from(got - expected)))
+        / norm(&mut expected.iter().map(|x| f64::from(*x)))
+}
+
+#[test]
+fn candles_gradients_are_ours() -> Result<()> {
+    for (stored, arithmetic, tolerance) in [
+        (StoredDtype::F32, DType::F32, 5e-6),
+        // Every operator rounds to 8 bits.
+        (StoredDtype::Bf16, DType::BF16, 0.15),
+    ] {
+        let folder = tempfile::tempdir()?;
+        model(folder.path(), stored)?;
+        let config = ModelConfig::load(folder.path())?;
+        let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
+        let mut context = LayerContext::new(&config, SEQLEN);
+        let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
+        let mut engine = OnCandle::new(Device::Cpu, arithmetic, String::new(), &config, &context)?;
+        engine.begin(&layer)?;
+        for projection in layer.projections() {
+            engine.take_up(&layer, projection)?;
+        }
+        let whole = Cut::of(&MemorySettings::default(), &config);
+        let small = Cut {
+            key_value_heads: 1,
+            queries: 7,
+            mlp_tokens: 19,
+            logits_bytes: ByteSize(1 << 20),
+        };
+        let sample = |pace: f32| {
+            Tensor::from_vec(wave(SEQLEN * HIDDEN, pace), (SEQLEN, HIDDEN), &Device::Cpu)
+        };
+        let samples = [
+            (sample(0.77)?, sample(0.31)?),
+            (sample(0.53)?, sample(1.9)?),
+        ];
+        for trained in [Trained::Weights, Trained::WeightsAndNorms, Trained::Factors] {
+            let mut expected = zeros(trained, &layer);
+            let mut outputs = Vec::new();
+            for (x, dy) in &samples {
+                outputs.push(values(&layer.backward(
+                    x,
+                    dy,
+                    &mut expected,
+                    &mut context,
+                )?)?);
+            }
+            for cut in [whole, small] {
+                let when = format!("{trained:?}, {arithmetic:?}, {cut:?}");
+                let mut found = zeros(trained, &layer);
+                for ((x, dy), output) in samples.iter().zip(&outputs) {
+                    let dx = values(&engine.backward(&layer, [x, dy], &mut found, &cut)?)?;
+                    let apart = apart(&dx, output);
+                    assert!(apart < tolerance, "input, {when}: {apart}");
+                }
+                engine.collect_gradients(&mut found)?;
+                for ((name, found), (_, expected)) in all(&found).iter().zip(all(&expected)) {
+                    let apart = apart(found, &expected);
+                    assert!(apart < tolerance, "{name}, {when}: {apart}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_head_of_a_device_gives_our_loss_and_gradient() -> Result<()> {
+    for (stored, arithmetic, tolerance) in [
+        (StoredDtype::F32, DType::F32, 5e-6),
+        (StoredDtype::Bf16, DType::BF16, 3e-2),
+    ] {
+        let folder = tempfile::tempdir()?;
+        model(folder.path(), stored)?;
+        let config = ModelConfig::load(folder.path())?;
+        let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
+        let mut context = LayerContext::new(&config, SEQLEN);
+        let head = Head::load(&*checkpoint, &config)?;
+        let mut engine = OnCandle::new(Device::Cpu, arithmetic, String::new(), &config, &context)?;
+        let chunk = head.chunk(0..head.vocab_size())?;
+        engine.begin_head(&chunk)?;
+        let state = wave(SEQLEN * HIDDEN, 0.77);
+        let state = Tensor::from_vec(state, (SEQLEN, HIDDEN), &Device::Cpu)?;
+        // Every third token has no target.
+        let target = |at: usize| (!at.is_multiple_of(3)).then_some((at * 31 % 307) as u32);
+        let mut targets: Vec<Option<u32>> = (0..SEQLEN).map(target).collect();
+        let (loss, gradient) = head.loss_gradient(&state, &targets, 0.01, &mut context)?;
+        let whole = Cut::of(&MemorySettings::default(), &config);
+        let small = Cut {
+            logits_bytes: ByteSize(7 * 4 * 307),
+            ..whole
+        };
+        for cut in [whole, small] {
+            let (found, of_state) = engine.head_gradient(&chunk, &state, &targets, 0.01, &cut)?;
+            let when = format!("{arithmetic:?}, {cut:?}");
+            assert!(
+                (found / loss - 1.0).abs() < tolerance,
+                "{when}: {found}, {loss}"
+            );
+            let apart = apart(&values(&of_state)?, &values(&gradient)?);
+            assert!(apart < tolerance, "{when}: {apart}");
+        }
+        targets[1] = Some(307);
+        let refused = engine.head_gradient(&chunk, &state, &targets, 0.01, &whole);
+        assert!(
+            refused
+                .unwrap_err()
+                .to_string()
+                .contains("vocabulary of 307")
+        );
+    }
+    Ok(())
+}
