@@ -62,9 +62,12 @@ impl Owner {
                 return Some(false);
             }
             let began = began(self.pid);
-            // Systems may hide other users' processes: then only its signs tell.
+            // Systems may hide other users' processes: then only its signs tell. One that has ended since the first question is not hidden.
             let is_hidden = began.is_empty() && !self.process_began.is_empty();
-            return (!is_hidden).then_some(began == self.process_began);
+            return match is_hidden {
+                true => exists(self.pid).filter(|exists| !exists),
+                false => Some(began == self.process_began),
+            };
         }
         let is_my_job = !self.job.is_empty() && self.job == me.job;
         (is_my_job && self.restart != me.restart).then_some(false)
