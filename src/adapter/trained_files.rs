@@ -1,4 +1,4 @@
-//! Trained factors as a folder that peft loads: `adapter_config.json` and `adapter_model.safetensors`.
+//! Trained factors as a folder that peft loads: `adapter_config.json` and `adapter_model.safetensors`, with a card.
 //!
 //! The factors of one layer are in memory. They are f32. The config is written last. peft adds s·B·A to the whole weight: it knows no mask,
 //! so pruned weights of the base are not zero behind its adapter. The model that `prune recover` merges keeps its zeros.
@@ -17,6 +17,9 @@ use super::keys::PREFIX;
 use super::opened::WEIGHTS_FILE;
 use crate::checkpoint::{cannot_write, encode_header, write_atomic, write_atomic_with};
 use crate::disk;
+
+/// The card of the adapter.
+const CARD: &str = "README.md";
 
 /// Trained factors of the matrices of a model.
 #[derive(Debug, Clone)]
@@ -64,6 +67,7 @@ impl TrainedAdapter {
             }
             out.flush()
         })?;
+        write_atomic(&folder.join(CARD), self.card().as_bytes())?;
         let mut text = serde_json::to_vec_pretty(&self.config()).context("writing the config")?;
         text.push(b'\n');
         write_atomic(&config, &text)
@@ -99,6 +103,24 @@ impl TrainedAdapter {
             }
         }
         encode_header(&BTreeMap::from([("format".into(), "pt".into())]), &infos)
+    }
+
+    /// The card, as the hub shows it.
+    fn card(&self) -> String {
+        // A folder of this machine is no base that the hub knows.
+        let base = match self.base.split('/').count() {
+            2 => format!("base_model: {}\n", json!(self.base)),
+            _ => String::new(),
+        };
+        format!(
+            "---\n{base}library_name: peft\ntags:\n- prune\n- recovered\n- lora\n---\n\n# Low-rank factors for a pruned model\n\n\
+             `prune recover` trained these factors under the mask of the pruned weights: rank {}, alpha {}, {}. Load them with peft on \
+             the pruned model. peft adds them to the whole weight, so pruned weights are no longer zero then. The model that \
+             `prune recover` merges keeps its zeros.\n",
+            self.rank,
+            self.alpha,
+            self.modules.join(", ")
+        )
     }
 
     fn config(&self) -> serde_json::Value {

@@ -173,6 +173,12 @@ fn every_way_lowers_its_loss_and_keeps_zeros() {
                 let adapter = Adapter::open(&place.path("out/adapter")).expect("an adapter");
                 // Two matrices of both layers.
                 assert_eq!(adapter.changed().count(), 4, "{when}");
+                let card = std::fs::read_to_string(place.path("out/adapter/README.md"));
+                let card = card.expect("a card");
+                assert!(
+                    card.contains("rank 4, alpha 8, q_proj, down_proj"),
+                    "{card}"
+                );
             }
             for name in ["recovery.json", "pruning.json", "README.md"] {
                 assert!(
