@@ -371,19 +371,12 @@ pub fn head(
 ) -> ByteSize {
     let columns = config.hidden_size;
     let rows = largest_chunk(config.vocab_size, settings.head_rows);
+    let tokens = largest_tokens(seqlen, settings.logits_bytes, rows);
     ByteSize::of(rows * columns, dtypes.head.bytes())
         + ByteSize::of(columns, F32)
-        + head_workspace(config, seqlen, settings)
+        + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, settings))
         + rows_read(config, dtypes.layers, settings)
         + ByteSize::of(windows * seqlen, PER_PREDICTION)
-}
-
-/// Workspace in the head: logits of some tokens, or what the layers needed before, whichever is larger.
-pub fn head_workspace(config: &ModelConfig, seqlen: usize, settings: &MemorySettings) -> ByteSize {
-    let rows = largest_chunk(config.vocab_size, settings.head_rows);
-    let tokens = largest_tokens(seqlen, settings.logits_bytes, rows);
-    let logits = ByteSize::of(tokens * (config.hidden_size + rows), F32);
-    logits.max(activations(config, seqlen, settings))
 }
 
 /// Bytes per token between two parts of the vocabulary.

@@ -194,10 +194,8 @@ impl Host<'_> {
             run.products.of_activations(),
             trains.is_kept,
         );
-        // The workspace of the layers stays, and logits use it.
-        let logits = footprint::head_workspace(run.config, run.seqlen, settings);
-        let rest = ByteSize(workspace.0.saturating_sub(logits.0));
-        parts.push(part(PartKind::Workspace, gradient + rest));
+        // The workspace of the layers stays.
+        parts.push(part(PartKind::Workspace, gradient + workspace));
         parts.push(part(PartKind::Parameters, trains.shelf));
         parts.push(part(PartKind::KeptActivations, trains.kept));
         parts.push(part(PartKind::FrozenLayers, self.frozen(trains)));
