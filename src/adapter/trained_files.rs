@@ -190,7 +190,9 @@ mod tests {
                 assert_eq!(found.up, written[2 * at + 1], "{tensor}");
             }
         }
-        assert_eq!(std::fs::read_dir(&place).unwrap().count(), 2);
+        let card = std::fs::read_to_string(place.join(CARD)).unwrap();
+        assert!(card.contains("rank 2, alpha 8, q_proj, k_proj") && !card.contains("base_model"));
+        assert_eq!(std::fs::read_dir(&place).unwrap().count(), 3);
         let short = |layer| factors(layer).map(|values| values[1..].to_vec());
         assert!(adapter.write(&place, &short).is_err());
     }
