@@ -79,8 +79,15 @@ impl MaskedLowRank {
 
     /// M, one byte per weight: 1 = kept.
     pub fn kept(&self) -> Vec<u8> {
-        let bit = |at: usize| 1 - (self.pruned[at / 8] >> (at % 8) & 1);
-        (0..self.out_features * self.in_features).map(bit).collect()
+        let mut kept = vec![0; 8 * self.pruned.len()];
+        let bytes = kept.par_chunks_exact_mut(8).with_min_len(1 << 12);
+        bytes.zip(&*self.pruned).for_each(|(kept, &pruned)| {
+            for (bit, kept) in kept.iter_mut().enumerate() {
+                *kept = 1 - (pruned >> bit & 1);
+            }
+        });
+        kept.truncate(self.out_features * self.in_features);
+        kept
     }
 
     /// Returns M ∘ (W + s·B·A) in `changed`, rounded to its dtype; its old content is lost. Sums are f32.
@@ -283,6 +290,8 @@ mod tests {
         for dtype in [StoredDtype::F32, StoredDtype::Bf16] {
             let weight = StoredMatrix::from_f32(dtype, rows, columns, &w);
             let low_rank = MaskedLowRank::new(&weight, a.clone(), b.clone(), scale);
+            let kept: Vec<u8> = (0..w.len()).map(|at| u8::from(is_kept(at))).collect();
+            assert_eq!(low_rank.kept(), kept);
             let changed = low_rank.applied_to(&weight, weight.clone());
             let (mut before, mut after) = (vec![0.0; w.len()], vec![0.0; w.len()]);
             weight.widen_rows(0, &mut before);

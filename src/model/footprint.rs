@@ -265,7 +265,8 @@ pub fn backward(
     ByteSize::of(elements, F32) + ByteSize::of(scratch, 1) + state + state + state
 }
 
-/// Memory of the packed factors of the products of a backward pass, beyond [`products`]: dy·W and dyᵀ·x of the largest matrix, with the kernel of each.
+/// Memory of the packed factors of the products of a backward pass, beyond [`products`]: dy·W and dyᵀ·x of the largest matrix,
+/// with the kernel of each.
 pub fn backward_products(
     config: &ModelConfig,
     (kernel, of_gradients): (Kernel, Kernel),

@@ -7,7 +7,7 @@ use super::{COMMON, matrices, pruned};
 
 const ONE: &str = r#"{"gpus":["2GiB"]}"#;
 
-/// Ways, and whether their number of units is the same each time.
+/// Ways of training.
 const WAYS: [&str; 4] = [
     "--how full --lr 3e-3 --train-norms --batch-size 1 --accumulate 2",
     "--how lora --lr 3e-3 --rank 4 --teacher m",
