@@ -3,6 +3,24 @@
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
+/// Sums over some rows `[tokens, columns]` of an activation, computed in f32.
+#[derive(Debug, Clone, Copy)]
+pub struct ColumnSums<'a> {
+    /// The number of rows.
+    pub tokens: usize,
+    /// Σ_t x_tj², `[columns]`.
+    pub squares: &'a [f32],
+    /// Σ_t x_tj, `[columns]`.
+    pub values: &'a [f32],
+}
+
+/// Adds f32 sums to f64 ones.
+pub fn add_sums(sums: &mut [f64], more: &[f32]) {
+    for (sum, more) in sums.iter_mut().zip(more) {
+        *sum += f64::from(*more);
+    }
+}
+
 /// Columns of a task: 4 KiB of f64 sums stay in the first-level cache while rows stream through.
 const COLUMNS_AT_ONCE: usize = 512;
 

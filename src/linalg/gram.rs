@@ -18,7 +18,7 @@ use crate::bytes::ByteSize;
 pub const TOKENS: usize = 512;
 
 /// Rows of a panel: whole blocks of rows and whole units of columns of every kernel.
-const PANEL: usize = 192;
+pub const PANEL: usize = 192;
 
 /// G of the rows that have arrived.
 #[derive(Debug)]
@@ -107,6 +107,26 @@ impl GramMatrix {
                 self.fold();
                 self.waiting.clear();
             }
+        }
+    }
+
+    /// Adds some rows of the upper triangle of another Gram matrix: `sums` is `[rows, width - first]`, with the rows and the columns from
+    /// `first` on, a multiple of [`PANEL`].
+    pub fn add_upper(&mut self, first: usize, sums: &[f32]) {
+        let (columns, mut start) = (self.width - first, 0);
+        for rows in panels(self.width) {
+            let own = self.width - rows.start;
+            if rows.start >= first {
+                // Columns before a panel's own are below the diagonal.
+                let theirs = sums.chunks_exact(columns);
+                let theirs = theirs.skip(rows.start - first).take(rows.len());
+                for (at, theirs) in theirs.enumerate() {
+                    let ours = &mut self.sums[start + at * own..][..own];
+                    let theirs = &theirs[rows.start - first..];
+                    ours.iter_mut().zip(theirs).for_each(|(a, b)| *a += b);
+                }
+            }
+            start += rows.len() * own;
         }
     }
 
@@ -368,6 +388,26 @@ mod tests {
                 .all(|(own, exact)| { (own - exact).abs() < 1e-4 * (1.0 + exact.abs()) })
         );
         assert_ne!(own, gram(&x, 250, 91, Products::F32).square());
+    }
+
+    #[test]
+    fn upper_rows_of_another_matrix_are_added() {
+        // Panels of 384 rows, as another machine might hold them, over panels of 192.
+        for width in [5, 192, 500] {
+            let (ours, theirs) = (rows(30, width), rows(70, width));
+            let other = gram(&theirs, width, 70, Products::F32).square();
+            let mut sum = gram(&ours, width, 30, Products::F32);
+            let before = sum.square();
+            for first in (0..width).step_by(2 * PANEL) {
+                let upper = (first..width.min(first + 2 * PANEL))
+                    .flat_map(|row| other[row * width + first..(row + 1) * width].to_vec());
+                sum.add_upper(first, &upper.collect::<Vec<_>>());
+            }
+            let after = sum.square();
+            for (at, after) in after.iter().enumerate() {
+                assert_eq!(*after, before[at] + other[at], "{width} {at}");
+            }
+        }
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Observation points of a decoder layer, and the observer that sees the inputs of its linears there.
 
+use crate::linalg::columns::ColumnSums;
+
 /// The four distinct inputs of a layer's seven linears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Observation {
@@ -28,8 +30,10 @@ impl Observation {
 pub enum FromDevice<'a> {
     /// All rows: they reach [`Observer::observe`].
     Rows,
-    /// Column sums of squares, and the rows at these positions of the sample, ascending: they reach [`Observer::observe_sums`].
+    /// Column sums, and the rows at these positions of the sample, ascending: they reach [`Observer::observe_sums`].
     Sums(&'a [usize]),
+    /// The same. XᵀX of all rows is added to that of earlier samples, which stays on the device.
+    Gram(&'a [usize]),
 }
 
 /// Sees the inputs of a layer's linears while a sample passes through.
@@ -45,7 +49,6 @@ pub trait Observer: Send {
     /// Takes the sums of the sample's next rows, which stay on a device.
     ///
     /// # Arguments
-    /// * `squares`: Σ x² over these rows, `[in_features]`
-    /// * `kept`: those of them that [`FromDevice::Sums`] names, `[rows, in_features]`
-    fn observe_sums(&mut self, _point: Observation, _squares: &[f32], _kept: &[f32]) {}
+    /// * `kept`: those of the rows that [`FromDevice`] names, `[rows, in_features]`
+    fn observe_sums(&mut self, _point: Observation, _sums: &ColumnSums<'_>, _kept: &[f32]) {}
 }

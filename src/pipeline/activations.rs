@@ -16,6 +16,7 @@ use super::calibrate::Calibrator;
 use super::output_error;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::linalg::columns::ColumnSums;
 use crate::linalg::{Products, columns, permute};
 use crate::model::{DecoderLayer, ModelConfig, Observation};
 use crate::pruning::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
@@ -114,8 +115,13 @@ impl SamplePart for SampleSums {
         }
     }
 
-    fn square_sums(&mut self) -> Option<&mut [f64]> {
-        (self.sums.len() == self.in_features).then_some(&mut self.sums)
+    fn takes_sums(&self) -> bool {
+        // Sums of magnitudes are made of rows.
+        self.sums.len() == self.in_features
+    }
+
+    fn add_sums(&mut self, sums: &ColumnSums<'_>) {
+        columns::add_sums(&mut self.sums, sums.squares);
     }
 
     fn numbers(&self) -> &[f64] {
@@ -237,7 +243,7 @@ mod tests {
         let mut statistics = merged(&MEANS_OF_SQUARES_AND_MAGNITUDES);
         let mut sample = statistics.part();
         sample.add_rows(&[1.0, 0.0, -2.0, 0.5]);
-        assert!(sample.square_sums().is_none(), "|x| needs rows");
+        assert!(!sample.takes_sums(), "|x| needs rows");
         statistics.merge(sample.numbers());
         let mut sample = statistics.part();
         sample.add_rows(&[0.0, -0.5, 1.0, 1.0]);
@@ -256,8 +262,12 @@ mod tests {
     fn a_gpu_sends_sums_where_squares_are_enough() {
         let mut statistics = merged(&MEANS_OF_SQUARES);
         let mut sample = statistics.part();
-        let sums = sample.square_sums().unwrap();
-        sums.copy_from_slice(&[4.0, 8.0]);
+        assert!(sample.takes_sums());
+        sample.add_sums(&ColumnSums {
+            tokens: 2,
+            squares: &[4.0, 8.0],
+            values: &[2.0, 4.0],
+        });
         statistics.merge(sample.numbers());
         let statistics = Statistics::Merged(statistics);
         let sums = statistics.downcast::<ActivationSums>().unwrap();

@@ -6,12 +6,14 @@ use anyhow::{Context, Result};
 use candle_core::DType;
 
 use super::output_error::{self, InputRows, SampleRows};
+use crate::linalg::columns::ColumnSums;
 use crate::linalg::tensor;
 use crate::model::observe::{FromDevice, Observation, Observer};
 use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection};
 use crate::pruning::{SamplePart, Statistics, StatisticsKind, Technique};
+use crate::run::memory_settings::GramsHeld;
 use crate::run::{Event, Events, Phase};
-use crate::runtime::{Clock, Compute, HiddenStates, ResultOrder, Turn};
+use crate::runtime::{Clock, Compute, GramsOnDevices, HiddenStates, ResultOrder, Turn};
 
 /// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
 ///
@@ -79,8 +81,13 @@ enum PointOfSample<'a> {
     Part(Box<dyn SamplePart>),
     /// Added to statistics in place while the sample passes.
     InPlace(&'a Mutex<Statistics>),
-    /// Added to statistics in place when the sample is whole: until then its rows wait.
-    Rows(Vec<f32>),
+    /// Added to statistics in place when the sample is whole: until then its rows wait. With `beside_gram`, a device keeps the rows.
+    Rows {
+        rows: Vec<f32>,
+        beside_gram: Option<Box<dyn SamplePart>>,
+    },
+    /// XᵀX stays on the device; the rest is merged when the sample is whole.
+    BesideGram(Box<dyn SamplePart>),
     /// Not observed in this pass.
     Ignored,
 }
@@ -107,11 +114,19 @@ impl<'a> SampleStatistics<'a> {
     }
 
     /// Does not lock the statistics: another sample may be adding its rows.
-    fn in_place(points: &'a Points, turn: Turn, rows: SampleRows) -> Self {
-        let points = points.each_ref().map(|point| match (point, turn) {
+    fn in_place(
+        points: &'a Points,
+        turn: Turn,
+        rows: SampleRows,
+        beside_gram: &dyn Fn(Observation) -> Option<Box<dyn SamplePart>>,
+    ) -> Self {
+        let points = Observation::ALL.map(|at| match (&points[at as usize], turn) {
             (None, _) => PointOfSample::Ignored,
             (Some(point), Turn::Now) => PointOfSample::InPlace(point),
-            (Some(_), Turn::Later) => PointOfSample::Rows(Vec::new()),
+            (Some(_), Turn::Later) => PointOfSample::Rows {
+                rows: Vec::new(),
+                beside_gram: beside_gram(at),
+            },
         });
         Self { points, rows }
     }
@@ -129,9 +144,12 @@ impl<'a> SampleStatistics<'a> {
                 (PointOfSample::InPlace(_), Statistics::InPlace(statistics)) => {
                     statistics.end_sample();
                 }
-                (PointOfSample::Rows(rows), Statistics::InPlace(statistics)) => {
+                (PointOfSample::Rows { rows, .. }, Statistics::InPlace(statistics)) => {
                     statistics.add_rows(&rows);
                     statistics.end_sample();
+                }
+                (PointOfSample::BesideGram(part), Statistics::InPlace(statistics)) => {
+                    statistics.merge_beside_gram(part.numbers());
                 }
                 _ => unreachable!("a sample enters the way its statistics ask for"),
             }
@@ -149,29 +167,32 @@ impl Observer for SampleStatistics<'_> {
                     statistics.add_rows(rows);
                 }
             }
-            PointOfSample::Rows(waiting) => waiting.extend_from_slice(rows),
-            PointOfSample::Ignored => {}
+            PointOfSample::Rows { rows: waiting, .. } => waiting.extend_from_slice(rows),
+            PointOfSample::BesideGram(_) | PointOfSample::Ignored => {}
         }
         self.rows.add_rows(point, rows);
     }
 
     fn wants(&mut self, point: Observation) -> FromDevice<'_> {
-        let takes_sums = match &mut self.points[point as usize] {
-            PointOfSample::Part(part) => part.square_sums().is_some(),
-            PointOfSample::InPlace(_) | PointOfSample::Rows(_) => false,
-            PointOfSample::Ignored => true,
-        };
-        match takes_sums {
-            true => FromDevice::Sums(self.rows.chosen()),
-            false => FromDevice::Rows,
+        let chosen = self.rows.chosen();
+        match &self.points[point as usize] {
+            PointOfSample::Part(part) if !part.takes_sums() => FromDevice::Rows,
+            PointOfSample::InPlace(_) => FromDevice::Rows,
+            PointOfSample::Rows { beside_gram, .. } if beside_gram.is_none() => FromDevice::Rows,
+            PointOfSample::Rows { .. } | PointOfSample::BesideGram(_) => FromDevice::Gram(chosen),
+            PointOfSample::Part(_) | PointOfSample::Ignored => FromDevice::Sums(chosen),
         }
     }
 
-    fn observe_sums(&mut self, point: Observation, squares: &[f32], kept: &[f32]) {
-        if let PointOfSample::Part(part) = &mut self.points[point as usize] {
-            let sums = part.square_sums().into_iter().flatten();
-            sums.zip(squares)
-                .for_each(|(sum, &square)| *sum += f64::from(square));
+    fn observe_sums(&mut self, point: Observation, sums: &ColumnSums<'_>, kept: &[f32]) {
+        let own = &mut self.points[point as usize];
+        if let PointOfSample::Rows { beside_gram, .. } = own
+            && let Some(part) = beside_gram.take()
+        {
+            *own = PointOfSample::BesideGram(part);
+        }
+        if let PointOfSample::Part(part) | PointOfSample::BesideGram(part) = own {
+            part.add_sums(sums);
         }
         self.rows.add_chosen(point, kept);
     }
@@ -350,14 +371,37 @@ fn collect(
         true => ResultOrder::Blocking,
         false => ResultOrder::OfSamples,
     };
+    // Devices sum up the Gram matrices of the observed inputs where the plan has room for them there.
+    let on_devices = compute.settings().grams == GramsHeld::Device;
+    let beside_gram = |point: Observation| {
+        let part = kind.part_beside_gram(widths[point as usize]);
+        part.filter(|_| on_devices)
+    };
+    let summed = observed
+        .iter()
+        .filter(|point| beside_gram(**point).is_some());
+    let summed: Vec<usize> = summed.map(|point| widths[*point as usize]).collect();
+    let mut take = |point: Observation, first: usize, sums: &[f32]| {
+        if let Some(point) = &points[point as usize]
+            && let Statistics::InPlace(statistics) = &mut *lock(point)
+        {
+            statistics.add_gram(first, sums);
+        }
+    };
     compute.capture(
         layer,
         hidden,
         order,
+        GramsOnDevices {
+            widths: &summed,
+            take: &mut take,
+        },
         &|sample, turn| {
             let rows = SampleRows::new(widths, sample, samples, seqlen);
             match order {
-                ResultOrder::Blocking => SampleStatistics::in_place(&points, turn, rows),
+                ResultOrder::Blocking => {
+                    SampleStatistics::in_place(&points, turn, rows, &beside_gram)
+                }
                 _ => SampleStatistics::merged(&points, rows),
             }
         },

@@ -15,6 +15,7 @@ mod training;
 mod work;
 
 use super::flow::{Flow, ObservationOrder, Propagation};
+use super::output_error;
 use crate::bytes::ByteSize;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
@@ -22,7 +23,7 @@ use crate::model::on_device::Cut;
 use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::placement::{Demand, ExecutionOption, PhaseMemory, Processors, Workload};
 use crate::pruning::{StatisticsKind, Technique};
-use crate::run::memory_settings::{MemorySettings, StatisticsHeld, WeightsHeld};
+use crate::run::memory_settings::{GramsHeld, MemorySettings, StatisticsHeld, WeightsHeld};
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase};
 use crate::runtime::Side;
@@ -122,7 +123,7 @@ impl Workload for RunShape<'_> {
             return Vec::from_iter(Some(settings.clone()).filter(is_possible));
         }
         let mut all = Vec::new();
-        for settings in self.statistics_settings() {
+        for settings in self.statistics_settings(processors) {
             for mlp_tokens in [settings.mlp_tokens, 512, 256, 128, 64] {
                 for attention_heads in self.attention_heads() {
                     let settings = MemorySettings {
@@ -215,8 +216,9 @@ impl RunShape<'_> {
         [default, one_layer, one_matrix]
     }
 
-    /// The choices for weights and statistics: all statistics of a layer at the same time, then those of one input.
-    fn statistics_settings(&self) -> Vec<MemorySettings> {
+    /// The choices for weights and statistics: all statistics of a layer at the same time, then those of one input; Gram matrices on GPUs,
+    /// then on the host.
+    fn statistics_settings(&self, processors: Processors) -> Vec<MemorySettings> {
         let mut all: Vec<_> = self.weight_settings().into();
         if self.passes_inputs_apart(StatisticsHeld::Input) && !self.is_sequential() {
             let apart = self.weight_settings().map(|settings| MemorySettings {
@@ -225,7 +227,34 @@ impl RunShape<'_> {
             });
             all.extend(apart);
         }
+        if processors != Processors::Cpu && self.sums_grams_on_gpus() {
+            let on_host = all.iter().map(|settings| MemorySettings {
+                grams: GramsHeld::Host,
+                ..settings.clone()
+            });
+            let on_host: Vec<_> = on_host.collect();
+            all.extend(on_host);
+        }
         all
+    }
+
+    /// The numbers of columns of the inputs whose Gram matrices a GPU holds at the same time.
+    fn grams_on_gpu(&self, settings: &MemorySettings) -> Vec<usize> {
+        let on_gpu = settings.grams == GramsHeld::Device && self.sums_grams_on_gpus();
+        let mut widths = output_error::widths(self.config).to_vec();
+        if self.passes_inputs_apart(settings.statistics) {
+            // The largest has room for each of the others.
+            widths.sort_unstable();
+            widths.drain(..widths.len() - 1);
+        }
+        widths.retain(|_| on_gpu);
+        widths
+    }
+
+    /// Returns whether GPUs can sum up the statistics of large inputs.
+    fn sums_grams_on_gpus(&self) -> bool {
+        let kind = self.statistics();
+        kind.is_some_and(|kind| kind.part_beside_gram(0).is_some())
     }
 
     fn is_sequential(&self) -> bool {

@@ -9,7 +9,8 @@
 //! inventory (docs/memory-model.md has the model and its limits):
 //!
 //! ```text
-//! compute   = flop / (threads · thread rate)      on the CPU, or flop / (GPUs · rate): they share the samples
+//! compute   = flop / (threads · thread rate)      on the CPU, or flop / (GPUs · rate): they share the samples. Solvers and their like
+//!             are always on the CPU
 //! transfers = (weights + states / GPUs) / link
 //! layer     = max(compute + transfers, read) + moved with reading ahead, compute + transfers + read + moved without
 //! total     = Σ layers + before and after
@@ -300,6 +301,7 @@ impl Planner<'_> {
                     (work.layer_uploaded + work.layer_states / gpus) / link,
                 ),
             };
+            let compute = compute + work.layer_host_flop / cpu;
             let (read, moved) = (work.layer_read / disk, work.layer_moved / disk);
             let busy = compute + transfers;
             total.seconds += moved

@@ -8,6 +8,7 @@
 use super::column_squares::ColumnSquares;
 use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank};
 use crate::bytes::ByteSize;
+use crate::linalg::columns::ColumnSums;
 use crate::linalg::{Products, columns, permute};
 
 /// The kind of statistics that collects [`ColumnMoments`].
@@ -34,6 +35,15 @@ struct SampleMoments {
     sums: Vec<f64>,
 }
 
+impl SampleMoments {
+    fn new(width: usize) -> Self {
+        Self {
+            width,
+            sums: vec![0.0; 2 * width + 1],
+        }
+    }
+}
+
 impl SamplePart for SampleMoments {
     fn add_rows(&mut self, rows: &[f32]) {
         let (squares, rest) = self.sums.split_at_mut(self.width);
@@ -45,6 +55,18 @@ impl SamplePart for SampleMoments {
             }
             tokens[0] += 1.0;
         }
+    }
+
+    fn takes_sums(&self) -> bool {
+        true
+    }
+
+    fn add_sums(&mut self, sums: &ColumnSums<'_>) {
+        let (squares, rest) = self.sums.split_at_mut(self.width);
+        let (values, tokens) = rest.split_at_mut(self.width);
+        columns::add_sums(squares, sums.squares);
+        columns::add_sums(values, sums.values);
+        tokens[0] += sums.tokens as f64;
     }
 
     fn numbers(&self) -> &[f64] {
@@ -77,6 +99,11 @@ impl ColumnMoments {
             samples: 0,
             tokens: 0.0,
         }
+    }
+
+    /// An empty part for one sample of an input with this many columns.
+    pub(super) fn part_of(in_features: usize) -> Box<dyn SamplePart> {
+        Box::new(SampleMoments::new(in_features))
     }
 
     /// Bytes of the moments and of one sample's part.
@@ -120,11 +147,7 @@ impl ColumnMoments {
 
 impl MergedStatistics for ColumnMoments {
     fn part(&self) -> Box<dyn SamplePart> {
-        let width = self.sums.len();
-        Box::new(SampleMoments {
-            width,
-            sums: vec![0.0; 2 * width + 1],
-        })
+        Self::part_of(self.sums.len())
     }
 
     fn merge(&mut self, numbers: &[f64]) {

@@ -7,6 +7,7 @@
 
 use super::statistics::{MergedStatistics, SamplePart, Statistics, StatisticsKind, StatisticsRank};
 use crate::bytes::ByteSize;
+use crate::linalg::columns::ColumnSums;
 use crate::linalg::{Products, columns, permute};
 
 /// The kind of statistics that collects [`ColumnSquares`].
@@ -35,8 +36,12 @@ impl SamplePart for SampleSquares {
         columns::add_squares(rows, &mut self.0);
     }
 
-    fn square_sums(&mut self) -> Option<&mut [f64]> {
-        Some(&mut self.0)
+    fn takes_sums(&self) -> bool {
+        true
+    }
+
+    fn add_sums(&mut self, sums: &ColumnSums<'_>) {
+        columns::add_sums(&mut self.0, sums.squares);
     }
 
     fn numbers(&self) -> &[f64] {
@@ -102,8 +107,12 @@ mod tests {
         statistics.merge(sample.numbers());
         assert_eq!(statistics.mean(), [9.0, 0.0]);
         let mut sample = statistics.part();
-        let sums = sample.square_sums().unwrap();
-        sums.copy_from_slice(&[1.0, 16.0]);
+        let sums = ColumnSums {
+            tokens: 2,
+            squares: &[1.0, 16.0],
+            values: &[1.0, 4.0],
+        };
+        sample.add_sums(&sums);
         statistics.merge(sample.numbers());
         assert_eq!(statistics.mean(), [5.0, 8.0]);
     }

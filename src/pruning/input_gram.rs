@@ -42,6 +42,10 @@ impl StatisticsKind for InputGramKind {
         (in_features as f64).powi(2)
     }
 
+    fn part_beside_gram(&self, in_features: usize) -> Option<Box<dyn SamplePart>> {
+        Some(ColumnMoments::part_of(in_features))
+    }
+
     fn begin(&self, in_features: usize, products: Products) -> Statistics {
         Statistics::InPlace(Box::new(InputGram::new(in_features, products)))
     }
@@ -116,6 +120,14 @@ impl InPlaceStatistics for InputGram {
     fn end_sample(&mut self) {
         self.columns.merge(self.sample.numbers());
         self.sample = self.columns.part();
+    }
+
+    fn merge_beside_gram(&mut self, numbers: &[f64]) {
+        self.columns.merge(numbers);
+    }
+
+    fn add_gram(&mut self, first: usize, sums: &[f32]) {
+        self.gram.add_upper(first, sums);
     }
 
     fn finish(&mut self) {

@@ -9,15 +9,18 @@
 //! | one sample | a part of its own, collected while other samples are | its rows |
 //! | order | parts are merged in the order of the samples | rows are added in the order of the samples |
 //! | memory | one accumulator, one part per sample on its way | one accumulator |
-//! | GPUs | send column sums of squares where a part consists of them, else all rows | send all rows |
+//! | GPUs | send column sums where a part consists of them, else all rows | keep XᵀX if there is room, else send all rows |
 //!
-//! The order is fixed either way, so statistics do not depend on threads or devices.
+//! The order is fixed either way, so statistics do not depend on threads. XᵀX of the samples of a GPU is one sum, and is added last.
 
 use std::any::Any;
 use std::fmt::Debug;
 
 use crate::bytes::ByteSize;
 use crate::linalg::Products;
+use crate::linalg::columns::ColumnSums;
+#[cfg(doc)]
+use crate::linalg::gram::GramMatrix;
 
 /// A kind of statistics: its cost, and empty accumulators.
 pub trait StatisticsKind: Debug + Sync {
@@ -38,6 +41,12 @@ pub trait StatisticsKind: Debug + Sync {
     /// Floating-point operations of a product kernel per row of an input with this many columns.
     fn operations(&self, _in_features: usize) -> f64 {
         0.0
+    }
+
+    /// The part of a sample whose XᵀX is computed on a GPU, with all that these statistics need beside it; `None` for statistics that need
+    /// the rows.
+    fn part_beside_gram(&self, _in_features: usize) -> Option<Box<dyn SamplePart>> {
+        None
     }
 
     /// Statistics of an input with this many columns, before any sample; `products` is the arithmetic of the layer.
@@ -113,11 +122,13 @@ pub trait SamplePart: Send + Sync {
     /// Adds the sample's next rows `[tokens, in_features]`; a sample may arrive in several calls.
     fn add_rows(&mut self, rows: &[f32]);
 
-    /// The column sums of squares `[in_features]`, in parts that consist of these sums alone. A GPU then sends its sums, which are
-    /// added here, instead of rows.
-    fn square_sums(&mut self) -> Option<&mut [f64]> {
-        None
+    /// Returns whether the part consists of column sums alone: of values, and of squares. A GPU then sends these instead of rows.
+    fn takes_sums(&self) -> bool {
+        false
     }
+
+    /// Adds the column sums of the sample's next rows, for a part that takes them.
+    fn add_sums(&mut self, _sums: &ColumnSums<'_>) {}
 
     /// The numbers to merge.
     fn numbers(&self) -> &[f64];
@@ -130,6 +141,12 @@ pub trait InPlaceStatistics: Any + Send + Sync {
 
     /// Ends the current sample: all its rows were added.
     fn end_sample(&mut self) {}
+
+    /// Merges the numbers of the next sample's [`StatisticsKind::part_beside_gram`].
+    fn merge_beside_gram(&mut self, _numbers: &[f64]) {}
+
+    /// Adds some rows of the upper triangle of XᵀX, of all samples that a GPU has computed, as [`GramMatrix::add_upper`].
+    fn add_gram(&mut self, _first: usize, _sums: &[f32]) {}
 
     /// Ends the collection: all samples were added.
     fn finish(&mut self) {}

@@ -1,4 +1,4 @@
-//! Settings that trade memory for time. A plan chooses them so that a run fits. No setting changes a mask.
+//! Settings that trade memory for time. A plan chooses them so that a run fits. No setting changes a mask, but for rounding on GPUs.
 
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +25,18 @@ pub struct MemorySettings {
     pub head_rows: Option<usize>,
     /// The inputs of a layer whose large statistics exist at the same time.
     pub statistics: StatisticsHeld,
+    /// The place of Gram matrices while samples pass a layer on a GPU.
+    pub grams: GramsHeld,
+}
+
+/// The place of Gram matrices while samples pass a layer on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GramsHeld {
+    /// The GPU, which sums up the products of its samples.
+    Device,
+    /// The host, which gets the rows of every sample.
+    Host,
 }
 
 /// The inputs of a layer whose statistics exist at the same time, for methods with statistics that are collected in place.
@@ -58,6 +70,7 @@ impl Default for MemorySettings {
             keep_packed: true,
             head_rows: None,
             statistics: StatisticsHeld::Layer,
+            grams: GramsHeld::Device,
         }
     }
 }

@@ -1,23 +1,21 @@
 //! The devices that compute: the CPU, and GPUs, which share the samples of a layer.
 //!
 //! A plan names the devices of each layer. Without a GPU, samples are computed one by one, each with all threads. With GPUs, each GPU
-//! takes the next free sample. If a GPU has too little memory for a sample, the CPU computes this sample immediately ([`DeviceWorker`]).
-//! Results are combined in the order of the samples, so they depend on the device of a sample only by its rounding.
+//! takes the next free sample, or samples in turn where it sums them up (`pass.rs`). If a GPU has too little memory for a sample, the CPU
+//! computes this sample immediately ([`DeviceWorker`]). Results are combined in the order of the samples, so they depend on the device of a sample only by its rounding.
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
-use std::thread;
+use std::sync::Mutex;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::Result;
 
 use super::device_worker::DeviceWorker;
 use super::engine::CopyAhead;
 use super::hidden_states::HiddenStates;
+use super::pass::{Pass, ResultOrder, lock};
 use crate::linalg::Workspace;
 use crate::linalg::profile::Watch;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::LogSumExpPart;
+use crate::model::on_device::{LogSumExpPart, TakeGram};
 use crate::model::{DecoderLayer, LayerContext, Observer};
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 use crate::run::{Events, MemorySettings, Phase};
@@ -141,17 +139,20 @@ impl<'a> Compute<'a> {
                 Ok(())
             },
             order: ResultOrder::Any,
+            is_dealt: false,
         }
         .run(workers, samples, self.events)
     }
 
-    /// Observes every sample in a layer, each with a new observer. Calls `done` with the observers in the order of the samples.
-    /// `order` is [`ResultOrder::OfSamples`], or [`ResultOrder::Blocking`] for large observations.
+    /// Observes every sample in a layer, each with a new observer. Calls `done` with the observers in the order of the samples, and then
+    /// `grams.take` with the sums of each device. `order` is [`ResultOrder::OfSamples`], or [`ResultOrder::Blocking`] for large
+    /// observations.
     pub fn capture<O: Observer + Send>(
         &mut self,
         layer: &DecoderLayer,
         hidden: &mut HiddenStates,
         order: ResultOrder,
+        grams: GramsOnDevices<'_>,
         new: &(dyn Fn(usize, Turn) -> O + Sync),
         done: &mut (dyn FnMut(usize, O) + Send),
     ) -> Result<()> {
@@ -165,7 +166,9 @@ impl<'a> Compute<'a> {
         Pass {
             on_device: &|worker, sample| {
                 let state = lock(&hidden).stored(sample)?;
-                worker.capture(sample, layer, &state, &|sample| new(sample, turn))
+                worker.capture(sample, layer, (&state, grams.widths), &|sample| {
+                    new(sample, turn)
+                })
             },
             on_cpu: &mut |sample| {
                 let state = lock(&hidden).get(sample)?;
@@ -178,8 +181,12 @@ impl<'a> Compute<'a> {
                 Ok(())
             },
             order,
+            // The samples of a device are one sum: with the same ones each time it has the same bits.
+            is_dealt: !grams.widths.is_empty(),
         }
-        .run(workers, samples, self.events)
+        .run(workers, samples, self.events)?;
+        let mut workers = self.workers.iter_mut();
+        workers.try_for_each(|worker| worker.collect_grams(grams.take))
     }
 
     /// Computes every window's log-sum-exp over some rows of the head, on the devices of the last layer. Calls `done` with the parts
@@ -215,6 +222,7 @@ impl<'a> Compute<'a> {
                 Ok(())
             },
             order: ResultOrder::OfSamples,
+            is_dealt: false,
         }
         .run(workers, samples, self.events)
     }
@@ -305,171 +313,10 @@ pub enum Turn {
     Later,
 }
 
-/// The order in which results are handed on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ResultOrder {
-    /// That of the samples. A result waits for those of earlier samples, so results should be small.
-    OfSamples,
-    /// That of the samples, for large results: a device waits with its result, so there is at most one result per device.
-    Blocking,
-    /// That of computing.
-    Any,
-}
-
-/// Results that wait for those of earlier samples.
-struct Results<'c, R> {
-    order: ResultOrder,
-    next: usize,
-    waiting: BTreeMap<usize, R>,
-    /// An error or a panic ended the pass: no further result is taken.
-    is_over: bool,
-    done: &'c mut (dyn FnMut(usize, R) -> Result<()> + Send),
-}
-
-impl<R> Results<'_, R> {
-    fn take(&mut self, sample: usize, result: R) -> Result<()> {
-        if self.order == ResultOrder::Any {
-            return (self.done)(sample, result);
-        }
-        self.waiting.insert(sample, result);
-        while let Some(result) = self.waiting.remove(&self.next) {
-            (self.done)(self.next, result)?;
-            self.next += 1;
-        }
-        Ok(())
-    }
-}
-
-/// The samples of a pass that have not begun, and the results.
-struct Queue<'c, R> {
-    next: AtomicUsize,
-    samples: usize,
-    results: Mutex<Results<'c, R>>,
-    /// Signals that a result was taken, or that the pass is over.
-    changed: Condvar,
-}
-
-impl<R> Queue<'_, R> {
-    /// The next sample that no device has taken.
-    fn begin(&self) -> Option<usize> {
-        let sample = self.next.fetch_add(1, Ordering::Relaxed);
-        (sample < self.samples).then_some(sample)
-    }
-
-    /// Takes the result of a sample; with [`ResultOrder::Blocking`] after those of all earlier samples.
-    fn take(&self, sample: usize, result: R) -> Result<()> {
-        let mut results = lock(&self.results);
-        while results.order == ResultOrder::Blocking && results.next != sample && !results.is_over {
-            let woken = self.changed.wait(results);
-            results = woken.unwrap_or_else(PoisonError::into_inner);
-        }
-        if results.is_over {
-            return Ok(());
-        }
-        let taken = results.take(sample, result);
-        self.changed.notify_all();
-        taken
-    }
-
-    /// Ends the pass early: no device begins another sample, and none waits.
-    fn stop(&self) {
-        self.next.store(self.samples, Ordering::Relaxed);
-        lock(&self.results).is_over = true;
-        self.changed.notify_all();
-    }
-}
-
-/// A pass over all samples: each device takes the next sample that no other has taken, and the CPU computes what a device leaves.
-struct Pass<'p, 'a, R> {
-    on_device: &'p (dyn Fn(&mut DeviceWorker<'a>, usize) -> Result<Option<R>> + Sync),
-    on_cpu: &'p mut (dyn FnMut(usize) -> Result<R> + Send),
-    done: &'p mut (dyn FnMut(usize, R) -> Result<()> + Send),
-    order: ResultOrder,
-}
-
-impl<'a, R: Send> Pass<'_, 'a, R> {
-    fn run(
-        self,
-        workers: Vec<&mut DeviceWorker<'a>>,
-        samples: usize,
-        events: &dyn Events,
-    ) -> Result<()> {
-        let (on_device, on_cpu) = (self.on_device, Mutex::new(self.on_cpu));
-        let queue = Queue {
-            next: AtomicUsize::new(0),
-            samples,
-            results: Mutex::new(Results {
-                order: self.order,
-                next: 0,
-                waiting: BTreeMap::new(),
-                is_over: false,
-                done: self.done,
-            }),
-            changed: Condvar::new(),
-        };
-        let one = |worker: Option<&mut DeviceWorker<'a>>, sample: usize| -> Result<()> {
-            events.check()?;
-            let computed = match worker {
-                Some(worker) => on_device(worker, sample)?,
-                None => None,
-            };
-            let result = match computed {
-                Some(result) => result,
-                None => (*lock(&on_cpu))(sample)?,
-            };
-            queue.take(sample, result)
-        };
-        if workers.is_empty() {
-            return (0..samples).try_for_each(|sample| one(None, sample));
-        }
-        let work = |worker: &mut DeviceWorker<'a>| -> Result<()> {
-            let _stop = StopOnPanic(&queue);
-            while let Some(sample) = queue.begin() {
-                one(Some(&mut *worker), sample).inspect_err(|_| queue.stop())?;
-            }
-            Ok(())
-        };
-        on_threads(workers, &work)
-    }
-}
-
-/// Runs `work` for every worker, each on a thread of its own, and returns the first error.
-fn on_threads<'a>(
-    workers: Vec<&mut DeviceWorker<'a>>,
-    work: &(dyn Fn(&mut DeviceWorker<'a>) -> Result<()> + Sync),
-) -> Result<()> {
-    thread::scope(|scope| {
-        let threads: Vec<_> = workers
-            .into_iter()
-            .map(|worker| thread::Builder::new().spawn_scoped(scope, move || work(worker)))
-            .collect();
-        let mut outcome = Ok(());
-        for thread in threads {
-            let ended = thread
-                .context("starting the thread of a device")
-                .and_then(|thread| {
-                    thread
-                        .join()
-                        .unwrap_or_else(|_| Err(anyhow!("the thread of a device panicked")))
-                });
-            outcome = outcome.and(ended);
-        }
-        outcome
-    })
-}
-
-/// Ends the pass for the other threads once one has panicked.
-struct StopOnPanic<'q, 'c, R>(&'q Queue<'c, R>);
-
-impl<R> Drop for StopOnPanic<'_, '_, R> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.stop();
-        }
-    }
-}
-
-/// Locks a mutex. A panic of another thread ends the run, so the state behind the lock does not matter then.
-fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+/// The Gram matrices that devices sum up in a pass, instead of sending rows.
+pub struct GramsOnDevices<'c> {
+    /// The number of columns of each; empty where devices send rows.
+    pub widths: &'c [usize],
+    /// The receiver of the sums.
+    pub take: &'c mut TakeGram<'c>,
 }

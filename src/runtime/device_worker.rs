@@ -22,7 +22,7 @@ use super::ledger::{Ledger, Refused};
 use crate::bytes::ByteSize;
 use crate::linalg::Weight;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{CONTEXT, Cut, LogSumExpPart};
+use crate::model::on_device::{CONTEXT, Cut, DeviceGrams, LogSumExpPart, TakeGram};
 use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Observer, Projection};
 use crate::run::fallback::{DeviceMemoryReport, FallbackOutcome, FallbackReport};
 use crate::run::{Event, Events, Phase};
@@ -261,23 +261,32 @@ impl<'a> DeviceWorker<'a> {
         collected.with_context(|| format!("on {}", self.device))
     }
 
-    /// Observes one sample in the loaded layer, with a new observer; `None` leaves the sample to the CPU.
+    /// Observes one sample in the loaded layer, with a new observer; `None` leaves the sample to the CPU. The device sums up Gram
+    /// matrices of inputs as wide as `grams` says.
     /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn capture<O: Observer>(
         &mut self,
         sample: usize,
         layer: &DecoderLayer,
-        state: &Tensor,
+        (state, grams): (&Tensor, &[usize]),
         new: &(dyn Fn(usize) -> O + Sync),
     ) -> Result<Option<O>> {
         let unit = unit_name(layer, Phase::Calibrate, sample);
-        let bytes = self.pass_bytes();
+        let (seqlen, element) = (self.seqlen, self.engine.element());
+        let (config, sums) = (Arc::clone(&self.config), DeviceGrams::bytes(grams));
+        let bytes = |cut: &Cut| sums + cut.capture_bytes(&config, seqlen, element, grams);
         self.attempt(&unit, true, &bytes, &mut |engine, cut| {
             // Each attempt has a new observer, since a failed attempt does not count.
             let mut observer = new(sample);
             engine.capture(layer, state, cut, &mut observer)?;
             Ok(observer)
         })
+    }
+
+    /// Hands on the Gram matrices that the device has summed up.
+    pub(super) fn collect_grams(&mut self, take: &mut TakeGram<'_>) -> Result<()> {
+        let collected = self.engine.collect_grams(take);
+        collected.with_context(|| format!("on {}", self.device))
     }
 
     /// Computes one window's part of the log-sum-exp over the loaded rows of the head; `None` leaves the window to the CPU.

@@ -6,7 +6,7 @@
 //! | `sweep` | the one loop over the layers |
 //! | `loader`, `layer_store` | layers read ahead; the layers of a generating model |
 //! | `hidden_states` | the samples between two layers |
-//! | `compute` | a pass of all samples through a layer, on the CPU and on GPUs |
+//! | `compute`, `pass` | a pass of all samples through a layer, on the CPU and on GPUs |
 //! | `one_sample` | a pass of one sample, forwards or backwards, for trainings |
 //! | `device_worker`, `ledger` | one device: the fallback ladder of a unit of work, and the account of the memory |
 //! | `engine` | the arithmetic of a device |
@@ -25,14 +25,16 @@ pub mod ledger;
 pub mod loader;
 pub mod memory;
 mod one_sample;
+mod pass;
 #[cfg(any(test, not(target_os = "linux")))]
 mod resident_set;
 pub mod sweep;
 
 pub use clock::Clock;
-pub use compute::{Compute, ResultOrder, SweepReport, Turn};
+pub use compute::{Compute, GramsOnDevices, SweepReport, Turn};
 pub use devices::{Devices, Simulation};
 pub use hidden_states::{HiddenStates, check_spill_folder};
 pub use layer_store::LayerStore;
 pub use loader::{LayerLoader, load_layer};
+pub use pass::ResultOrder;
 pub use sweep::{Editor, Finished, Passenger, Side, Sweep};

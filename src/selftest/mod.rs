@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device};
 
-use models::{Masks, Model, Sums, difference, losses, values, wide};
+use models::{Grams, Masks, Model, Sums, difference, losses, values, wide};
 
 use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
@@ -44,8 +44,9 @@ enum CheckOutcome {
 pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
     let bench = Bench::new(device)?;
     let folder = TemporaryFolder::new("prune-selftest")?;
-    let checks: [(&str, Check); 7] = [
+    let checks: [(&str, Check); 8] = [
         ("a layer, its observations and the head", Bench::layers),
+        ("Gram matrices of a layer's inputs", Bench::grams),
         ("gradients of a layer", Bench::gradients),
         ("rows wider than 8192 columns", Bench::wide_rows),
         ("a sample in smaller pieces", Bench::smaller_pieces),
@@ -228,6 +229,34 @@ impl Bench {
         Ok(CheckOutcome::Held(
             self.compare(&mut model, &cut)?.join(", "),
         ))
+    }
+
+    /// The Gram matrices of two samples, in f32.
+    fn grams(&self, folder: &Path) -> Result<CheckOutcome> {
+        let mut model = Model::open(&demo_model(folder)?, 256)?;
+        let mut cut = Cut::of(&MemorySettings::default(), &model.config);
+        cut.mlp_tokens = 100;
+        let mut engine = self.loaded(&model, DType::F32)?;
+        let (mut ours, mut theirs) = (Grams::new(&model.config), Grams::new(&model.config));
+        let Model {
+            layer,
+            context,
+            state,
+            ..
+        } = &mut model;
+        for _ in 0..2 {
+            layer.capture(state, context, &mut ours)?;
+            engine.capture(layer, state, &cut, &mut theirs)?;
+        }
+        engine.collect_grams(&mut |point, first, sums| {
+            theirs.0[point as usize].add_upper(first, sums);
+        })?;
+        let pairs = ours.squares().into_iter().zip(theirs.squares());
+        let apart = pairs
+            .map(|(ours, theirs)| difference(&ours, &theirs))
+            .fold(0.0, f32::max);
+        ensure!(apart <= TOLERANCES[0].1, "off by {apart:.1e}");
+        Ok(CheckOutcome::Held(format!("off by {apart:.1e}")))
     }
 
     /// The gradients of all weights, norms and the input, in f32.

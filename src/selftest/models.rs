@@ -7,7 +7,9 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor};
 
 use crate::checkpoint::{Checkpoint, WeightSource};
-use crate::linalg::StoredDtype;
+use crate::linalg::columns::ColumnSums;
+use crate::linalg::gram::GramMatrix;
+use crate::linalg::{Products, StoredDtype};
 use crate::model::observe::FromDevice;
 use crate::model::on_device::LogSumExpPart;
 use crate::model::{DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer};
@@ -100,11 +102,41 @@ impl Observer for Sums {
         FromDevice::Sums(&[])
     }
 
-    fn observe_sums(&mut self, point: Observation, squares: &[f32], _kept: &[f32]) {
+    fn observe_sums(&mut self, point: Observation, observed: &ColumnSums<'_>, _kept: &[f32]) {
         let sums = &mut self.0[point as usize];
-        for (sum, square) in sums.iter_mut().zip(squares) {
+        for (sum, square) in sums.iter_mut().zip(observed.squares) {
             *sum += square;
         }
+    }
+}
+
+/// Gram matrices at the four points: of the rows that the CPU shows; a device sums them up itself.
+pub(super) struct Grams(pub(super) [GramMatrix; 4]);
+
+impl Grams {
+    pub(super) fn new(config: &ModelConfig) -> Self {
+        let widths = Sums::new(config).0.map(|sums| sums.len());
+        Self(widths.map(|width| GramMatrix::new(width, Products::F32)))
+    }
+
+    /// Each of them whole.
+    pub(super) fn squares(&mut self) -> Vec<Vec<f32>> {
+        let grams = self.0.iter_mut();
+        let whole = grams.map(|gram| {
+            gram.finish();
+            gram.square()
+        });
+        whole.collect()
+    }
+}
+
+impl Observer for Grams {
+    fn observe(&mut self, point: Observation, rows: &[f32]) {
+        self.0[point as usize].add_rows(rows);
+    }
+
+    fn wants(&mut self, _point: Observation) -> FromDevice<'_> {
+        FromDevice::Gram(&[])
     }
 }
 

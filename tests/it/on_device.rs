@@ -2,6 +2,7 @@
 //! the work. `prune selftest --device cuda:0` checks the same on a GPU.
 
 mod backward;
+mod gram;
 
 use std::sync::Arc;
 
@@ -9,6 +10,7 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
+use prune::linalg::columns::{self, ColumnSums};
 use prune::linalg::{StoredDtype, tensor};
 use prune::model::observe::FromDevice;
 use prune::model::on_device::{Cut, LogSumExpPart};
@@ -20,13 +22,14 @@ use prune::synthetic::RandomCheckpoint;
 
 const SEQLEN: usize = 75;
 
-/// Sums of squares and the kept rows at the four points.
+/// Sums of squares and of values, and the kept rows, at the four points.
 #[derive(Debug, Clone, Default)]
 struct Observed {
     keeps: Vec<usize>,
     /// True if a device must send all rows instead of sums.
     needs_rows: bool,
     squares: [Vec<f64>; 4],
+    values: [Vec<f64>; 4],
     kept: [Vec<f32>; 4],
     seen: [usize; 4],
 }
@@ -41,6 +44,10 @@ impl Observer for Observed {
         let point = point as usize;
         for row in rows.chunks_exact(width) {
             self.squares[point].resize(width, 0.0);
+            self.values[point].resize(width, 0.0);
+            for (sum, &value) in self.values[point].iter_mut().zip(row) {
+                *sum += f64::from(value);
+            }
             for (sum, &value) in self.squares[point].iter_mut().zip(row) {
                 *sum += f64::from(value).powi(2);
             }
@@ -58,12 +65,13 @@ impl Observer for Observed {
         }
     }
 
-    fn observe_sums(&mut self, point: Observation, squares: &[f32], kept: &[f32]) {
+    fn observe_sums(&mut self, point: Observation, sums: &ColumnSums<'_>, kept: &[f32]) {
         let point = point as usize;
-        self.squares[point].resize(squares.len(), 0.0);
-        for (sum, &square) in self.squares[point].iter_mut().zip(squares) {
-            *sum += f64::from(square);
-        }
+        self.squares[point].resize(sums.squares.len(), 0.0);
+        self.values[point].resize(sums.values.len(), 0.0);
+        columns::add_sums(&mut self.squares[point], sums.squares);
+        columns::add_sums(&mut self.values[point], sums.values);
+        self.seen[point] += sums.tokens;
         self.kept[point].extend_from_slice(kept);
     }
 }
@@ -157,8 +165,7 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
                 ..Observed::default()
             };
             engine.capture(&layer, &state, &cut, &mut observed)?;
-            let rows = if needs_rows { SEQLEN } else { 0 };
-            assert_eq!(observed.seen, [rows; 4]);
+            assert_eq!(observed.seen, [SEQLEN; 4]);
             for point in 0..4 {
                 let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect::<Vec<_>>();
                 let (ours, theirs) = (&expected.squares[point], &observed.squares[point]);
@@ -167,6 +174,9 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
                     apart < 2.0 * tolerance,
                     "{stored:?} {arithmetic:?} {point}: {apart}"
                 );
+                let (ours, theirs) = (&expected.values[point], &observed.values[point]);
+                let apart = difference(&narrow(ours), &narrow(theirs));
+                assert!(apart < 4.0 * tolerance, "{arithmetic:?} {point}: {apart}");
                 let apart = difference(&expected.kept[point], &observed.kept[point]);
                 assert!(apart < tolerance, "rows of {point}: {apart}");
             }
@@ -218,7 +228,7 @@ fn the_selftest_passes_with_candle_on_the_cpu() {
             .filter(|line| line.starts_with(mark))
             .count()
     };
-    assert_eq!((count("ok "), count("skipped ")), (5, 2), "{}", ran.stderr);
+    assert_eq!((count("ok "), count("skipped ")), (6, 2), "{}", ran.stderr);
     assert_eq!(place.run("selftest --device tpu").code, 2);
 }
 

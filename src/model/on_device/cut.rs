@@ -9,6 +9,8 @@
 //!            8·h·b·S scores and softmax in f32 of h heads, 2·e·h·b·S of them in the arithmetic's dtype
 //! MLP        e·t·(2H + 3I) + 8·t·I gate, up, their product; its squares in f32 while it is observed
 //! observed   e·S·(H + Q) + 8·t·max(H, Q) normed and context, and the squares of some of their rows
+//! grams      8·Σ T(n) sums of inputs of n columns in panels of p rows, T(n) elements of an upper triangle;
+//!            4·(2·p·n + t·(n + p)) a product, with max(e·t·(2H + I) + 4·t·I, e·S·(H + Q) + 4·t·max(H, Q)) rows
 //! head       e·H·r + (e + 12)·r·v logits of r tokens for v rows of the vocabulary, their exponentials and sums
 //! training   3·e·S·H + (12 + 2e)·r·V + (56 + 4e)·r·H the same, forwards and back, and the gradient
 //! backward   e·S·(6H + 2Q + 2K) states and gradients of the sample, and the largest of
@@ -18,6 +20,7 @@
 //!            (3e + 8)·M its whole gradient;  and of factors e·P and 1 byte per weight of their masks
 //! ```
 
+use super::gram::DeviceGrams;
 use crate::bytes::ByteSize;
 use crate::model::ModelConfig;
 use crate::run::MemorySettings;
@@ -138,6 +141,17 @@ impl Cut {
 
     /// Memory of a sample inside a layer: the larger of attention and MLP. `element` is e.
     pub fn pass_bytes(&self, config: &ModelConfig, seqlen: usize, element: usize) -> ByteSize {
+        self.capture_bytes(config, seqlen, element, &[])
+    }
+
+    /// The same, while rows of inputs with `grams` columns enter Gram matrices; without the sums, which [`DeviceGrams::bytes`] counts.
+    pub fn capture_bytes(
+        &self,
+        config: &ModelConfig,
+        seqlen: usize,
+        element: usize,
+        grams: &[usize],
+    ) -> ByteSize {
         let (s, h, i) = (seqlen, config.hidden_size, config.intermediate_size);
         let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
         let heads = self.key_value_heads.min(config.num_key_value_heads) * per_key;
@@ -151,7 +165,12 @@ impl Cut {
         let t = self.mlp_tokens.min(s);
         let mlp = element * t * (2 * h + 3 * i) + 8 * t * i;
         let observed = element * s * (h + all) + 8 * t * h.max(all);
-        ByteSize::of(element, 2 * s * h) + ByteSize(attention.max(mlp).max(observed) as u64)
+        let pass = ByteSize(attention.max(mlp).max(observed) as u64);
+        // Rows enter a Gram matrix in f32, after their squares and before the next product.
+        let down = element * t * (2 * h + i) + 4 * t * i;
+        let others = element * s * (h + all) + 4 * t * h.max(all);
+        let adding = ByteSize(down.max(others) as u64) + DeviceGrams::adding_bytes(grams, t);
+        ByteSize::of(element, 2 * s * h) + pass.max(adding)
     }
 
     /// Memory of a sample on its way back through a layer, with the gradients of what is trained. `element` is e.

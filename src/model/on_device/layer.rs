@@ -7,7 +7,7 @@
 //!
 //! Attention takes some key/value heads with their queries at a time, and some of these queries. Scores `[heads, queries, keys]` exist in
 //! f32 for one block, with the keys up to its last query. The MLP takes some tokens at a time. Observed inputs leave the device as column
-//! sums of squares and a few rows, or as all rows where an observer needs them.
+//! sums and a few rows, or as all rows where an observer needs them; Gram matrices are summed on the device (`gram.rs`).
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,10 @@ use anyhow::{Context, Result};
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops;
 
+use super::gram::DeviceGrams;
 use super::{CopyMatrix, Cut, upload_vector};
 use crate::linalg::attention::Heads;
+use crate::linalg::columns::ColumnSums;
 use crate::model::family::Activation;
 use crate::model::observe::{FromDevice, Observation, Observer};
 use crate::model::{DecoderLayer, LayerContext, ModelConfig, Projection};
@@ -174,16 +176,18 @@ impl DeviceLayer {
         Ok(out)
     }
 
-    /// Shows the observed inputs of one sample to `observer`. The pass ends before down's product.
+    /// Shows the observed inputs of one sample to `observer`, and adds to `grams` what it asks for. The pass ends before down's product.
     pub fn capture(
         &self,
         hidden: &Tensor,
         tables: &DeviceTables,
         cut: &Cut,
         observer: &mut dyn Observer,
+        grams: &mut DeviceGrams,
     ) -> Result<()> {
-        let out = self.attend(hidden, tables, cut, Some(&mut *observer))?;
-        self.mlp(&out, cut, Some(observer))
+        let mut observing = Observing { observer, grams };
+        let out = self.attend(hidden, tables, cut, Some(&mut observing))?;
+        self.mlp(&out, cut, Some(&mut observing))
     }
 
     /// Returns hidden + attention(norm(hidden))·Woᵀ in a tensor of its own.
@@ -192,13 +196,13 @@ impl DeviceLayer {
         hidden: &Tensor,
         tables: &DeviceTables,
         cut: &Cut,
-        mut observer: Option<&mut dyn Observer>,
+        mut observing: Option<&mut Observing<'_>>,
     ) -> Result<Tensor> {
         let normed = ops::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps)?;
-        show(&mut observer, Observation::AttentionInput, 0, &normed, cut)?;
+        show(&mut observing, Observation::AttentionInput, 0, &normed, cut)?;
         let context = self.context(&normed, tables, cut)?;
         drop(normed);
-        show(&mut observer, Observation::OInput, 0, &context, cut)?;
+        show(&mut observing, Observation::OInput, 0, &context, cut)?;
         let out = self.linear(Projection::O)?.forward(&context)?;
         Ok((out + hidden)?)
     }
@@ -338,7 +342,7 @@ impl DeviceLayer {
         &self,
         hidden: &Tensor,
         cut: &Cut,
-        mut observer: Option<&mut dyn Observer>,
+        mut observing: Option<&mut Observing<'_>>,
     ) -> Result<()> {
         let seqlen = hidden.dim(0)?;
         let mut first = 0;
@@ -350,7 +354,7 @@ impl DeviceLayer {
                 &self.post_attention_layernorm,
                 self.rms_norm_eps,
             )?;
-            show(&mut observer, Observation::MlpInput, first, &normed, cut)?;
+            show(&mut observing, Observation::MlpInput, first, &normed, cut)?;
             let gate = {
                 let gate = self.linear(Projection::Gate)?.forward(&normed)?;
                 match self.activation {
@@ -360,8 +364,8 @@ impl DeviceLayer {
             let up = self.linear(Projection::Up)?.forward(&normed)?;
             drop(normed);
             let inner = (gate * up)?;
-            show(&mut observer, Observation::DownInput, first, &inner, cut)?;
-            if observer.is_none() {
+            show(&mut observing, Observation::DownInput, first, &inner, cut)?;
+            if observing.is_none() {
                 let out = self.linear(Projection::Down)?.forward(&inner)?;
                 drop(inner);
                 hidden.slice_set(&(out + rows)?, 0, first)?;
@@ -372,25 +376,35 @@ impl DeviceLayer {
     }
 }
 
-/// Shows an observer a sample's next rows, the first at position `first`: all of them, or their column sums of squares and a few rows.
+/// An observer of a sample, and the Gram matrices of all samples.
+struct Observing<'a> {
+    observer: &'a mut dyn Observer,
+    grams: &'a mut DeviceGrams,
+}
+
+/// Shows an observer a sample's next rows, the first at position `first`: all of them, or their column sums and a few rows.
 fn show(
-    observer: &mut Option<&mut dyn Observer>,
+    observing: &mut Option<&mut Observing<'_>>,
     point: Observation,
     first: usize,
     rows: &Tensor,
     cut: &Cut,
 ) -> Result<()> {
-    let Some(observer) = observer else {
+    let Some(Observing { observer, grams }) = observing else {
         return Ok(());
     };
     let tokens = rows.dim(0)?;
     let pieces = (0..tokens).step_by(cut.mlp_tokens.max(1));
     let pieces = pieces.map(|at| rows.narrow(0, at, cut.mlp_tokens.clamp(1, tokens - at)));
-    let FromDevice::Sums(kept) = observer.wants(point) else {
-        for piece in pieces {
-            observer.observe(point, &to_host(&piece?)?);
+    let (kept, has_gram) = match observer.wants(point) {
+        FromDevice::Rows => {
+            for piece in pieces {
+                observer.observe(point, &to_host(&piece?)?);
+            }
+            return Ok(());
         }
-        return Ok(());
+        FromDevice::Sums(kept) => (kept, false),
+        FromDevice::Gram(kept) => (kept, true),
     };
     let kept = kept
         .iter()
@@ -398,16 +412,27 @@ fn show(
         .map(|position| to_host(&rows.narrow(0, position - first, 1)?))
         .collect::<Result<Vec<_>>>()?
         .concat();
-    let mut squares = vec![0.0f32; rows.dim(D::Minus1)?];
+    let width = rows.dim(D::Minus1)?;
+    // Σ x², then Σ x.
+    let mut sums = vec![0.0f32; 2 * width];
     for piece in pieces {
         let wide = piece?.to_dtype(DType::F32)?;
-        let sums: Vec<f32> = wide.sqr()?.sum(0)?.to_device(&Device::Cpu)?.to_vec1()?;
-        squares
-            .iter_mut()
-            .zip(sums)
-            .for_each(|(square, sum)| *square += sum);
+        let of_piece = Tensor::cat(&[wide.sqr()?.sum(0)?, wide.sum(0)?], 0)?;
+        let of_piece: Vec<f32> = of_piece.to_device(&Device::Cpu)?.to_vec1()?;
+        sums.iter_mut()
+            .zip(of_piece)
+            .for_each(|(sum, of_piece)| *sum += of_piece);
+        if has_gram {
+            grams.add(point, &wide)?;
+        }
     }
-    observer.observe_sums(point, &squares, &kept);
+    let (squares, values) = sums.split_at(width);
+    let sums = ColumnSums {
+        tokens,
+        squares,
+        values,
+    };
+    observer.observe_sums(point, &sums, &kept);
     Ok(())
 }
 

@@ -8,16 +8,19 @@
 //! | --- | --- |
 //! | `layer` | a layer's forward and capture pass |
 //! | `backward` | a layer's vector-Jacobian product, and the gradients of what is trained |
+//! | `gram` | sums of XᵀX of a layer's inputs |
 //! | `head` | from hidden states to the log-probability of the next token |
 //! | `cut` | the tiling of the work, and the memory of each tile |
 
 mod backward;
 mod cut;
+mod gram;
 mod head;
 mod layer;
 
 pub use backward::DeviceTraining;
 pub use cut::{CONTEXT, Cut, TrainedSizes};
+pub use gram::{DeviceGrams, TakeGram};
 pub use head::{DeviceHead, LogSumExpPart};
 pub use layer::{DeviceLayer, DeviceTables};
 

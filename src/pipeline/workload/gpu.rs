@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! calibrate, propagate, evaluate   context + tables + this layer's weights, and the next one's where it is read ahead + one
-//!                                  sample on its way
+//!                                  sample on its way; in calibrate with Gram matrices
 //! forward, backward                context + tables + this layer's weights + one sample on its way; backwards with gradients
 //! head                             context + tables + the head's rows + one window's logits
 //! ```
@@ -12,7 +12,7 @@
 use super::{RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
 use crate::model::Rotary;
-use crate::model::on_device::{CONTEXT, Cut};
+use crate::model::on_device::{CONTEXT, Cut, DeviceGrams};
 use crate::placement::PhaseMemory;
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{MemorySettings, Phase};
@@ -27,23 +27,31 @@ pub(super) fn layers(run: &RunShape<'_>, settings: &MemorySettings) -> Vec<Phase
         false => ByteSize::ZERO,
     };
     let cast = Cut::cast_bytes(config, run.dtypes.layers.bytes(), element);
-    let parts = vec![
-        part(PartKind::Layer, layer),
-        part(PartKind::NextLayer, next),
-        part(PartKind::StoredMatrix, cast),
-        part(
-            PartKind::Sample,
-            cut.pass_bytes(config, run.seqlen, element),
-        ),
-    ];
+    let parts = |grams: &[usize]| {
+        let sample = cut.capture_bytes(config, run.seqlen, element, grams);
+        let mut parts = vec![
+            part(PartKind::Layer, layer),
+            part(PartKind::NextLayer, next),
+            part(PartKind::StoredMatrix, cast),
+            part(PartKind::Sample, sample),
+        ];
+        if !grams.is_empty() {
+            parts.push(part(PartKind::Statistics, DeviceGrams::bytes(grams)));
+        }
+        parts
+    };
     let calibration = [Phase::Calibrate, Phase::Propagate];
     let has_statistics = run.statistics().is_some();
     let calibration = calibration
         .into_iter()
         .filter(|phase| run.samples > 0 && (has_statistics || *phase == Phase::Propagate));
+    let grams = run.grams_on_gpu(settings);
     calibration
         .chain(evaluation_phases(run))
-        .map(|phase| with_context(run, phase, parts.clone()))
+        .map(|phase| match phase {
+            Phase::Calibrate => with_context(run, phase, parts(&grams)),
+            _ => with_context(run, phase, parts(&[])),
+        })
         .chain(training(run, &cut, next))
         .collect()
 }

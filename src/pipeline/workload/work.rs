@@ -42,6 +42,14 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     // Forwards, activations again, and two products per matrix backwards.
     let trained = run.trains.as_ref().map_or(0, |trains| trains.passes) as f64;
     let flop = flop + 4.0 * trained * per_token.all;
+    let (on_gpu, on_host) =
+        match run.grams_on_gpu(settings).is_empty() || option.processors == Processors::Cpu {
+            true => (
+                0.0,
+                statistics(run) / of_kernel(gram::kernel_of(run.products)),
+            ),
+            false => (statistics(run), 0.0),
+        };
     let weights = layer_bytes(run);
     let states = state_bytes(run, option.processors);
     let written = run.runs() as f64 * weights;
@@ -65,7 +73,8 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
         once_moved += layers * written + 3.0 * ends * run.runs() as f64;
     }
     Work {
-        layer_flop: flop * seqlen / speed(run, option.processors) + repairs(run),
+        layer_flop: flop * seqlen / speed(run, option.processors) + on_gpu,
+        layer_host_flop: on_host + solvers(run),
         layer_read: weights,
         layer_moved: moved,
         // Dense, and again after pruning.
@@ -133,17 +142,21 @@ impl Operations {
     }
 }
 
-/// Operations of statistics and of the method on the host, in f32 operations.
-fn repairs(run: &RunShape<'_>) -> f64 {
-    let Some(technique) = &run.technique else {
-        return 0.0;
-    };
+/// Operations of the statistics of a layer.
+fn statistics(run: &RunShape<'_>) -> f64 {
     let per_row = |kind: &dyn StatisticsKind| -> f64 {
         let widths = output_error::widths(run.config).into_iter();
         widths.map(|width| kind.operations(width)).sum()
     };
     let rows = run.samples as f64 * run.seqlen as f64;
-    let statistics = run.statistics().map_or(0.0, per_row) * rows;
+    run.statistics().map_or(0.0, per_row) * rows
+}
+
+/// Operations of the method in a layer on the host, in f32 operations.
+fn solvers(run: &RunShape<'_>) -> f64 {
+    let Some(technique) = &run.technique else {
+        return 0.0;
+    };
     let projections = run.config.projections();
     let solvers: f64 = projections
         .map(|projection| {
@@ -151,7 +164,7 @@ fn repairs(run: &RunShape<'_>) -> f64 {
             technique.operations(rows, columns)
         })
         .sum();
-    statistics / of_kernel(gram::kernel_of(run.products)) + solvers / of_kernel(gram::f32_kernel())
+    solvers / of_kernel(gram::f32_kernel())
 }
 
 /// The speed of the CPU's products relative to f32; 1 on GPUs, whose rate is that of their dtype.

@@ -17,7 +17,7 @@ use candle_core::Tensor;
 use super::ledger::Refused;
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{Cut, LogSumExpPart};
+use crate::model::on_device::{Cut, LogSumExpPart, TakeGram};
 use crate::model::{DecoderLayer, LayerGradients, Observer, Projection};
 
 pub use on_candle::OnCandle;
@@ -37,7 +37,8 @@ pub trait Engine: Send {
     /// Passes one sample through the layer: `[seqlen, hidden_size]` on the host in, the same shape on the host out.
     fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, cut: &Cut) -> Result<Tensor>;
 
-    /// Calls `observer` with the inputs of one sample at the observation points.
+    /// Calls `observer` with the inputs of one sample at the observation points. Gram matrices are complete after
+    /// [`Engine::collect_grams`]; a call that fails does not change them.
     fn capture(
         &mut self,
         layer: &DecoderLayer,
@@ -45,6 +46,12 @@ pub trait Engine: Send {
         cut: &Cut,
         observer: &mut dyn Observer,
     ) -> Result<()>;
+
+    /// Hands on the Gram matrices of all samples since the last call. An engine that shows all rows has none.
+    ///
+    /// # Errors
+    /// Fails when the device has failed in the meantime.
+    fn collect_grams(&mut self, take: &mut TakeGram<'_>) -> Result<()>;
 
     /// Passes the gradient of one sample's output back through the layer: `[seqlen, hidden_size]` on the host in and out. The gradients
     /// of what is trained are added to `gradients` now, or by [`Engine::collect_gradients`].

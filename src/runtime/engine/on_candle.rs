@@ -12,7 +12,8 @@ use crate::model::head::HeadChunk;
 #[cfg(feature = "cuda")]
 use crate::model::on_device::candle_dtype;
 use crate::model::on_device::{
-    Cut, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart, copy,
+    Cut, DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart,
+    TakeGram, copy,
 };
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, ModelConfig, Observer, Projection};
 
@@ -25,6 +26,8 @@ pub struct OnCandle {
     tables: DeviceTables,
     layer: Option<DeviceLayer>,
     head: Option<DeviceHead>,
+    /// The Gram matrices of the current layer's inputs.
+    grams: DeviceGrams,
     /// The gradients of the current layer.
     training: Option<DeviceTraining>,
     /// The copy of the current layer.
@@ -84,6 +87,7 @@ impl OnCandle {
             tables,
             layer: None,
             head: None,
+            grams: DeviceGrams::default(),
             training: None,
             adopted: None,
             ahead: Arc::default(),
@@ -131,7 +135,17 @@ impl Engine for OnCandle {
     ) -> Result<()> {
         let state = self.to_device(state)?;
         let layer = self.layer.as_ref().context("a layer was begun")?;
-        layer.capture(&state, &self.tables, cut, observer)
+        self.grams.begin_sample();
+        let captured = layer.capture(&state, &self.tables, cut, observer, &mut self.grams);
+        match captured.is_ok() {
+            true => self.grams.end_sample(),
+            false => self.grams.drop_sample(),
+        }
+        captured
+    }
+
+    fn collect_grams(&mut self, take: &mut TakeGram<'_>) -> Result<()> {
+        self.grams.take(take)
     }
 
     fn backward(

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 use super::{CopyAhead, DeviceMemory, Engine};
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{Cut, LogSumExpPart};
+use crate::model::on_device::{Cut, LogSumExpPart, TakeGram};
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, Observer, Projection};
 
 /// A simulated GPU.
@@ -43,6 +43,10 @@ impl Engine for Simulated {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         layer.capture(state, &mut self.context, observer)
+    }
+
+    fn collect_grams(&mut self, _take: &mut TakeGram<'_>) -> Result<()> {
+        Ok(())
     }
 
     fn backward(

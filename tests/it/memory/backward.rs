@@ -1,17 +1,29 @@
-//! Memory of a layer's backward pass on a device: candle's operators on the CPU allocate no more than the plan of a GPU says.
+//! Memory of a layer's backward pass on a device, and of Gram matrices there: candle's operators on the CPU allocate no more than the plan of a GPU says.
 
 use super::*;
 use candle_core::{DType, Device, Tensor};
 use prune::checkpoint::Checkpoint;
 use prune::linalg::MaskedLowRank;
-use prune::model::on_device::Cut;
-use prune::model::{DecoderLayer, LayerContext, LayerGradients};
+use prune::model::observe::FromDevice;
+use prune::model::on_device::{Cut, DeviceGrams};
+use prune::model::{DecoderLayer, LayerContext, LayerGradients, Observation, Observer};
 use prune::runtime::engine::{Engine, OnCandle};
 
 /// Tokens of a sample: enough that tensors outweigh the scratch memory of candle's products on the CPU.
 const LONG: usize = 1024;
 
-/// Two samples of a backward pass. Leaves the counted bytes and the planned ones.
+/// Lets a device sum up Gram matrices.
+struct SumsOfGrams(bool);
+
+impl Observer for SumsOfGrams {
+    fn observe(&mut self, _point: Observation, _rows: &[f32]) {}
+
+    fn wants(&mut self, _point: Observation) -> FromDevice<'_> {
+        FromDevice::Gram(&[])
+    }
+}
+
+/// Two samples of a backward pass, or of a pass with Gram matrices. Leaves the counted bytes and the planned ones.
 #[test]
 #[ignore = "started by the other test of this module, in a process of its own"]
 fn child() -> anyhow::Result<()> {
@@ -30,6 +42,7 @@ fn child() -> anyhow::Result<()> {
     for projection in layer.projections() {
         engine.take_up(&layer, projection)?;
     }
+    let mut grams = SumsOfGrams(arguments.starts_with("grams"));
     let mut gradients = match arguments.split_once(' ').expect("two words").0 {
         "weights" => LayerGradients::new(&layer, layer.projections()).with_norms(&layer),
         _ => {
@@ -50,7 +63,11 @@ fn child() -> anyhow::Result<()> {
             .and_then(|cut| cut.smaller())
             .expect("smaller");
     }
-    let planned = cut.backward_bytes(&config, LONG, 4, gradients.sizes());
+    let widths = [512, 512, 512, 1376];
+    let planned = match grams.0 {
+        true => cut.capture_bytes(&config, LONG, 4, &widths) + DeviceGrams::bytes(&widths),
+        false => cut.backward_bytes(&config, LONG, 4, gradients.sizes()),
+    };
     let state = Tensor::ones((LONG, config.hidden_size), DType::F32, &Device::Cpu)?;
     let counted = |work: &mut dyn FnMut() -> anyhow::Result<()>| {
         let before = ALIVE.load(Ordering::Relaxed);
@@ -67,7 +84,12 @@ fn child() -> anyhow::Result<()> {
     let scratch = scratch - 4 * LONG * LONG;
     let all = counted(&mut || {
         for _ in 0..2 {
-            engine.backward(&layer, [&state, &state], &mut gradients, &cut)?;
+            match grams.0 {
+                true => engine.capture(&layer, &state, &cut, &mut grams)?,
+                false => {
+                    engine.backward(&layer, [&state, &state], &mut gradients, &cut)?;
+                }
+            }
         }
         Ok(())
     })?;
@@ -77,7 +99,7 @@ fn child() -> anyhow::Result<()> {
 }
 
 #[test]
-fn the_backward_pass_of_a_device_takes_what_is_planned() {
+fn backward_passes_and_gram_matrices_of_a_device_take_what_is_planned() {
     let place = Place::with(&RandomCheckpoint {
         hidden_size: 512,
         intermediate_size: 1376,
@@ -93,6 +115,8 @@ fn the_backward_pass_of_a_device_takes_what_is_planned() {
         "weights small",
         "factors whole",
         "factors small",
+        "grams whole",
+        "grams small",
     ] {
         let (counted, planned) = measured(&place, "backward::child", case);
         eprintln!("{case}: planned {planned}, counted {counted}");

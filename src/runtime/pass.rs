@@ -1,0 +1,195 @@
+//! A pass of all samples through a layer: its samples are shared by the devices, and its results are handed on in order.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread;
+
+use anyhow::{Context, Result, anyhow};
+
+use super::device_worker::DeviceWorker;
+use crate::run::Events;
+
+/// The order in which results are handed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ResultOrder {
+    /// That of the samples. A result waits for those of earlier samples, so results should be small.
+    OfSamples,
+    /// That of the samples, for large results: a device waits with its result, so there is at most one result per device.
+    Blocking,
+    /// That of computing.
+    Any,
+}
+
+/// Results that wait for those of earlier samples.
+struct Results<'c, R> {
+    order: ResultOrder,
+    next: usize,
+    waiting: BTreeMap<usize, R>,
+    /// An error or a panic ended the pass: no further result is taken.
+    is_over: bool,
+    done: &'c mut (dyn FnMut(usize, R) -> Result<()> + Send),
+}
+
+impl<R> Results<'_, R> {
+    fn take(&mut self, sample: usize, result: R) -> Result<()> {
+        if self.order == ResultOrder::Any {
+            return (self.done)(sample, result);
+        }
+        self.waiting.insert(sample, result);
+        while let Some(result) = self.waiting.remove(&self.next) {
+            (self.done)(self.next, result)?;
+            self.next += 1;
+        }
+        Ok(())
+    }
+}
+
+/// The samples of a pass that have not begun, and the results.
+struct Queue<'c, R> {
+    next: AtomicUsize,
+    samples: usize,
+    results: Mutex<Results<'c, R>>,
+    /// Signals that a result was taken, or that the pass is over.
+    changed: Condvar,
+}
+
+impl<R> Queue<'_, R> {
+    /// The next sample that no device has taken.
+    fn begin(&self) -> Option<usize> {
+        let sample = self.next.fetch_add(1, Ordering::Relaxed);
+        (sample < self.samples).then_some(sample)
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.next.load(Ordering::Relaxed) >= self.samples
+    }
+
+    /// Takes the result of a sample; with [`ResultOrder::Blocking`] after those of all earlier samples.
+    fn take(&self, sample: usize, result: R) -> Result<()> {
+        let mut results = lock(&self.results);
+        while results.order == ResultOrder::Blocking && results.next != sample && !results.is_over {
+            let woken = self.changed.wait(results);
+            results = woken.unwrap_or_else(PoisonError::into_inner);
+        }
+        if results.is_over {
+            return Ok(());
+        }
+        let taken = results.take(sample, result);
+        self.changed.notify_all();
+        taken
+    }
+
+    /// Ends the pass early: no device begins another sample, and none waits.
+    fn stop(&self) {
+        self.next.store(self.samples, Ordering::Relaxed);
+        lock(&self.results).is_over = true;
+        self.changed.notify_all();
+    }
+}
+
+/// A pass over all samples: each device takes the next sample that no other has taken, and the CPU computes what a device leaves.
+pub(super) struct Pass<'p, 'a, R> {
+    pub(super) on_device: &'p (dyn Fn(&mut DeviceWorker<'a>, usize) -> Result<Option<R>> + Sync),
+    pub(super) on_cpu: &'p mut (dyn FnMut(usize) -> Result<R> + Send),
+    pub(super) done: &'p mut (dyn FnMut(usize, R) -> Result<()> + Send),
+    pub(super) order: ResultOrder,
+    /// Devices get the samples in turn. Otherwise each takes the next one that is free.
+    pub(super) is_dealt: bool,
+}
+
+impl<'a, R: Send> Pass<'_, 'a, R> {
+    pub(super) fn run(
+        self,
+        workers: Vec<&mut DeviceWorker<'a>>,
+        samples: usize,
+        events: &dyn Events,
+    ) -> Result<()> {
+        let (on_device, on_cpu) = (self.on_device, Mutex::new(self.on_cpu));
+        let dealt = self.is_dealt.then_some(workers.len());
+        let queue = Queue {
+            next: AtomicUsize::new(0),
+            samples,
+            results: Mutex::new(Results {
+                order: self.order,
+                next: 0,
+                waiting: BTreeMap::new(),
+                is_over: false,
+                done: self.done,
+            }),
+            changed: Condvar::new(),
+        };
+        let one = |worker: Option<&mut DeviceWorker<'a>>, sample: usize| -> Result<()> {
+            events.check()?;
+            let computed = match worker {
+                Some(worker) => on_device(worker, sample)?,
+                None => None,
+            };
+            let result = match computed {
+                Some(result) => result,
+                None => (*lock(&on_cpu))(sample)?,
+            };
+            queue.take(sample, result)
+        };
+        if workers.is_empty() {
+            return (0..samples).try_for_each(|sample| one(None, sample));
+        }
+        let work = |number: usize, worker: &mut DeviceWorker<'a>| -> Result<()> {
+            let _stop = StopOnPanic(&queue);
+            let mut own = (number..samples).step_by(dealt.unwrap_or(1));
+            let mut next = || match dealt {
+                Some(_) => own.next().filter(|_| !queue.is_stopped()),
+                None => queue.begin(),
+            };
+            while let Some(sample) = next() {
+                one(Some(&mut *worker), sample).inspect_err(|_| queue.stop())?;
+            }
+            Ok(())
+        };
+        on_threads(workers, &work)
+    }
+}
+
+/// Runs `work` for every worker and its number, each on a thread of its own, and returns the first error.
+fn on_threads<'a>(
+    workers: Vec<&mut DeviceWorker<'a>>,
+    work: &(dyn Fn(usize, &mut DeviceWorker<'a>) -> Result<()> + Sync),
+) -> Result<()> {
+    thread::scope(|scope| {
+        let threads: Vec<_> = workers
+            .into_iter()
+            .enumerate()
+            .map(|(number, worker)| {
+                thread::Builder::new().spawn_scoped(scope, move || work(number, worker))
+            })
+            .collect();
+        let mut outcome = Ok(());
+        for thread in threads {
+            let ended = thread
+                .context("starting the thread of a device")
+                .and_then(|thread| {
+                    thread
+                        .join()
+                        .unwrap_or_else(|_| Err(anyhow!("the thread of a device panicked")))
+                });
+            outcome = outcome.and(ended);
+        }
+        outcome
+    })
+}
+
+/// Ends the pass for the other threads once one has panicked.
+struct StopOnPanic<'q, 'c, R>(&'q Queue<'c, R>);
+
+impl<R> Drop for StopOnPanic<'_, '_, R> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.stop();
+        }
+    }
+}
+
+/// Locks a mutex. A panic of another thread ends the run, so the state behind the lock does not matter then.
+pub(super) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
