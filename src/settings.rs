@@ -416,6 +416,10 @@ pub struct PlanSettings {
     pub run: Settings,
     /// `--inventory`: the description of another machine.
     pub inventory: Option<PathBuf>,
+    /// `--rank` of the factors of trainings; the default of `prune recover` if absent.
+    pub rank: Option<usize>,
+    /// `--batch-size` of trainings; the default of `prune recover` if absent.
+    pub batch_size: Option<usize>,
 }
 
 /// Settings of `prune quantize`.

@@ -51,10 +51,18 @@ pub struct PlanArgs {
 
     /// A table of trainings by `prune recover`, of the model, or of all shapes: their memory and files
     ///
-    /// Settings are the defaults of `prune recover`, without evaluation. The table shows the memory without a limit, but for layers that
+    /// Other settings are the defaults of `prune recover`, without evaluation. The table shows the memory without a limit, but for layers that
     /// would stay in it, and the least that works.
     #[arg(long, help_heading = "Model", conflicts_with_all = ["prune_method", "nsamples", "eval", "eval_windows", "no_save_model", "max_memory", "hidden_states", "device_map", "inventory"])]
     recover: bool,
+
+    /// Rank of the trained factors [default: that of `prune recover`]
+    #[arg(long, value_name = "N", help_heading = "Run", requires = "recover", value_parser = clap::value_parser!(u32).range(1..))]
+    rank: Option<u32>,
+
+    /// Examples per training step [default: those of `prune recover`]
+    #[arg(long, value_name = "N", help_heading = "Run", requires = "recover", value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: Option<u32>,
 
     /// The method, which decides whether calibration samples are needed
     #[arg(long, value_name = "METHOD", default_value = PRUNE_METHOD, help_heading = "Run",
@@ -129,6 +137,8 @@ impl PlanArgs {
             subject,
             run,
             inventory: self.inventory.clone(),
+            rank: self.rank.map(|rank| rank as usize),
+            batch_size: self.batch_size.map(|size| size as usize),
         })
     }
 }

@@ -1,7 +1,7 @@
 //! `prune plan --recover`: the memory of trainings, from headers or published shapes alone.
 //!
-//! Every row is the plan that `prune recover` makes with its defaults and without evaluation: with unlimited memory but no layer that stays in
-//! it, and with the least memory that works. A quantised base changes the files alone: layers are read from it in their own dtype.
+//! Every row is the plan that `prune recover` makes with its defaults, but for rank and batch size, and without evaluation: with unlimited
+//! memory but no layer that stays in it, and with the least memory that works. A quantised base changes the files alone: layers are read from it in their own dtype.
 
 use anyhow::Result;
 
@@ -47,10 +47,13 @@ pub fn training_table(settings: &PlanSettings, events: &dyn Events) -> Result<Ve
     let mut rows = Vec::new();
     for subject in &subjects {
         for (how, optim, base_quant) in TRAININGS {
+            let own = RecoverySettings::of(how);
             let asked = RecoverySettings {
                 optim: optim.to_string(),
                 base_quant,
-                ..RecoverySettings::of(how)
+                rank: settings.rank.unwrap_or(own.rank),
+                batch_size: settings.batch_size.unwrap_or(own.batch_size),
+                ..own
             };
             let recovery = Recovery::of(&asked, &subject.config, None)?;
             let run = training_run(settings, subject, &recovery, machine.cpu.threads)?;

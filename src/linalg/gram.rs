@@ -96,6 +96,7 @@ impl GramMatrix {
 
     /// Adds rows `[rows, width]` of X.
     pub fn add_rows(&mut self, mut rows: &[f32]) {
+        let mut packed = None;
         while !rows.is_empty() {
             let room = (TOKENS * self.width - self.waiting.len()).min(rows.len());
             let (now, later) = rows.split_at(room);
@@ -104,7 +105,9 @@ impl GramMatrix {
             self.waiting.extend_from_slice(now);
             rows = later;
             if self.waiting.len() == TOKENS * self.width {
-                self.fold();
+                self.fold(
+                    packed.get_or_insert_with(|| PackedRows::new(self.kernel, self.width, TOKENS)),
+                );
                 self.waiting.clear();
             }
         }
@@ -133,7 +136,8 @@ impl GramMatrix {
     /// Adds the rows that wait to the sums, and frees their memory.
     pub fn finish(&mut self) {
         if !self.waiting.is_empty() {
-            self.fold();
+            let tokens = self.waiting.len() / self.width;
+            self.fold(&mut PackedRows::new(self.kernel, self.width, tokens));
         }
         self.waiting = Vec::new();
     }
@@ -220,44 +224,12 @@ impl GramMatrix {
         self.sums = sums;
     }
 
-    /// Adds the rows that wait to the sums.
-    fn fold(&mut self) {
-        let (kernel, width) = (self.kernel, self.width);
-        let tokens = self.waiting.len() / width;
-        // X turned, `[width, tokens]`: kernels read the summed dimension along a row.
-        let mut turned = vec![0.0f32; width * tokens];
-        turn(&self.waiting, width, &mut turned);
-        let factor = Strided::rows(Values::F32(&turned), tokens);
-        let pack = |pack: &(dyn Fn(Strided<'_>, usize, &mut [Line]) + Sync), lines: usize| {
-            let mut packed: Vec<Line> =
-                bytemuck::allocation::zeroed_vec(lines * width.div_ceil(PANEL));
-            packed
-                .par_chunks_mut(lines.max(1))
-                .enumerate()
-                .for_each(|(panel, lines)| {
-                    let first = panel * PANEL;
-                    pack(factor.at(first, 0), PANEL.min(width - first), lines);
-                });
-            packed
-        };
-        let (row_lines, column_lines) = (
-            kernel.row_lines(PANEL, tokens),
-            kernel.column_lines(PANEL, tokens),
-        );
-        let x = pack(
-            &|rows, count, lines| {
-                let lines = &mut lines[..kernel.row_lines(count, tokens)];
-                kernel.pack_rows(rows, count, tokens, lines);
-            },
-            row_lines,
-        );
-        let w = pack(
-            &|columns, count, lines| {
-                let lines = &mut lines[..kernel.column_lines(count, tokens)];
-                kernel.pack_columns(columns, count, tokens, lines);
-            },
-            column_lines,
-        );
+    /// Adds the rows that wait to the sums, as many as `packed` has room for.
+    fn fold(&mut self, packed: &mut PackedRows) {
+        let (kernel, width, tokens) = (self.kernel, self.width, packed.tokens);
+        packed.fill(kernel, &self.waiting, width);
+        let PackedRows { x, w, lines, .. } = &*packed;
+        let [row_lines, column_lines] = *lines;
         let mut tasks = Vec::new();
         let mut sums = &mut self.sums[..];
         for (panel, rows) in panels(width).enumerate() {
@@ -281,6 +253,66 @@ impl GramMatrix {
             });
     }
 }
+
+/// Some rows of X in the forms in which the kernel reads them. One call for many rows uses the memory again, which the system would
+/// zero each time.
+struct PackedRows {
+    tokens: usize,
+    /// X turned, `[width, tokens]`: kernels read the summed dimension along a row.
+    turned: Vec<f32>,
+    /// By panel, as the left and as the right factor.
+    x: Vec<Line>,
+    w: Vec<Line>,
+    /// Lines of a panel in both.
+    lines: [usize; 2],
+}
+
+impl PackedRows {
+    /// Memory for this many rows `[tokens, width]`.
+    fn new(kernel: Kernel, width: usize, tokens: usize) -> Self {
+        let lines = [
+            kernel.row_lines(PANEL, tokens),
+            kernel.column_lines(PANEL, tokens),
+        ];
+        let [x, w] = lines.map(|lines| {
+            let all = lines * width.div_ceil(PANEL);
+            bytemuck::allocation::zeroed_vec(all)
+        });
+        let turned = vec![0.0; width * tokens];
+        Self {
+            tokens,
+            turned,
+            x,
+            w,
+            lines,
+        }
+    }
+
+    /// Packs rows `[tokens, width]`.
+    fn fill(&mut self, kernel: Kernel, rows: &[f32], width: usize) {
+        let tokens = self.tokens;
+        turn(rows, width, &mut self.turned);
+        let factor = Strided::rows(Values::F32(&self.turned), tokens);
+        let panels = |packed: &mut [Line], lines: usize, pack: Pack<'_>| {
+            let packed = packed.par_chunks_mut(lines.max(1)).enumerate();
+            packed.for_each(|(panel, lines)| {
+                let first = panel * PANEL;
+                pack(factor.at(first, 0), PANEL.min(width - first), lines);
+            });
+        };
+        panels(&mut self.x, self.lines[0], &|rows, count, lines| {
+            let lines = &mut lines[..kernel.row_lines(count, tokens)];
+            kernel.pack_rows(rows, count, tokens, lines);
+        });
+        panels(&mut self.w, self.lines[1], &|columns, count, lines| {
+            let lines = &mut lines[..kernel.column_lines(count, tokens)];
+            kernel.pack_columns(columns, count, tokens, lines);
+        });
+    }
+}
+
+/// Packs this many rows or columns of a factor into lines.
+type Pack<'p> = &'p (dyn Fn(Strided<'_>, usize, &mut [Line]) + Sync);
 
 /// Lines of both packed forms of [`TOKENS`] rows.
 fn packed_lines(kernel: Kernel, width: usize) -> (usize, usize) {

@@ -12,10 +12,10 @@
 //! once at most. In an N:M pattern the weakest kept weight of the group goes, and a swap that would turn the sign of e is not made. Zhang et al. 2023, "Dynamic Sparse No Training", arXiv:2310.08915; reference:
 //! `prune_DSnoT` in zyxxmu/DSnoT.
 //!
-//! Differences: a row is finished where no removed weight of the sign is left. The reference then takes kept weights for removed ones,
-//! reads beyond its lists on narrow matrices, and writes masks of finished rows, so the sparsity drifts. After 20 swaps on 64 columns
-//! 60 of the 45,000 bits of a first layer differ for this reason, and more in later layers. As in the reference, the matrices of the MLP
-//! are left alone by default.
+//! Differences: a row is finished where no removed weight of the sign is left. The published code then takes kept weights in the order of
+//! their columns for removed ones, so the sparsity drifts; `--dsnot-published` does the same, with the same masks. It also reads beyond
+//! its lists on narrow matrices and writes masks of finished rows, which has no flag here. As in the reference, the matrices of the MLP are
+//! left alone by default.
 
 use std::collections::VecDeque;
 
@@ -61,7 +61,11 @@ impl Refinement for Dsnot {
     }
 
     fn options(&self) -> &'static [MethodOption] {
-        &[MethodOption::DsnotCycles, MethodOption::DsnotMlp]
+        &[
+            MethodOption::DsnotCycles,
+            MethodOption::DsnotMlp,
+            MethodOption::DsnotPublished,
+        ]
     }
 
     fn changes_weights(&self) -> bool {
@@ -89,6 +93,7 @@ impl Refinement for Dsnot {
             variances: moments.variance(),
             pattern: request.target.pattern,
             cycles: request.options.dsnot_cycles(),
+            is_published: request.options.dsnot_published,
         };
         let (rows, width) = (pruned.dense.rows(), pruned.dense.columns());
         let mut is_kept = kept_of(&pruned.mask);
@@ -113,6 +118,8 @@ struct SwapRule {
     variances: Vec<f32>,
     pattern: Pattern,
     cycles: usize,
+    /// Kept weights may come back, too: between the removed ones of both signs, by column.
+    is_published: bool,
 }
 
 impl SwapRule {
@@ -126,13 +133,19 @@ impl SwapRule {
         let mut scores = weights.to_vec();
         scores.iter_mut().for_each(|weight| *weight = weight.abs());
         wanda::score(&mut scores, &self.norms);
-        let mut removed: Vec<usize> = (0..weights.len()).filter(|&at| !is_kept[at]).collect();
-        let mut error: f32 = removed.iter().map(|&at| share[at]).sum();
-        let key = |at: usize| match share[at] / self.variances[at] {
-            ratio if ratio.is_nan() => 0.0,
-            ratio => ratio,
-        };
-        removed.sort_by(|&one, &other| key(one).total_cmp(&key(other)));
+        let removed = (0..weights.len()).filter(|&at| !is_kept[at]);
+        let mut error: f32 = removed.map(|at| share[at]).sum();
+        let keys: Vec<f32> = (0..weights.len())
+            .map(|at| match share[at] / self.variances[at] {
+                ratio if ratio.is_nan() || is_kept[at] => 0.0,
+                ratio => ratio,
+            })
+            .collect();
+        let mut returning: Vec<usize> = (0..weights.len())
+            .filter(|&at| keys[at] != 0.0 || self.is_published)
+            .collect();
+        // Zero and minus zero are equal.
+        returning.sort_by(|&one, &other| (keys[one] + 0.0).total_cmp(&(keys[other] + 0.0)));
         let mut kept: Vec<usize> = (0..weights.len()).filter(|&at| is_kept[at]).collect();
         kept.sort_by(|&one, &other| scores[one].total_cmp(&scores[other]));
         let of_sign = |sign: f32| -> Vec<usize> {
@@ -144,14 +157,15 @@ impl SwapRule {
         leaving.extend(of_sign(1.0).into_iter().rev());
         let first_sign = error.signum();
         let mut is_used = vec![false; weights.len()];
-        let mut removed = removed.into_iter();
+        let mut returning = returning.into_iter();
+        let may_return = |at: &usize, sign: f32| self.is_published || keys[*at] * sign > 0.0;
         for _ in 0..self.cycles {
             if error.abs() <= DONE {
                 return;
             }
             let back = match error > 0.0 {
-                true => removed.next_back().filter(|&at| key(at) > 0.0),
-                false => removed.next().filter(|&at| key(at) < 0.0),
+                true => returning.next_back().filter(|at| may_return(at, 1.0)),
+                false => returning.next().filter(|at| may_return(at, -1.0)),
             };
             let Some(back) = back else {
                 return;
@@ -176,7 +190,8 @@ impl SwapRule {
             }
             // A weight that came back stays.
             (is_used[back], is_used[gone]) = (true, true);
-            (is_kept[back], is_kept[gone]) = (true, false);
+            is_kept[gone] = false;
+            is_kept[back] = true;
             error = after;
         }
     }
@@ -193,6 +208,7 @@ mod tests {
             variances: vec![1.0; 6],
             pattern,
             cycles: 50,
+            is_published: false,
         }
     }
 
@@ -203,6 +219,26 @@ mod tests {
         let mut is_kept = [false, false, false, true, true, true];
         columns(Pattern::Unstructured).refine(&[1.0, 3.0, 2.0, 5.0, -4.0, -6.0], &mut is_kept);
         assert_eq!(is_kept, [false, true, false, true, false, true]);
+    }
+
+    #[test]
+    fn the_published_rule_takes_kept_weights_for_removed_ones() {
+        // Removed are 1 and 2, so e = 3. Column 1 comes back, column 2 goes: e = 3 − 4 − 2 = −3. No removed weight is negative, so the
+        // first of the columns kept at the start comes back, which is column 2 again, and column 3 goes.
+        let weights = [1.0, 2.0, -4.0, 5.0, 7.0];
+        let refined = |is_published, cycles| {
+            let mut is_kept = [false, false, true, true, true];
+            let rule = SwapRule {
+                is_published,
+                cycles,
+                ..columns(Pattern::Unstructured)
+            };
+            rule.refine(&weights, &mut is_kept);
+            is_kept
+        };
+        assert_eq!(refined(false, 2), [false, true, false, true, true]);
+        assert_eq!(refined(true, 1), [false, true, false, true, true]);
+        assert_eq!(refined(true, 2), [false, true, true, false, true]);
     }
 
     #[test]

@@ -124,6 +124,7 @@ impl<'a> Request<'a> {
             blocksize: None,
             dsnot_cycles: None,
             dsnot_mlp: false,
+            dsnot_published: false,
         };
         Self {
             name,

@@ -26,6 +26,9 @@ pub struct MethodOptions {
     /// `--dsnot-mlp`: the matrices of the MLP are refined, too.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub dsnot_mlp: bool,
+    /// `--dsnot-published`: rows go on where no removed weight of the sign is left, as in the published code.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub dsnot_published: bool,
 }
 
 /// An option that a method may read.
@@ -39,6 +42,8 @@ pub enum MethodOption {
     DsnotCycles,
     /// `--dsnot-mlp`.
     DsnotMlp,
+    /// `--dsnot-published`.
+    DsnotPublished,
 }
 
 impl MethodOption {
@@ -49,6 +54,7 @@ impl MethodOption {
             Self::Blocksize => "--blocksize",
             Self::DsnotCycles => "--dsnot-cycles",
             Self::DsnotMlp => "--dsnot-mlp",
+            Self::DsnotPublished => "--dsnot-published",
         }
     }
 }
@@ -75,7 +81,8 @@ impl MethodOptions {
         let blocksize = self.blocksize.map(|_| MethodOption::Blocksize);
         let cycles = self.dsnot_cycles.map(|_| MethodOption::DsnotCycles);
         let mlp = self.dsnot_mlp.then_some(MethodOption::DsnotMlp);
-        let all = [percdamp, blocksize, cycles, mlp];
+        let published = self.dsnot_published.then_some(MethodOption::DsnotPublished);
+        let all = [percdamp, blocksize, cycles, mlp, published];
         all.into_iter().flatten().collect()
     }
 
@@ -90,6 +97,7 @@ impl MethodOptions {
                 .dsnot_cycles
                 .filter(|_| reads(MethodOption::DsnotCycles)),
             dsnot_mlp: self.dsnot_mlp && reads(MethodOption::DsnotMlp),
+            dsnot_published: self.dsnot_published && reads(MethodOption::DsnotPublished),
         }
     }
 

@@ -104,12 +104,12 @@ fn losses(manifest: &Manifest) -> (f64, f64) {
 #[test]
 fn a_planned_training_is_the_plan_of_the_run() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
-    let planned = place.run("plan pruned/model --recover --seqlen 64 --json");
+    let planned = place.run("plan pruned/model --recover --seqlen 64 --rank 8 --batch-size 3 --json");
     assert_eq!(planned.code, 0, "{}", planned.stderr);
     let rows: Vec<Value> = serde_json::from_str(&planned.stdout).expect("a list");
     assert_eq!(rows.len(), 7);
     // Ids and flags of the examples of 200 steps, less those of one.
-    let tokens = 199 * 4 * 64 * 5;
+    let tokens = 199 * 3 * 64 * 5;
     for row in rows {
         let text = |key: &str| row[key].as_str().unwrap_or_default();
         let (how, optim, quant) = (text("how"), text("optimizer"), text("base_quant"));
@@ -122,7 +122,7 @@ fn a_planned_training_is_the_plan_of_the_run() {
         };
         let ran = place.run(&format!(
             "recover --model pruned/model --dataset train.txt --seqlen 64 --steps 1 --eval none \
-             --how {how} --optim {optim} {quant} --save out --force"
+             --rank 8 --batch-size 3 --how {how} --optim {optim} {quant} --save out --force"
         ));
         assert_eq!(ran.code, 0, "{row}: {}", ran.stderr);
         let plan = place.manifest("out").plan.expect("a plan");

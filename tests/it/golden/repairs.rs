@@ -57,6 +57,7 @@ const NO_OPTIONS: MethodOptions = MethodOptions {
     blocksize: None,
     dsnot_cycles: None,
     dsnot_mlp: false,
+    dsnot_published: false,
 };
 
 const SPARSEGPT: Case = Case {
@@ -160,24 +161,28 @@ fn refitted() -> Vec<Case> {
 }
 
 fn swapped() -> Vec<Case> {
-    let case = |golden, dsnot_cycles, dsnot_mlp, equal| Case {
+    let case = |golden, dsnot_cycles, all| Case {
         golden,
         method: "wanda",
         refine: Some("dsnot"),
         options: MethodOptions {
             dsnot_cycles: Some(dsnot_cycles),
-            dsnot_mlp,
+            dsnot_mlp: all,
+            dsnot_published: all,
             ..NO_OPTIONS
         },
         limits: Limits {
-            masks: Some((equal, equal - 0.001)),
+            masks: Some((1.0, 1.0)),
             perplexity: -1e-3..=1e-3,
             output_error: None,
             weights: None,
         },
         ..SPARSEGPT
     };
-    vec![case("dsnot/stories-0.5-skip-mlp-cycles1", 1, false, 0.9999)]
+    vec![
+        case("dsnot/stories-0.5-skip-mlp-cycles1", 1, false),
+        case("dsnot/stories-0.5-no-skip-cycles20-fixed", 20, true),
+    ]
 }
 
 /// Compares every matrix with the golden's.
