@@ -3,21 +3,21 @@
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-/// Sums over some rows `[tokens, columns]` of an activation, computed in f32.
+/// Sums over some rows `[tokens, columns]` of an activation. A GPU adds up some rows at a time in f32, and these sums are added in f64.
 #[derive(Debug, Clone, Copy)]
 pub struct ColumnSums<'a> {
     /// The number of rows.
     pub tokens: usize,
     /// Σ_t x_tj², `[columns]`.
-    pub squares: &'a [f32],
+    pub squares: &'a [f64],
     /// Σ_t x_tj, `[columns]`.
-    pub values: &'a [f32],
+    pub values: &'a [f64],
 }
 
-/// Adds f32 sums to f64 ones.
-pub fn add_sums(sums: &mut [f64], more: &[f32]) {
+/// sums_j ← sums_j + more_j.
+pub fn add_sums<T: Copy + Into<f64>>(sums: &mut [f64], more: &[T]) {
     for (sum, more) in sums.iter_mut().zip(more) {
-        *sum += f64::from(*more);
+        *sum += (*more).into();
     }
 }
 

@@ -121,13 +121,13 @@ impl GramMatrix {
             let own = self.width - rows.start;
             if rows.start >= first {
                 // Columns before a panel's own are below the diagonal.
-                let theirs = sums.chunks_exact(columns);
+                let theirs = sums.par_chunks_exact(columns);
                 let theirs = theirs.skip(rows.start - first).take(rows.len());
-                for (at, theirs) in theirs.enumerate() {
-                    let ours = &mut self.sums[start + at * own..][..own];
+                let ours = self.sums[start..][..rows.len() * own].par_chunks_exact_mut(own);
+                ours.zip(theirs).for_each(|(ours, theirs)| {
                     let theirs = &theirs[rows.start - first..];
                     ours.iter_mut().zip(theirs).for_each(|(a, b)| *a += b);
-                }
+                });
             }
             start += rows.len() * own;
         }

@@ -4,6 +4,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::gram::GramMatrix;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
+use crate::model::on_device::DeviceGrams;
 use crate::model::shapes::shape;
 use crate::model::{Dtypes, ModelConfig};
 use crate::pipeline::{Flow, Propagation, RunShape};
@@ -13,7 +14,7 @@ use crate::placement::{
     Budget, DeviceMap, ExecutionOption, Inventory, PlanFailure, Policy, Processors, Workload, plan,
 };
 use crate::pruning::Technique;
-use crate::run::memory_settings::{MemorySettings, WeightsHeld};
+use crate::run::memory_settings::{GramsHeld, MemorySettings, StatisticsHeld, WeightsHeld};
 use crate::run::plan::PartKind;
 use crate::run::{HiddenStatesStorage, Phase, Plan};
 use crate::runtime::Side;
@@ -165,6 +166,45 @@ fn runs_that_share_statistics_need_a_copy_of_a_layer_and_windows_of_their_own() 
         together.0 > apart.0 && together.0 >= 3 * gram,
         "{together} {apart}"
     );
+}
+
+#[test]
+fn gram_matrices_are_on_a_card_that_has_room_for_them() {
+    let config = shape("llama-2-7b").unwrap().config().unwrap();
+    let sparsegpt = crate::pruning::method("sparsegpt").map(Technique::of);
+    let run = RunShape {
+        technique: sparsegpt,
+        ..run(&config, StoredDtype::F16, 8)
+    };
+    let planned = |card: &str| {
+        let machine = json!({"cpu": {"memory": "32GiB", "threads": 8}, "gpus": [{"memory": card}]});
+        let machine: Inventory = serde_json::from_value(machine).unwrap();
+        let plan = plan(&run, &machine, &Policy::default()).unwrap();
+        assert_eq!(devices(&plan), [(0, 31, "cuda:0".to_string())]);
+        let on_card = |phase| {
+            let mut phases = plan.phases.iter();
+            let phase = phases.find(|one| one.phase == phase && one.device == "cuda");
+            let mut parts = phase.unwrap().parts.iter();
+            let part = parts.find(|part| part.kind == PartKind::Statistics);
+            part.map_or(ByteSize::ZERO, |part| part.bytes)
+        };
+        assert_eq!(on_card(Phase::Propagate), ByteSize::ZERO);
+        let settings = plan.memory_settings.clone();
+        (settings, on_card(Phase::Calibrate), plan.time.seconds)
+    };
+    let (large, sums, fast) = planned("24GiB");
+    let held = (large.grams, large.statistics);
+    assert_eq!(held, (GramsHeld::Device, StatisticsHeld::Layer));
+    assert_eq!(sums, DeviceGrams::bytes(&[4096, 4096, 4096, 11008]));
+    let (small, sums, slow) = planned("1200MiB");
+    assert_eq!((small.grams, sums), (GramsHeld::Host, ByteSize::ZERO));
+    assert!(fast < 0.8 * slow, "{fast} {slow}");
+    // One input at a time needs room for the largest.
+    let apart = MemorySettings {
+        statistics: StatisticsHeld::Input,
+        ..large
+    };
+    assert_eq!(run.grams_on_gpu(&apart), [11008]);
 }
 
 #[test]

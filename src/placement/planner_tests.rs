@@ -131,7 +131,7 @@ fn bytes() -> impl Strategy<Value = u64> {
 fn demand(phase: Phase, on_gpu: bool) -> impl Strategy<Value = Demand> {
     let needs = || vec(vec(bytes(), 0..3), 1..3);
     let amount = || prop_oneof![Just(0.0), 0.0..1e18];
-    (needs(), needs(), vec(amount(), 6)).prop_map(move |(host, device, amounts)| Demand {
+    (needs(), needs(), vec(amount(), 7)).prop_map(move |(host, device, amounts)| Demand {
         host: host.into_iter().map(|parts| memory(phase, parts)).collect(),
         device: match on_gpu {
             true => device
@@ -153,6 +153,7 @@ fn demand(phase: Phase, on_gpu: bool) -> impl Strategy<Value = Demand> {
                 layer_uploaded: amounts[3],
                 layer_states: amounts[4],
                 once_moved: amounts[5],
+                layer_host_flop: amounts[6],
                 ..Work::default()
             },
         },
@@ -232,7 +233,8 @@ fn least_seconds_on_cpu(workload: &Table, machine: &Inventory) -> Option<f64> {
                     continue;
                 }
                 let work = layers.work;
-                let (compute, read) = (work.layer_flop / rate, work.layer_read / disk);
+                let flop = work.layer_flop + work.layer_host_flop;
+                let (compute, read) = (flop / rate, work.layer_read / disk);
                 let layer = work.layer_moved / disk
                     + if option.settings.prefetch {
                         compute.max(read)

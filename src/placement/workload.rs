@@ -105,7 +105,7 @@ impl PhaseMemory {
 pub struct Work {
     /// Floating-point operations of one layer, all samples.
     pub layer_flop: f64,
-    /// Those of them that the CPU does, whatever computes the layer. `layer_flop` does not contain them.
+    /// Operations of one layer that the CPU does, whatever computes the layer; not part of `layer_flop`.
     pub layer_host_flop: f64,
     /// Bytes of weights read for one layer. Reading overlaps computing where the settings prefetch.
     pub layer_read: f64,

@@ -2,7 +2,8 @@
 //!
 //! For column j of the input x `[tokens, in_features]`, n samples of T_k tokens each:
 //! s_j as in `column_squares.rs`; m_j = (1/n) Σ_k Σ_tokens x_tj, the mean over samples of *sums* over tokens; v_j the mean of the
-//! (population) variances of the samples, weighted by their tokens. Sums run in f64. Zhang et al. 2023, "Dynamic Sparse No
+//! (population) variances of the samples, weighted by their tokens. Sums run in f64, on a GPU in f32
+//! over at most 1024 tokens. Zhang et al. 2023, "Dynamic Sparse No
 //! Training", arXiv:2310.08915 §3; reference: `WrappedGPT` in zyxxmu/DSnoT.
 
 use super::column_squares::ColumnSquares;
@@ -170,6 +171,7 @@ impl MergedStatistics for ColumnMoments {
         self.squares.permute(order);
         permute::permute(&mut self.sums, order);
         permute::permute(&mut self.spreads, order);
+        permute::permute(&mut self.squared_sums, order);
     }
 }
 

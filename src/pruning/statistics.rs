@@ -11,7 +11,7 @@
 //! | memory | one accumulator, one part per sample on its way | one accumulator |
 //! | GPUs | send column sums where a part consists of them, else all rows | keep XᵀX if there is room, else send all rows |
 //!
-//! The order is fixed either way, so statistics do not depend on threads. XᵀX of the samples of a GPU is one sum, and is added last.
+//! The order is fixed either way, so statistics do not depend on threads. XᵀX of the samples of a GPU is one sum, added after the pass.
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -143,10 +143,14 @@ pub trait InPlaceStatistics: Any + Send + Sync {
     fn end_sample(&mut self) {}
 
     /// Merges the numbers of the next sample's [`StatisticsKind::part_beside_gram`].
-    fn merge_beside_gram(&mut self, _numbers: &[f64]) {}
+    fn merge_beside_gram(&mut self, _numbers: &[f64]) {
+        unreachable!("for kinds with a part beside XᵀX")
+    }
 
     /// Adds some rows of the upper triangle of XᵀX, of all samples that a GPU has computed, as [`GramMatrix::add_upper`].
-    fn add_gram(&mut self, _first: usize, _sums: &[f32]) {}
+    fn add_gram(&mut self, _first: usize, _sums: &[f32]) {
+        unreachable!("for kinds with a part beside XᵀX")
+    }
 
     /// Ends the collection: all samples were added.
     fn finish(&mut self) {}

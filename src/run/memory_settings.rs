@@ -1,4 +1,4 @@
-//! Settings that trade memory for time. A plan chooses them so that a run fits. No setting changes a mask, but for rounding on GPUs.
+//! Settings that trade memory for time. A plan chooses them so that a run fits. No setting changes a mask, except by rounding on GPUs.
 
 use serde::{Deserialize, Serialize};
 

@@ -185,7 +185,7 @@ impl<'a> Compute<'a> {
             is_dealt: !grams.widths.is_empty(),
         }
         .run(workers, samples, self.events)?;
-        let mut workers = self.workers.iter_mut();
+        let mut workers = self.workers.iter_mut().filter(|_| !grams.widths.is_empty());
         workers.try_for_each(|worker| worker.collect_grams(grams.take))
     }
 

@@ -283,8 +283,9 @@ impl<'a> DeviceWorker<'a> {
         })
     }
 
-    /// Hands on the Gram matrices that the device has summed up.
+    /// Hands on the Gram matrices that the device has summed up. Without them, there is room for samples again.
     pub(super) fn collect_grams(&mut self, take: &mut TakeGram<'_>) -> Result<()> {
+        self.is_paused = false;
         let collected = self.engine.collect_grams(take);
         collected.with_context(|| format!("on {}", self.device))
     }
@@ -409,9 +410,9 @@ impl<'a> DeviceWorker<'a> {
     /// Returns the free bytes: the smaller of the device's count and the ledger's.
     fn observed_free(&self) -> ByteSize {
         let free = self.ledger.free();
-        self.engine
-            .memory()
-            .map_or(free, |memory| memory.free.min(free))
+        self.engine.memory().map_or(free, |memory| {
+            free.min(memory.free + self.engine.grams_held())
+        })
     }
 
     /// Chooses the largest pieces that fit the free memory. Where none fit, the device pauses until other weights are loaded.

@@ -88,7 +88,7 @@ impl<R> Queue<'_, R> {
     }
 }
 
-/// A pass over all samples: each device takes the next sample that no other has taken, and the CPU computes what a device leaves.
+/// A pass over all samples, which the devices share. The CPU computes what a device leaves.
 pub(super) struct Pass<'p, 'a, R> {
     pub(super) on_device: &'p (dyn Fn(&mut DeviceWorker<'a>, usize) -> Result<Option<R>> + Sync),
     pub(super) on_cpu: &'p mut (dyn FnMut(usize) -> Result<R> + Send),

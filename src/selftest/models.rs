@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor};
 
 use crate::checkpoint::{Checkpoint, WeightSource};
-use crate::linalg::columns::ColumnSums;
+use crate::linalg::columns::{self, ColumnSums};
 use crate::linalg::gram::GramMatrix;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::observe::FromDevice;
@@ -77,6 +77,15 @@ pub(super) fn wide() -> RandomCheckpoint {
     }
 }
 
+/// A model whose Gram matrices have several panels on a device.
+pub(super) fn several_panels() -> RandomCheckpoint {
+    RandomCheckpoint {
+        hidden_size: 1024,
+        intermediate_size: 1600,
+        ..wide()
+    }
+}
+
 /// Column sums of squares at the four points.
 pub(super) struct Sums(pub(super) [Vec<f32>; 4]);
 
@@ -105,26 +114,34 @@ impl Observer for Sums {
     fn observe_sums(&mut self, point: Observation, observed: &ColumnSums<'_>, _kept: &[f32]) {
         let sums = &mut self.0[point as usize];
         for (sum, square) in sums.iter_mut().zip(observed.squares) {
-            *sum += square;
+            *sum += *square as f32;
         }
     }
 }
 
-/// Gram matrices at the four points: of the rows that the CPU shows; a device sums them up itself.
-pub(super) struct Grams(pub(super) [GramMatrix; 4]);
+/// Gram matrices and column sums at the four points: of the rows that the CPU shows; a device sums them up itself.
+pub(super) struct Grams([(GramMatrix, Vec<f64>); 4]);
 
 impl Grams {
     pub(super) fn new(config: &ModelConfig) -> Self {
         let widths = Sums::new(config).0.map(|sums| sums.len());
-        Self(widths.map(|width| GramMatrix::new(width, Products::F32)))
+        Self(widths.map(|width| (GramMatrix::new(width, Products::F32), vec![0.0; width])))
+    }
+
+    /// Adds rows of the upper triangle.
+    pub(super) fn add(&mut self, point: Observation, first: usize, sums: &[f32]) {
+        self.0[point as usize].0.add_upper(first, sums);
     }
 
     /// Each of them whole.
-    pub(super) fn squares(&mut self) -> Vec<Vec<f32>> {
-        let grams = self.0.iter_mut();
-        let whole = grams.map(|gram| {
+    pub(super) fn all(&mut self) -> Vec<Vec<f32>> {
+        let points = self.0.iter_mut();
+        let whole = points.flat_map(|(gram, values)| {
             gram.finish();
-            gram.square()
+            [
+                gram.square(),
+                values.iter().map(|&sum| sum as f32).collect(),
+            ]
         });
         whole.collect()
     }
@@ -132,11 +149,19 @@ impl Grams {
 
 impl Observer for Grams {
     fn observe(&mut self, point: Observation, rows: &[f32]) {
-        self.0[point as usize].add_rows(rows);
+        let (gram, values) = &mut self.0[point as usize];
+        gram.add_rows(rows);
+        for row in rows.chunks_exact(values.len()) {
+            columns::add_sums(values, row);
+        }
     }
 
     fn wants(&mut self, _point: Observation) -> FromDevice<'_> {
         FromDevice::Gram(&[])
+    }
+
+    fn observe_sums(&mut self, point: Observation, sums: &ColumnSums<'_>, _kept: &[f32]) {
+        columns::add_sums(&mut self.0[point as usize].1, sums.values);
     }
 }
 

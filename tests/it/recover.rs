@@ -104,7 +104,8 @@ fn losses(manifest: &Manifest) -> (f64, f64) {
 #[test]
 fn a_planned_training_is_the_plan_of_the_run() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
-    let planned = place.run("plan pruned/model --recover --seqlen 64 --rank 8 --batch-size 3 --json");
+    let planned =
+        place.run("plan pruned/model --recover --seqlen 64 --rank 8 --batch-size 3 --json");
     assert_eq!(planned.code, 0, "{}", planned.stderr);
     let rows: Vec<Value> = serde_json::from_str(&planned.stdout).expect("a list");
     assert_eq!(rows.len(), 7);

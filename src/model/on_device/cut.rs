@@ -10,7 +10,7 @@
 //! MLP        e·t·(2H + 3I) + 8·t·I gate, up, their product; its squares in f32 while it is observed
 //! observed   e·S·(H + Q) + 8·t·max(H, Q) normed and context, and the squares of some of their rows
 //! grams      8·Σ T(n) sums of inputs of n columns in panels of p rows, T(n) elements of an upper triangle;
-//!            4·(2·p·n + t·(n + p)) a product, with max(e·t·(2H + I) + 4·t·I, e·S·(H + Q) + 4·t·max(H, Q)) rows
+//!            4·(2·p·n + t·n) a product, with max(e·t·(2H + I) + 4·t·I, e·S·(H + Q) + 4·t·max(H, Q)) rows
 //! head       e·H·r + (e + 12)·r·v logits of r tokens for v rows of the vocabulary, their exponentials and sums
 //! training   3·e·S·H + (12 + 2e)·r·V + (56 + 4e)·r·H the same, forwards and back, and the gradient
 //! backward   e·S·(6H + 2Q + 2K) states and gradients of the sample, and the largest of

@@ -12,7 +12,7 @@ use anyhow::Result;
 use candle_core::{Device, Tensor};
 
 use crate::bytes::ByteSize;
-use crate::linalg::gram;
+use crate::linalg::{gram, tensor};
 use crate::model::observe::Observation;
 
 /// Rows of a panel: a multiple of the panels of the host, to which they are added.
@@ -40,12 +40,11 @@ impl DeviceGrams {
         ByteSize::of(2 * panels.sum::<usize>(), size_of::<f32>())
     }
 
-    /// Memory beside the sums while this many rows are added: two panels, and the factors of a product.
+    /// Memory beside the sums while this many rows are added: two panels, and the rows once more.
     pub fn adding_bytes(widths: &[usize], tokens: usize) -> ByteSize {
-        let adding = widths.iter().map(|&width| {
-            let panel = PANEL.min(width);
-            2 * panel * width + tokens * (width + panel)
-        });
+        let adding = widths
+            .iter()
+            .map(|&width| 2 * PANEL.min(width) * width + tokens * width);
         ByteSize::of(adding.max().unwrap_or(0), size_of::<f32>())
     }
 
@@ -57,6 +56,12 @@ impl DeviceGrams {
     /// Ends the current sample: it counts from now on.
     pub fn end_sample(&mut self) {
         self.before = std::mem::take(&mut self.sums);
+    }
+
+    /// Memory of the sums over the samples so far.
+    pub fn held(&self) -> ByteSize {
+        let panels = self.before.iter().flatten();
+        ByteSize::of(panels.map(Tensor::elem_count).sum(), size_of::<f32>())
     }
 
     /// Frees the memory of a sample that has failed.
@@ -71,11 +76,13 @@ impl DeviceGrams {
     pub fn add(&mut self, point: Observation, rows: &Tensor) -> Result<()> {
         let width = rows.dim(1)?;
         let sums = &mut self.sums[point as usize];
+        // Both factors of every panel are rows of it.
+        let turned = rows.t()?.contiguous()?;
         for (at, first) in (0..width).step_by(PANEL).enumerate() {
             let product = {
-                let right = rows.narrow(1, first, width - first)?.contiguous()?;
-                let left = right.narrow(1, 0, PANEL.min(width - first))?;
-                left.t()?.contiguous()?.matmul(&right)?
+                let left = turned.narrow(0, first, PANEL.min(width - first))?;
+                let right = turned.narrow(0, first, width - first)?;
+                left.matmul(&right.t()?)?
             };
             match sums.get_mut(at) {
                 Some(sum) => *sum = (&*sum + product)?,
@@ -93,8 +100,8 @@ impl DeviceGrams {
         for point in Observation::ALL {
             let panels = std::mem::take(&mut self.before[point as usize]);
             for (at, panel) in panels.into_iter().enumerate() {
-                let sums = panel.to_device(&Device::Cpu)?.flatten_all()?;
-                take(point, at * PANEL, &sums.to_vec1::<f32>()?);
+                let sums = panel.to_device(&Device::Cpu)?;
+                tensor::with_slice(&sums, |sums| take(point, at * PANEL, sums))?;
             }
         }
         Ok(())
@@ -173,7 +180,7 @@ mod tests {
             DeviceGrams::bytes(&[900, 10]),
             ByteSize(8 * (triangle + 100))
         );
-        let adding = 2 * 768 * 900 + 64 * (900 + 768);
+        let adding = 2 * 768 * 900 + 64 * 900;
         assert_eq!(
             DeviceGrams::adding_bytes(&[900, 10], 64),
             ByteSize(4 * adding)

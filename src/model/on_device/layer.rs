@@ -18,7 +18,8 @@ use candle_nn::ops;
 use super::gram::DeviceGrams;
 use super::{CopyMatrix, Cut, upload_vector};
 use crate::linalg::attention::Heads;
-use crate::linalg::columns::ColumnSums;
+use crate::linalg::columns::{self, ColumnSums};
+use crate::linalg::tensor;
 use crate::model::family::Activation;
 use crate::model::observe::{FromDevice, Observation, Observer};
 use crate::model::{DecoderLayer, LayerContext, ModelConfig, Projection};
@@ -414,14 +415,12 @@ fn show(
         .concat();
     let width = rows.dim(D::Minus1)?;
     // Σ x², then Σ x.
-    let mut sums = vec![0.0f32; 2 * width];
+    let mut sums = vec![0.0f64; 2 * width];
     for piece in pieces {
         let wide = piece?.to_dtype(DType::F32)?;
         let of_piece = Tensor::cat(&[wide.sqr()?.sum(0)?, wide.sum(0)?], 0)?;
-        let of_piece: Vec<f32> = of_piece.to_device(&Device::Cpu)?.to_vec1()?;
-        sums.iter_mut()
-            .zip(of_piece)
-            .for_each(|(sum, of_piece)| *sum += of_piece);
+        let of_piece = of_piece.to_device(&Device::Cpu)?;
+        tensor::with_slice(&of_piece, |piece| columns::add_sums(&mut sums, piece))?;
         if has_gram {
             grams.add(point, &wide)?;
         }

@@ -1,8 +1,8 @@
 //! Work of a run: floating-point operations of its products, bytes of its files and of its transfers to GPUs.
 
 use super::RunShape;
-use crate::linalg::gram;
 use crate::linalg::product::Kernel;
+use crate::linalg::{StoredDtype, gram};
 use crate::model::{Projection, footprint};
 use crate::pipeline::output_error;
 use crate::placement::{ExecutionOption, Processors, Work};
@@ -15,6 +15,8 @@ const PACKING_TOKENS: f64 = 64.0;
 
 /// The speed of bf16 products relative to f32: a round figure, between AVX-512's twice and AMX's six times.
 const BF16_TIMES_F32: f64 = 4.0;
+/// The speed of a GPU's products in half precision relative to f32, in which Gram matrices are: a round figure, about that of an H100.
+const GPU_HALF_TIMES_F32: f64 = 16.0;
 /// The speed of f32 products that are sums of bf16 products.
 const SPLIT_TIMES_F32: f64 = 2.0;
 
@@ -42,14 +44,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     // Forwards, activations again, and two products per matrix backwards.
     let trained = run.trains.as_ref().map_or(0, |trains| trains.passes) as f64;
     let flop = flop + 4.0 * trained * per_token.all;
-    let (on_gpu, on_host) =
-        match run.grams_on_gpu(settings).is_empty() || option.processors == Processors::Cpu {
-            true => (
-                0.0,
-                statistics(run) / of_kernel(gram::kernel_of(run.products)),
-            ),
-            false => (statistics(run), 0.0),
-        };
+    let grams = GramWork::of(run, option);
     let weights = layer_bytes(run);
     let states = state_bytes(run, option.processors);
     let written = run.runs() as f64 * weights;
@@ -73,13 +68,13 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
         once_moved += layers * written + 3.0 * ends * run.runs() as f64;
     }
     Work {
-        layer_flop: flop * seqlen / speed(run, option.processors) + on_gpu,
-        layer_host_flop: on_host + solvers(run),
+        layer_flop: flop * seqlen / speed(run, option.processors) + grams.gpu_flop,
+        layer_host_flop: grams.host_flop + solvers(run),
         layer_read: weights,
         layer_moved: moved,
         // Dense, and again after pruning.
-        layer_uploaded: weights * (1 + run.techniques().count()) as f64,
-        layer_states: states * (samples + 2.0 * propagated + 2.0 * windows),
+        layer_uploaded: weights * (1 + run.techniques().count()) as f64 + grams.sums,
+        layer_states: states * (samples + 2.0 * propagated + 2.0 * windows) + grams.rows,
         once_moved,
         ..Work::default()
     }
@@ -138,6 +133,46 @@ impl Operations {
         Self {
             all: config.projections().map(product).sum::<f64>() + scores,
             down: product(Projection::Down),
+        }
+    }
+}
+
+/// Work of the statistics of a layer, on its GPUs or on the host.
+#[derive(Default)]
+struct GramWork {
+    gpu_flop: f64,
+    host_flop: f64,
+    /// Bytes of sums that each GPU sends.
+    sums: f64,
+    /// Bytes of rows that GPUs send.
+    rows: f64,
+}
+
+impl GramWork {
+    fn of(run: &RunShape<'_>, option: &ExecutionOption) -> Self {
+        let flop = statistics(run);
+        let on_host = Self {
+            host_flop: flop / of_kernel(gram::kernel_of(run.products)),
+            ..Self::default()
+        };
+        let widths = output_error::widths(run.config).map(|width| width as f64);
+        match option.processors {
+            Processors::Gpus(_) if !run.grams_on_gpu(&option.settings).is_empty() => Self {
+                gpu_flop: match run.gpu_dtype {
+                    StoredDtype::F32 => flop,
+                    StoredDtype::F16 | StoredDtype::Bf16 => GPU_HALF_TIMES_F32 * flop,
+                },
+                sums: widths.map(|width| 2.0 * width * width).iter().sum(),
+                ..Self::default()
+            },
+            Processors::Gpus(_) if flop > 0.0 => {
+                let row = widths.iter().sum::<f64>() * run.gpu_dtype.bytes() as f64;
+                Self {
+                    rows: (run.samples * run.seqlen) as f64 * row,
+                    ..on_host
+                }
+            }
+            _ => on_host,
         }
     }
 }

@@ -47,6 +47,9 @@ pub trait Engine: Send {
         observer: &mut dyn Observer,
     ) -> Result<()>;
 
+    /// Bytes of the Gram matrices of the samples so far, which are part of the memory of the next sample.
+    fn grams_held(&self) -> ByteSize;
+
     /// Hands on the Gram matrices of all samples since the last call. An engine that shows all rows has none.
     ///
     /// # Errors

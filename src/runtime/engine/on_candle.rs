@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 
 use super::{CopyAhead, DeviceMemory, Engine};
+use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
 use crate::model::head::HeadChunk;
 #[cfg(feature = "cuda")]
@@ -142,6 +143,10 @@ impl Engine for OnCandle {
             false => self.grams.drop_sample(),
         }
         captured
+    }
+
+    fn grams_held(&self) -> ByteSize {
+        self.grams.held()
     }
 
     fn collect_grams(&mut self, take: &mut TakeGram<'_>) -> Result<()> {

@@ -5,6 +5,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 
 use super::{CopyAhead, DeviceMemory, Engine};
+use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{Cut, LogSumExpPart, TakeGram};
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, Observer, Projection};
@@ -43,6 +44,10 @@ impl Engine for Simulated {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         layer.capture(state, &mut self.context, observer)
+    }
+
+    fn grams_held(&self) -> ByteSize {
+        ByteSize::ZERO
     }
 
     fn collect_grams(&mut self, _take: &mut TakeGram<'_>) -> Result<()> {
