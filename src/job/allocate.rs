@@ -12,11 +12,13 @@ use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::model::Projection;
 use crate::pipeline::Observed;
-use crate::pipeline::allocate::{AllocationMeter, followed_bytes};
+use crate::pipeline::allocate::{AllocationMeter, Measured, followed_bytes};
 use crate::pipeline::allocation::{Allocation, OUTLIERS, error_ratios, grid, owl_ratios};
+use crate::pipeline::trial::Trial;
 use crate::pruning::Pattern;
 use crate::pruning::column_squares::ColumnSquaresKind;
-use crate::run::{AllocationReport, Events};
+use crate::run::Events;
+use crate::run::allocation::{AllocationReport, TriedRatios};
 use crate::settings::{EvalSides, OutputSettings, Settings, SparsitySettings};
 
 /// Ratios per line of a message.
@@ -164,28 +166,85 @@ fn ratios(
         events,
     );
     streams.sweep(&job, None, Some(&mut meter), events)?;
-    let measured = meter.into_measured()?;
-    drop(streams);
-    let ratios = match allocation {
-        Allocation::Uniform => vec![ratio; measured.len()],
-        Allocation::Owl => owl_ratios(&measured.concat(), ratio, band),
-        Allocation::Error => error_ratios(&measured, ratio, band),
-    };
-    let report = AllocationReport {
+    let mut measured = meter.into_measured()?;
+    let mut report = AllocationReport {
         rule: allocation.name().to_string(),
-        points: match allocation {
-            Allocation::Error => points,
-            _ => Vec::new(),
-        },
-        measured,
-        ratios,
+        points: Vec::new(),
+        measured: measured.outliers.iter().map(|&one| vec![one]).collect(),
+        tried: Vec::new(),
+        ratios: owl_ratios(&measured.outliers, ratio, Allocation::Owl.band(None)),
     };
+    match allocation {
+        Allocation::Uniform => report.ratios.fill(ratio),
+        Allocation::Owl => report.ratios = owl_ratios(&measured.outliers, ratio, band),
+        Allocation::Error => {
+            report.points = points;
+            report.measured = std::mem::take(&mut measured.curves);
+            let by_error = error_ratios(&report.measured, ratio, band);
+            let by_outliers = std::mem::replace(&mut report.ratios, by_error);
+            try_out(
+                &job,
+                &mut streams,
+                measured,
+                &mut report,
+                by_outliers,
+                events,
+            )?;
+        }
+    }
+    drop(streams);
     let Job { model, .. } = *job;
     Ok((model, report))
 }
 
+/// Tries the ratios of the curves, those by outliers, and equal ones, and takes those with the least loss.
+///
+/// # Errors
+/// Fails when a layer, the head or a hidden state cannot be read.
+fn try_out(
+    job: &Job,
+    streams: &mut Streams<'_>,
+    measured: Measured,
+    report: &mut AllocationReport,
+    by_outliers: Vec<f64>,
+    events: &dyn Events,
+) -> Result<()> {
+    let mean = report.ratios.iter().sum::<f64>() / report.ratios.len().max(1) as f64;
+    let uniform = vec![mean; report.ratios.len()];
+    let names = [Allocation::Error, Allocation::Owl, Allocation::Uniform];
+    let candidates = [report.ratios.clone(), by_outliers, uniform];
+    let embedded = measured.embedded.context("the tokens of the trial")?;
+    let model = &job.model;
+    let ratios = candidates.clone();
+    let mut trial = Trial::new(ratios, embedded, &model.config, &model.clock, events)?;
+    streams.sweep(job, None, Some(&mut trial), events)?;
+    let samples = job.samples().context("samples to try")?;
+    let tokens = (&samples.tokens[..], model.seqlen);
+    let losses = trial.losses(&model.source, &model.config, tokens)?;
+    let tried = names.iter().zip(&losses).map(|(name, loss)| TriedRatios {
+        rule: name.name().to_string(),
+        loss: loss.is_finite().then_some(*loss),
+    });
+    report.tried = tried.collect();
+    let best = losses
+        .iter()
+        .zip(candidates)
+        .filter(|(loss, _)| loss.is_finite());
+    if let Some((_, ratios)) = best.min_by(|(one, _), (other, _)| one.total_cmp(other)) {
+        report.ratios = ratios;
+    }
+    Ok(())
+}
+
 /// Tells the ratios.
 fn announce(report: &AllocationReport, events: &dyn Events) {
+    for tried in &report.tried {
+        let loss = match tried.loss {
+            Some(loss) => format!("{loss:.4} nat per token"),
+            None => "no finite loss".to_string(),
+        };
+        events.note(format!("tried        {:<13}{loss}", tried.rule));
+    }
     for (line, ratios) in report.ratios.chunks(RATIOS_PER_LINE).enumerate() {
         let first = line * RATIOS_PER_LINE;
         let last = first + ratios.len() - 1;

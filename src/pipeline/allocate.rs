@@ -7,6 +7,7 @@ use rayon::prelude::*;
 use super::allocation::Allocation;
 use super::calibrate::{Calibrator, LayerStatistics};
 use super::output_error::DenseOutput;
+use super::trial::{CANDIDATES, TRIED};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::{StoredMatrix, Weight, tensor};
@@ -20,11 +21,23 @@ use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 /// Samples whose errors are followed to the last layer, and their tokens at most.
 const FOLLOWED: (usize, usize) = (4, 256);
 
-/// Bytes of the followed samples: one stream per layer, and one that nothing disturbs.
+/// Bytes of samples: while errors are followed one stream per layer, one that nothing disturbs, and the samples of the trial; later those of
+/// the trial and a copy per candidate.
 pub fn followed_bytes(config: &ModelConfig, samples: usize, seqlen: usize) -> ByteSize {
-    let tokens = samples.min(FOLLOWED.0) * seqlen.min(FOLLOWED.1);
-    let streams = config.num_hidden_layers + 1;
-    ByteSize::of(streams * tokens * config.hidden_size, size_of::<f32>())
+    let tokens = |(most, tokens): (usize, usize)| samples.min(most) * seqlen.min(tokens);
+    let followed = (config.num_hidden_layers + 1) * tokens(FOLLOWED) + tokens(TRIED);
+    let tried = (1 + CANDIDATES) * tokens(TRIED);
+    ByteSize::of(followed.max(tried) * config.hidden_size, size_of::<f32>())
+}
+
+/// The measurements of all layers.
+pub struct Measured {
+    /// The curve of every layer; empty for `owl`.
+    pub curves: Vec<Vec<f64>>,
+    /// D of every layer.
+    pub outliers: Vec<f64>,
+    /// The first tokens of the first samples, embedded, for a trial; `None` for `owl`.
+    pub embedded: Option<HiddenStates>,
 }
 
 /// An editor that measures what an allocation needs, and changes nothing.
@@ -33,8 +46,7 @@ pub struct AllocationMeter<'a> {
     allocation: Allocation,
     outliers: f64,
     points: Vec<f64>,
-    /// D, or the curve, of every layer.
-    measured: Vec<Vec<f64>>,
+    measured: Measured,
     /// The undisturbed stream, then those disturbed in each layer; empty for `owl`.
     followed: Vec<HiddenStates>,
     /// S.
@@ -62,23 +74,28 @@ impl<'a> AllocationMeter<'a> {
             allocation,
             outliers,
             points,
-            measured: Vec::new(),
+            measured: Measured {
+                curves: Vec::new(),
+                outliers: Vec::new(),
+                embedded: None,
+            },
             followed: Vec::new(),
             ratio,
         }
     }
 
-    /// D, a single number, or the curve, of every layer.
+    /// The measurements of all layers, after the sweep.
     ///
     /// # Errors
     /// Fails where a followed hidden state is not finite.
-    pub fn into_measured(mut self) -> Result<Vec<Vec<f64>>> {
+    pub fn into_measured(mut self) -> Result<Measured> {
         if self.followed.is_empty() {
             return Ok(self.measured);
         }
         let mut undisturbed = self.followed.remove(0);
         let middle = self.points.len() / 2; // S.
-        for (curve, disturbed) in self.measured.iter_mut().zip(&mut self.followed) {
+        let curves = self.measured.curves.iter_mut();
+        for (curve, disturbed) in curves.zip(&mut self.followed) {
             let error = relative_error(&mut undisturbed, disturbed)?;
             let scale = match curve[middle] {
                 positive if positive > 0.0 => error / positive,
@@ -97,28 +114,15 @@ impl<'a> AllocationMeter<'a> {
         compute: &mut Compute<'_>,
     ) -> Result<()> {
         if self.followed.is_empty() {
+            self.measured.embedded = Some(self.calibrator.first_tokens(TRIED)?);
             self.followed.push(self.calibrator.first_tokens(FOLLOWED)?);
         }
         let mut disturbed = copy_of(&mut self.followed[0])?;
-        let mut dense = Vec::new();
-        for projection in layer.projections().collect::<Vec<_>>() {
-            let weight = layer.linear_mut(projection).weight_mut();
-            let at_rest = match weight {
-                Weight::Held(_) => None,
-                Weight::AtRest(_) => weight.hold()?,
-            };
-            let name = projection.full_name(layer.index());
-            let of_input = statistics.of(projection);
-            let pruned = pruned(&name, held(layer, projection)?, of_input, self.ratio)?;
-            let weight = layer.linear_mut(projection).weight_mut();
-            let whole = std::mem::replace(weight, Weight::Held(pruned));
-            dense.push((projection, at_rest.map_or(whole, Weight::AtRest)));
-        }
         let nothing = |_| ();
-        compute.forward(Phase::Propagate, layer, &mut disturbed, &nothing)?;
-        for (projection, weight) in dense {
-            *layer.linear_mut(projection).weight_mut() = weight;
-        }
+        let of_input = |projection| statistics.of(projection);
+        with_pruned(layer, self.ratio, &of_input, |layer| {
+            compute.forward(Phase::Propagate, layer, &mut disturbed, &nothing)
+        })?;
         for stream in &mut self.followed {
             compute.forward(Phase::Propagate, layer, stream, &nothing)?;
         }
@@ -126,16 +130,8 @@ impl<'a> AllocationMeter<'a> {
         Ok(())
     }
 
-    /// The numbers of one layer.
-    fn measure(
-        &mut self,
-        layer: &mut DecoderLayer,
-        statistics: &LayerStatistics,
-        compute: &mut Compute<'_>,
-    ) -> Result<Vec<f64>> {
-        if self.allocation == Allocation::Error {
-            return self.curve(layer, statistics, compute);
-        }
+    /// D of one layer.
+    fn outliers(&self, layer: &mut DecoderLayer, statistics: &LayerStatistics) -> Result<f64> {
         let mut sum = (0.0, 0);
         for projection in layer.projections().collect::<Vec<_>>() {
             with_held(layer, projection, |layer| {
@@ -153,7 +149,7 @@ impl<'a> AllocationMeter<'a> {
                 Ok(())
             })?;
         }
-        Ok(vec![100.0 * above / sum.1 as f64])
+        Ok(100.0 * above / sum.1 as f64)
     }
 
     /// E_l at every point.
@@ -219,6 +215,33 @@ impl<'a> AllocationMeter<'a> {
     }
 }
 
+/// Runs `work` with a layer whose matrices are pruned by Wanda, in memory, and puts the dense ones back.
+pub(super) fn with_pruned<'s>(
+    layer: &mut DecoderLayer,
+    ratio: f64,
+    of_input: &dyn Fn(Projection) -> Option<&'s Statistics>,
+    work: impl FnOnce(&DecoderLayer) -> Result<()>,
+) -> Result<()> {
+    let mut dense = Vec::new();
+    for projection in layer.projections().collect::<Vec<_>>() {
+        let weight = layer.linear_mut(projection).weight_mut();
+        let at_rest = match weight {
+            Weight::Held(_) => None,
+            Weight::AtRest(_) => weight.hold()?,
+        };
+        let name = projection.full_name(layer.index());
+        let pruned = pruned(&name, held(layer, projection)?, of_input(projection), ratio)?;
+        let weight = layer.linear_mut(projection).weight_mut();
+        let whole = std::mem::replace(weight, Weight::Held(pruned));
+        dense.push((projection, at_rest.map_or(whole, Weight::AtRest)));
+    }
+    work(layer)?;
+    for (projection, weight) in dense {
+        *layer.linear_mut(projection).weight_mut() = weight;
+    }
+    Ok(())
+}
+
 /// A matrix pruned by Wanda.
 fn pruned(
     name: &str,
@@ -235,7 +258,7 @@ fn pruned(
 }
 
 /// A copy of a stream.
-fn copy_of(stream: &mut HiddenStates) -> Result<HiddenStates> {
+pub(super) fn copy_of(stream: &mut HiddenStates) -> Result<HiddenStates> {
     let (samples, seqlen) = (stream.samples(), stream.seqlen());
     let width = stream.get(0)?.dims()[1];
     let mut copy = HiddenStates::new(None, "followed", samples, seqlen, width, DType::F32)?;
@@ -342,13 +365,19 @@ impl Editor for AllocationMeter<'_> {
             .calibrator
             .observe(&layer, &Observation::ALL, compute)?;
         let statistics = observed.context("every layer is measured with samples")?;
-        let measured = self.measure(&mut layer, &statistics, compute)?;
+        let outliers = self.outliers(&mut layer, &statistics)?;
+        let mut curve = Vec::new();
         if self.allocation == Allocation::Error {
+            curve = self.curve(&mut layer, &statistics, compute)?;
             self.follow(&mut layer, &statistics, compute)?;
         }
         drop(statistics);
         self.calibrator.pass(&layer, compute)?;
-        if !measured.iter().all(|value| value.is_finite()) {
+        if !curve
+            .iter()
+            .chain([&outliers])
+            .all(|value| value.is_finite())
+        {
             return Err(Failure::new(format!(
                 "layer {} cannot be given a ratio: its outputs are not finite",
                 layer.index()
@@ -356,7 +385,10 @@ impl Editor for AllocationMeter<'_> {
             .hint("check the weights of this model with prune inspect")
             .into());
         }
-        self.measured.push(measured);
+        self.measured.outliers.push(outliers);
+        if self.allocation == Allocation::Error {
+            self.measured.curves.push(curve);
+        }
         self.calibrator.events.check()?;
         Ok(layer)
     }

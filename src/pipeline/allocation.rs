@@ -27,6 +27,9 @@
 //! The curve is measured at the points of [`grid`], and a parabola is fitted to it. Ratios from S − λ' to S + λ' with mean S make Σ_l E_l
 //! smallest: from the lowest ratios on, the layer whose error grows least takes the next step, which is exact for a sum of convex
 //! functions.
+//!
+//! The sum ranks ratios by the error of one layer at a time. Whether they serve a model that is pruned everywhere is tried: these ratios,
+//! those of `owl` and equal ones (`trial.rs`). The ratios with the least loss are taken.
 
 use serde::{Deserialize, Serialize};
 

@@ -333,6 +333,21 @@ impl<'a> Calibrator<'a> {
         })
     }
 
+    /// Moves every sample through a layer. The samples stay after the last one, for [`Calibrator::into_samples`].
+    pub(super) fn forward(
+        &mut self,
+        layer: &DecoderLayer,
+        compute: &mut Compute<'_>,
+    ) -> Result<()> {
+        let (hidden, _) = self.stream.as_mut().context("there are samples")?;
+        compute.forward(Phase::Propagate, layer, hidden, &|_| ())
+    }
+
+    /// The samples behind the layers so far.
+    pub(super) fn into_samples(self) -> Option<HiddenStates> {
+        self.stream.map(|(samples, _)| samples)
+    }
+
     fn announce(&self, layer: &DecoderLayer, phase: Phase) {
         if let Some((hidden, _)) = &self.stream {
             let (number, layers) = (layer.index() + 1, self.config.num_hidden_layers);

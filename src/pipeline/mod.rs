@@ -6,7 +6,7 @@
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `activations` | an editor that changes nothing: it measures the inputs of linears |
 //! | `allocation` | ratios of layers from what was measured of them |
-//! | `allocate` | the editor that measures it, and changes nothing |
+//! | `allocate`, `trial` | the editors that measure it, and change nothing |
 //! | `calibrate` | the calibration samples and their statistics |
 //! | `flow` | the way of the samples through a layer |
 //! | `output` | the receivers of a pruned layer: files, masks, the journal of finished layers |
@@ -38,6 +38,7 @@ pub mod prune;
 pub mod save_masks;
 pub mod shared;
 pub mod targets;
+pub mod trial;
 pub mod width_drop;
 pub mod workload;
 

@@ -12,6 +12,18 @@ pub struct AllocationReport {
     pub points: Vec<f64>,
     /// Of every layer: the percentage of outliers, or the error at every point.
     pub measured: Vec<Vec<f64>>,
+    /// The ratios that were tried; those with the least loss were taken. Empty for `owl`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tried: Vec<TriedRatios>,
     /// The ratio of every layer.
     pub ratios: Vec<f64>,
+}
+
+/// The trial of an allocation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TriedRatios {
+    /// `error`, `owl` or `uniform`.
+    pub rule: String,
+    /// The loss of a few tokens, in nat per token; `null` where it is not finite.
+    pub loss: Option<f64>,
 }
