@@ -10,14 +10,16 @@ use anyhow::{Context, Result, bail};
 
 use super::allocate::{copy_of, with_pruned};
 use super::calibrate::Calibrator;
+use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::model::{DecoderLayer, Head, LayerContext, ModelConfig, Observation};
 use crate::pruning::column_squares::ColumnSquaresKind;
-use crate::run::Events;
+use crate::run::{Events, MemorySettings};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 
-/// Rows of the head in memory at once: less than a layer, which is gone by then.
+/// Rows of the head in memory at once, and logits in bytes: less than a layer, which is gone by then.
 const HEAD_ROWS: usize = 2048;
+const LOGITS: ByteSize = ByteSize(8 << 20);
 
 /// Samples of a trial, and their tokens at most.
 pub(super) const TRIED: (usize, usize) = (16, 512);
@@ -66,7 +68,11 @@ impl<'a> Trial<'a> {
         (tokens, seqlen): (&[u32], usize),
     ) -> Result<Vec<f64>> {
         let head = Head::at_rest(source, config, HEAD_ROWS.min(config.vocab_size))?;
-        let mut context = LayerContext::new(config, seqlen);
+        let settings = MemorySettings {
+            logits_bytes: LOGITS,
+            ..MemorySettings::default()
+        };
+        let mut context = LayerContext::with_settings(config, seqlen, settings);
         let mut losses = Vec::with_capacity(self.candidates.len());
         for (_, calibrator) in self.candidates {
             let mut stream = calibrator.into_samples().context("tokens to try")?;
