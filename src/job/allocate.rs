@@ -12,7 +12,7 @@ use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::model::Projection;
 use crate::pipeline::Observed;
-use crate::pipeline::allocate::{AllocationMeter, Measured, followed_bytes};
+use crate::pipeline::allocate::{AllocationMeter, MeasuredLayers, followed_bytes};
 use crate::pipeline::allocation::{Allocation, OUTLIERS, error_ratios, grid, owl_ratios};
 use crate::pipeline::trial::Trial;
 use crate::pruning::Pattern;
@@ -204,7 +204,7 @@ fn ratios(
 fn try_out(
     job: &Job,
     streams: &mut Streams<'_>,
-    measured: Measured,
+    measured: MeasuredLayers,
     report: &mut AllocationReport,
     by_outliers: Vec<f64>,
     events: &dyn Events,

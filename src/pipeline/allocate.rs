@@ -31,7 +31,7 @@ pub fn followed_bytes(config: &ModelConfig, samples: usize, seqlen: usize) -> By
 }
 
 /// The measurements of all layers.
-pub struct Measured {
+pub struct MeasuredLayers {
     /// The curve of every layer; empty for `owl`.
     pub curves: Vec<Vec<f64>>,
     /// D of every layer.
@@ -46,7 +46,7 @@ pub struct AllocationMeter<'a> {
     allocation: Allocation,
     outliers: f64,
     points: Vec<f64>,
-    measured: Measured,
+    measured: MeasuredLayers,
     /// The undisturbed stream, then those disturbed in each layer; empty for `owl`.
     followed: Vec<HiddenStates>,
     /// S.
@@ -74,7 +74,7 @@ impl<'a> AllocationMeter<'a> {
             allocation,
             outliers,
             points,
-            measured: Measured {
+            measured: MeasuredLayers {
                 curves: Vec::new(),
                 outliers: Vec::new(),
                 embedded: None,
@@ -88,7 +88,7 @@ impl<'a> AllocationMeter<'a> {
     ///
     /// # Errors
     /// Fails where a followed hidden state is not finite.
-    pub fn into_measured(mut self) -> Result<Measured> {
+    pub fn into_measured(mut self) -> Result<MeasuredLayers> {
         if self.followed.is_empty() {
             return Ok(self.measured);
         }
