@@ -51,7 +51,7 @@ pub(super) struct SparsityArgs {
 
     /// `--refine dsnot` repeats the published code where no removed weight of a row has the needed sign
     ///
-    /// Such a row is finished otherwise. The published code goes on with kept weights, and the sparsity drifts.
+    /// By default such a row stops. The published code continues with kept weights, and the sparsity drifts.
     #[arg(long)]
     dsnot_published: bool,
 

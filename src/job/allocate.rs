@@ -14,11 +14,12 @@ use crate::model::Projection;
 use crate::pipeline::Observed;
 use crate::pipeline::allocate::{AllocationMeter, MeasuredLayers, followed_bytes};
 use crate::pipeline::allocation::{Allocation, OUTLIERS, error_ratios, grid, owl_ratios};
-use crate::pipeline::trial::Trial;
+use crate::pipeline::trial::{CANDIDATES, Trial};
 use crate::pruning::Pattern;
 use crate::pruning::column_squares::ColumnSquaresKind;
 use crate::run::Events;
 use crate::run::allocation::{AllocationReport, TriedRatios};
+use crate::runtime::HiddenStates;
 use crate::settings::{EvalSides, OutputSettings, Settings, SparsitySettings};
 
 /// Ratios per line of a message.
@@ -166,74 +167,79 @@ fn ratios(
         events,
     );
     streams.sweep(&job, None, Some(&mut meter), events)?;
-    let mut measured = meter.into_measured()?;
-    let mut report = AllocationReport {
-        rule: allocation.name().to_string(),
-        points: Vec::new(),
-        measured: measured.outliers.iter().map(|&one| vec![one]).collect(),
-        tried: Vec::new(),
-        ratios: owl_ratios(&measured.outliers, ratio, Allocation::Owl.band(None)),
-    };
-    match allocation {
-        Allocation::Uniform => report.ratios.fill(ratio),
-        Allocation::Owl => report.ratios = owl_ratios(&measured.outliers, ratio, band),
+    let MeasuredLayers {
+        curves,
+        outliers,
+        embedded,
+    } = meter.into_measured()?;
+    let by_outliers = |band| owl_ratios(&outliers, ratio, band);
+    let uniform = || vec![ratio; outliers.len()];
+    let (ratios, tried) = match allocation {
+        Allocation::Uniform => (uniform(), Vec::new()),
+        Allocation::Owl => (by_outliers(band), Vec::new()),
         Allocation::Error => {
-            report.points = points;
-            report.measured = std::mem::take(&mut measured.curves);
-            let by_error = error_ratios(&report.measured, ratio, band);
-            let by_outliers = std::mem::replace(&mut report.ratios, by_error);
-            try_out(
-                &job,
-                &mut streams,
-                measured,
-                &mut report,
-                by_outliers,
-                events,
-            )?;
+            let candidates = [
+                (Allocation::Error, error_ratios(&curves, ratio, band)),
+                (Allocation::Owl, by_outliers(Allocation::Owl.band(None))),
+                (Allocation::Uniform, uniform()),
+            ];
+            let embedded = embedded.context("the tokens of the trial")?;
+            try_out(&job, &mut streams, candidates, embedded, events)?
         }
-    }
+    };
+    let (points, measured) = match allocation {
+        Allocation::Error => (points, curves),
+        _ => (Vec::new(), outliers.iter().map(|&one| vec![one]).collect()),
+    };
+    let report = AllocationReport {
+        rule: allocation.name().to_string(),
+        points,
+        measured,
+        tried,
+        ratios,
+    };
     drop(streams);
     let Job { model, .. } = *job;
     Ok((model, report))
 }
 
-/// Tries the ratios of the curves, those by outliers, and equal ones, and takes those with the least loss.
+/// Tries the ratios of every candidate, and returns those with the least loss; the first ones where no loss is finite.
 ///
 /// # Errors
 /// Fails when a layer, the head or a hidden state cannot be read.
 fn try_out(
     job: &Job,
     streams: &mut Streams<'_>,
-    measured: MeasuredLayers,
-    report: &mut AllocationReport,
-    by_outliers: Vec<f64>,
+    candidates: [(Allocation, Vec<f64>); CANDIDATES],
+    embedded: HiddenStates,
     events: &dyn Events,
-) -> Result<()> {
-    let mean = report.ratios.iter().sum::<f64>() / report.ratios.len().max(1) as f64;
-    let uniform = vec![mean; report.ratios.len()];
-    let names = [Allocation::Error, Allocation::Owl, Allocation::Uniform];
-    let candidates = [report.ratios.clone(), by_outliers, uniform];
-    let embedded = measured.embedded.context("the tokens of the trial")?;
+) -> Result<(Vec<f64>, Vec<TriedRatios>)> {
     let model = &job.model;
-    let ratios = candidates.clone();
+    let ratios = candidates.each_ref().map(|(_, ratios)| ratios.clone());
     let mut trial = Trial::new(ratios, embedded, &model.config, &model.clock, events)?;
     streams.sweep(job, None, Some(&mut trial), events)?;
     let samples = job.samples().context("samples to try")?;
     let tokens = (&samples.tokens[..], model.seqlen);
     let losses = trial.losses(&model.source, &model.config, tokens)?;
-    let tried = names.iter().zip(&losses).map(|(name, loss)| TriedRatios {
-        rule: name.name().to_string(),
-        loss: loss.is_finite().then_some(*loss),
-    });
-    report.tried = tried.collect();
-    let best = losses
+    let tried = candidates
         .iter()
-        .zip(candidates)
-        .filter(|(loss, _)| loss.is_finite());
-    if let Some((_, ratios)) = best.min_by(|(one, _), (other, _)| one.total_cmp(other)) {
-        report.ratios = ratios;
-    }
-    Ok(())
+        .zip(&losses)
+        .map(|((rule, _), loss)| TriedRatios {
+            rule: rule.name().to_string(),
+            loss: loss.is_finite().then_some(*loss),
+        });
+    let tried = tried.collect();
+    let rank = |loss: f64| {
+        if loss.is_finite() {
+            loss
+        } else {
+            f64::INFINITY
+        }
+    };
+    let best = candidates.into_iter().zip(losses);
+    let best = best.min_by(|(_, one), (_, other)| rank(*one).total_cmp(&rank(*other)));
+    let ((_, ratios), _) = best.context("a candidate")?;
+    Ok((ratios, tried))
 }
 
 /// Tells the ratios.

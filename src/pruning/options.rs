@@ -26,7 +26,7 @@ pub struct MethodOptions {
     /// `--dsnot-mlp`: the matrices of the MLP are refined, too.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub dsnot_mlp: bool,
-    /// `--dsnot-published`: rows go on where no removed weight of the sign is left, as in the published code.
+    /// `--dsnot-published`: rows continue where no removed weight of the sign is left, as in the published code.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub dsnot_published: bool,
 }

@@ -7,10 +7,9 @@ use prune::job;
 use prune::pipeline::allocation::Allocation;
 use prune::pruning::Pattern;
 use prune::run::{Manifest, Silent};
-use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
 use serde::Deserialize;
 
-use super::reference::{Golden, dataset};
+use super::reference::Golden;
 use super::show;
 use crate::support::{self, sparsity};
 
@@ -35,20 +34,9 @@ fn run(
     let expected: Ratios = serde_json::from_str(&std::fs::read_to_string(&json)?)?;
     let golden = Golden::load(&json)?;
     let of = &golden.settings;
-    let mut settings = Settings::pruning(shared.join("models").join(&of.model));
-    settings.model.dtype = ComputeDtype::F32;
     let mut chosen = sparsity(method, of.sparsity_ratio, Pattern::Unstructured);
     chosen.allocate = allocate;
-    settings.sparsity = Some(chosen);
-    settings.calibration = Some(CalibrationSettings {
-        dataset: dataset(shared, &of.train)?.parse()?,
-        nsamples: u32::try_from(of.nsamples)?,
-        seed: of.seed,
-    });
-    settings.seqlen = Some(of.seqlen);
-    settings.evaluation.eval = EvalSides::Pruned;
-    settings.evaluation.text_cache = Some(cache.to_path_buf());
-    settings.evaluation.eval_dataset = dataset(shared, &of.test)?.parse()?;
+    let settings = golden.run_of(chosen, shared, cache)?;
     Ok((job::prune(settings, &Silent, None)?, golden, expected))
 }
 

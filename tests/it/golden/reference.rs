@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use prune::settings::{self, CalibrationSettings, ComputeDtype, EvalSides, SparsitySettings};
 use safetensors::SafeTensors;
 use serde::Deserialize;
 
@@ -57,6 +58,29 @@ pub(super) struct Golden {
 }
 
 impl Golden {
+    /// The same run by `prune`, with `chosen` for method and pattern; its ids are kept in `cache`.
+    pub(super) fn run_of(
+        &self,
+        chosen: SparsitySettings,
+        shared: &Path,
+        cache: &Path,
+    ) -> Result<settings::Settings> {
+        let of = &self.settings;
+        let mut settings = settings::Settings::pruning(shared.join("models").join(&of.model));
+        settings.model.dtype = ComputeDtype::F32;
+        settings.sparsity = Some(chosen);
+        settings.calibration = Some(CalibrationSettings {
+            dataset: dataset(shared, &of.train)?.parse()?,
+            nsamples: u32::try_from(of.nsamples)?,
+            seed: of.seed,
+        });
+        settings.seqlen = Some(of.seqlen);
+        settings.evaluation.eval = EvalSides::Pruned;
+        settings.evaluation.text_cache = Some(cache.to_path_buf());
+        settings.evaluation.eval_dataset = dataset(shared, &of.test)?.parse()?;
+        Ok(settings)
+    }
+
     /// Reads a run and the files beside it.
     pub(super) fn load(json: &Path) -> Result<Self> {
         let place = || json.display().to_string();

@@ -14,10 +14,9 @@ use prune::model::{DecoderLayer, ModelConfig};
 use prune::pipeline::{MaskObserver, PrunedMatrix};
 use prune::pruning::{InputGram, MethodOptions, Statistics};
 use prune::run::Silent;
-use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
 use rayon::prelude::*;
 
-use super::reference::{Golden, dataset, tensors};
+use super::reference::{Golden, tensors};
 use super::show;
 use crate::support::{self, sparsity};
 
@@ -303,22 +302,11 @@ fn repeat(case: &Case, shared: &Path, cache: &Path) -> Result<(String, Vec<Strin
         other => other.parse()?,
     };
     let model = shared.join("models").join(&of.model);
-    let mut settings = Settings::pruning(&model);
-    settings.model.dtype = ComputeDtype::F32;
     let mut chosen = sparsity(case.method, of.sparsity_ratio, pattern);
     chosen.options = case.options.clone();
     chosen.true_sequential = case.true_sequential;
     chosen.refine = case.refine.map(str::to_string);
-    settings.sparsity = Some(chosen);
-    settings.calibration = Some(CalibrationSettings {
-        dataset: dataset(shared, &of.train)?.parse()?,
-        nsamples: u32::try_from(of.nsamples)?,
-        seed: of.seed,
-    });
-    settings.seqlen = Some(of.seqlen);
-    settings.evaluation.eval = EvalSides::Pruned;
-    settings.evaluation.text_cache = Some(cache.to_path_buf());
-    settings.evaluation.eval_dataset = dataset(shared, &of.test)?.parse()?;
+    let settings = golden.run_of(chosen, shared, cache)?;
     let mut seen = Seen {
         weights: tensors(&json.with_extension("weights.safetensors"))?,
         dense: Checkpoint::open(&model)?,

@@ -1,4 +1,5 @@
-//! Memory of a layer's backward pass on a device, and of Gram matrices there: candle's operators on the CPU allocate no more than the plan of a GPU says.
+//! Memory of a layer's backward pass on a device, and of Gram matrices there: candle's operators on the CPU allocate no
+//! more than the plan of a GPU says.
 
 use super::*;
 use candle_core::{DType, Device, Tensor};
