@@ -117,28 +117,13 @@ fn ratios(
     measuring.evaluation.eval = EvalSides::None;
     let save = settings.output.save.clone();
     measuring.device.offload_folder = measuring.device.offload_folder.or(save);
-    // A matrix, and its pruned copy.
-    let size = |projection: Projection| {
-        let (rows, columns) = projection.shape(&model.config);
-        rows * columns
-    };
-    let largest = model.config.projections().map(size).max();
-    let largest = largest.unwrap_or_default();
     let calibration = measuring.calibration.as_ref();
     let calibration = calibration.context("layers are measured with samples")?;
-    let followed = match sparsity.allocate {
-        // A pruned copy of the layer is in memory, too.
-        Allocation::Error => {
-            let weights: usize = model.config.projections().map(size).sum();
-            followed_bytes(&model.config, calibration.nsamples as usize, model.seqlen)
-                + ByteSize::of(weights, model.dtype().bytes())
-        }
-        _ => ByteSize::ZERO,
-    };
+    let kept = kept_bytes(sparsity.allocate, &model, calibration.nsamples as usize);
     let given = Given {
         observes: Some(Observed {
             kind: Some(&ColumnSquaresKind),
-            kept: ByteSize::of(2 * largest, model.dtype().bytes()) + followed,
+            kept,
         }),
         ..Given::default()
     };
@@ -201,6 +186,24 @@ fn ratios(
     drop(streams);
     let Job { model, .. } = *job;
     Ok((model, report))
+}
+
+/// Bytes beside those of a pass: a matrix and its pruned copy, and with `error` the followed samples and a pruned copy of the layer.
+fn kept_bytes(allocation: Allocation, model: &OpenedModel, samples: usize) -> ByteSize {
+    let size = |projection: Projection| {
+        let (rows, columns) = projection.shape(&model.config);
+        rows * columns
+    };
+    let sizes = || model.config.projections().map(size);
+    let largest = sizes().max().unwrap_or_default();
+    let matrices = ByteSize::of(2 * largest, model.dtype().bytes());
+    match allocation {
+        Allocation::Error => {
+            let layer = ByteSize::of(sizes().sum(), model.dtype().bytes());
+            matrices + followed_bytes(&model.config, samples, model.seqlen) + layer
+        }
+        Allocation::Uniform | Allocation::Owl => matrices,
+    }
 }
 
 /// Tries the ratios of every candidate, and returns those with the least loss; the first ones where no loss is finite.
