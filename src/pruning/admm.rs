@@ -9,6 +9,8 @@
 //! V ← V + ρ·(B − D)
 //! ```
 //!
+//! Relaxation α, 1 without, puts α·B + (1 − α)·D in the place of B in the last two lines.
+//!
 //! With S = B + V/ρ, D is S where weights stay, and the new V is ρ·S where they do not: both are kept as S and the support.
 //! Boyd et al. 2011, "Distributed Optimization and Statistical Learning via ADMM", §9.1; for pruning: ALPS, arXiv:2406.07831 §3.1.
 //! The inverse comes from a Cholesky factorisation for each ρ, in f32: Gs has a unit diagonal, and its damping bounds the condition.
@@ -39,6 +41,8 @@ pub(super) struct Admm<'a> {
     rho: f32,
     /// Inverts in f64.
     is_precise: bool,
+    /// α.
+    relaxation: f32,
     inverse: Vec<f32>,
     right: Vec<f32>,
     packed: Packed,
@@ -59,6 +63,7 @@ impl<'a> Admm<'a> {
             rho_of_s: 0.0,
             rho: 0.0,
             is_precise: false,
+            relaxation: 1.0,
             inverse: Vec::new(),
             right: vec![0.0; scaled.len()],
             b: scaled,
@@ -84,6 +89,12 @@ impl<'a> Admm<'a> {
             is_precise: true,
             ..self
         }
+    }
+
+    /// Relaxes iterations by α, between 1 and 2.
+    #[must_use]
+    pub(super) fn relaxed(self, relaxation: f32) -> Self {
+        Self { relaxation, ..self }
     }
 
     /// D: the largest weights of B. V: 0.
@@ -150,14 +161,15 @@ impl<'a> Admm<'a> {
                 }
             });
         multiply(&self.right, &self.inverse, n, &mut self.b, &mut self.packed);
-        let of_v = old / rho;
+        let (of_v, alpha) = (old / rho, self.relaxation);
         self.s
             .par_chunks_mut(n)
             .zip(self.b.par_chunks(n).zip(self.is_kept.par_chunks(n)))
             .for_each(|(s, (b, is_kept))| {
                 for at in 0..s.len() {
-                    let v = if is_kept[at] { 0.0 } else { of_v * s[at] };
-                    s[at] = b[at] + v;
+                    // (1 − α)·D where weights stay, V/ρ where they do not.
+                    let factor = if is_kept[at] { 1.0 - alpha } else { of_v };
+                    s[at] = alpha * b[at] + factor * s[at];
                 }
             });
         self.keeps.largest(&self.s, n, &mut self.is_kept);

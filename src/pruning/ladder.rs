@@ -4,17 +4,17 @@
 //! W is `[out_features, in_features]`. Three things differ from ALPS:
 //!
 //! 1. **The ladder.** ALPS looks at the support after every third iteration and lets ρ grow by it, up to 300 iterations. Here ρ climbs a
-//!    fixed ladder, ρ_t = ρ_0·g^t, four iterations on each rung. The last rung must reach about 1, where the support of D has settled:
-//!    Gs has a unit diagonal, so ρ = 1 weighs staying near D as much as the output. Every rung costs one Cholesky inverse in f32, and no
-//!    eigenvectors.
+//!    fixed ladder, ρ_t = ρ_0·g^t, with three or four iterations on each rung. The last rung must reach about 1, where the support of D
+//!    has settled: Gs has a unit diagonal, so ρ = 1 weighs staying near D as much as the output. Every rung costs one Cholesky inverse in
+//!    f32, and no eigenvectors. Over the whole matrix, three relaxed iterations do what four do without relaxation; groups need four.
 //! 2. **Rows.** The largest weights of the whole matrix stay, but rows are made comparable before: row i is divided by √t_i, t_i the
 //!    magnitude at its own ratio of the row. Dividing by t_i would give all rows nearly the same number of weights, which Wanda found to
 //!    matter; dividing by nothing is ALPS. Rows are independent in the objective, so this only changes which weights compete. N:M groups
 //!    lie within a row and are not touched by it.
 //! 3. **The end.** Ten steps of conjugate gradients fit the support of D, which the last rungs have tied to B, not that of B.
 //!
-//! Cost per matrix, in products of `[out, in]` with `[in, in]`: 36 iterations, 11 for the fit, and 9 inverses of half a product each for a
-//! square matrix. The method is ours; few-penalty ADMM with one inverse is Boža 2024, arXiv:2401.02938, ALPS is arXiv:2406.07831.
+//! Cost per matrix, in products of `[out, in]` with `[in, in]`: 27 iterations, 12 for the target and the fit, and 9 inverses of half a product
+//! each for a square matrix. The method is ours; few-penalty ADMM with one inverse is Boža 2024, arXiv:2401.02938, ALPS is arXiv:2406.07831.
 
 use anyhow::Result;
 use rayon::prelude::*;
@@ -31,15 +31,35 @@ use super::target::{Pattern, Target};
 use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
 
-/// A ladder: the first penalty, the factor from rung to rung, and the number of rungs.
-type Rungs = (f32, f32, usize);
+/// A ladder of penalties.
+struct Rungs {
+    count: usize,
+    /// ρ_0.
+    first: f32,
+    /// g.
+    factor: f32,
+    /// Iterations on each rung.
+    iterations: usize,
+    relaxation: f32,
+}
 
 /// For weights that compete over a whole matrix.
-const UNSTRUCTURED: Rungs = (0.03, 1.6, 9);
+const UNSTRUCTURED: Rungs = Rungs {
+    count: 9,
+    first: 0.03,
+    factor: 1.6,
+    iterations: 3,
+    relaxation: 1.5,
+};
+
 /// For groups, whose few candidates settle sooner.
-const GROUPS: Rungs = (0.1, 1.4, 8);
-/// Iterations on each rung.
-const ITERATIONS: usize = 4;
+const GROUPS: Rungs = Rungs {
+    count: 8,
+    first: 0.1,
+    factor: 1.4,
+    iterations: 4,
+    relaxation: 1.0,
+};
 
 /// ADMM on a short ladder of penalties.
 #[derive(Debug, Clone, Copy)]
@@ -73,12 +93,14 @@ impl PruningMethod for Ladder {
     }
 
     fn operations(&self, out_features: usize, in_features: usize) -> f64 {
-        let rungs = UNSTRUCTURED.2;
+        let Rungs {
+            count, iterations, ..
+        } = UNSTRUCTURED;
         operations(
             out_features,
             in_features,
-            rungs * ITERATIONS + STEPS + 2,
-            rungs,
+            count * iterations + STEPS + 2,
+            count,
         )
     }
 
@@ -88,7 +110,7 @@ impl PruningMethod for Ladder {
         let gram = statistics.prepared(ScaledGram::of)?;
         let (rows, columns) = (weight.rows(), weight.columns());
         let mut scaled = gram.scaled(widened(weight, request)?);
-        let (keeps, (first, factor, rungs)) = match request.target.pattern {
+        let (keeps, rungs) = match request.target.pattern {
             Pattern::Unstructured => {
                 let all = rows * columns;
                 (
@@ -99,10 +121,10 @@ impl PruningMethod for Ladder {
             Pattern::NOfM { n, m } => (Keeps::OfGroups { n, m }, GROUPS),
         };
         let divisors = make_comparable(&mut scaled, columns, request.target);
-        let mut admm = Admm::begin(&gram, scaled, keeps);
-        for rung in 0..rungs {
-            admm.set_rho(first * factor.powi(rung as i32))?;
-            for _ in 0..ITERATIONS {
+        let mut admm = Admm::begin(&gram, scaled, keeps).relaxed(rungs.relaxation);
+        for rung in 0..rungs.count {
+            admm.set_rho(rungs.first * rungs.factor.powi(rung as i32))?;
+            for _ in 0..rungs.iterations {
                 admm.step();
             }
         }
