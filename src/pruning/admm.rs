@@ -9,10 +9,11 @@
 //! V ← V + ρ·(B − D)
 //! ```
 //!
-//! Relaxation α, 1 without, puts α·B + (1 − α)·D in the place of B in the last two lines.
+//! Relaxation α, 1 without, puts α·B + (1 − α)·D in the place of B in the last two lines, with D of the iteration before.
 //!
 //! With S = B + V/ρ, D is S where weights stay, and the new V is ρ·S where they do not: both are kept as S and the support.
-//! Boyd et al. 2011, "Distributed Optimization and Statistical Learning via ADMM", §9.1; for pruning: ALPS, arXiv:2406.07831 §3.1.
+//! Boyd et al. 2011, "Distributed Optimization and Statistical Learning via ADMM", §9.1, relaxation §3.4.3; for pruning: ALPS,
+//! arXiv:2406.07831 §3.1.
 //! The inverse comes from a Cholesky factorisation for each ρ, in f32: Gs has a unit diagonal, and its damping bounds the condition.
 
 use anyhow::{Result, anyhow};
