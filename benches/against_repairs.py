@@ -94,7 +94,9 @@ def sparsegpt(module, args, dtype):
 
 @torch.no_grad()
 def alps(module, weight, gram, args):
-    """Prints the seconds of the reference's ALPS on one matrix: eigenvectors, each three iterations, all; --rounds ends it early."""
+    """Prints the seconds of the reference's ALPS on one matrix: eigenvectors, each three iterations, all.
+
+    --rounds ends it early. Then its conjugate gradients, whose time depends on no value, run from zero on a random support."""
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data = weight.clone()
     solver = module.ALPS_prune(linear, args.nsamples, args.seqlen)
@@ -125,6 +127,11 @@ def alps(module, weight, gram, args):
         print("  to its end", passed())
     except TooLong:
         print("  not to its end", passed())
+        target = solver.YtX.T
+        support = (torch.rand(target.shape) >= args.ratio).float()
+        before = passed()
+        solver.cg_batch(solver.XtX, target, support, X0=torch.zeros_like(target), rtol=1e-4, maxiter=10)
+        print("  conjugate gradients", round(passed() - before, 1))
     finally:
         torch.topk, torch.linalg.eigh = topk, eigh
     print("  rounds of three iterations begin at", rounds)

@@ -198,3 +198,86 @@ impl<'a> Admm<'a> {
             .sum()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Inverse of a small symmetric positive definite matrix plus ρI, by Gauss and Jordan in f64.
+    fn inverse_of(gram: &[f32], n: usize, rho: f64) -> Vec<f64> {
+        let mut left: Vec<f64> = gram.iter().map(|&value| f64::from(value)).collect();
+        let mut right = vec![0.0; n * n];
+        for at in 0..n {
+            left[at * n + at] += rho;
+            right[at * n + at] = 1.0;
+        }
+        for pivot in 0..n {
+            let by = left[pivot * n + pivot];
+            for column in 0..n {
+                left[pivot * n + column] /= by;
+                right[pivot * n + column] /= by;
+            }
+            for row in (0..n).filter(|&row| row != pivot) {
+                let times = left[row * n + pivot];
+                for column in 0..n {
+                    left[row * n + column] -= times * left[pivot * n + column];
+                    right[row * n + column] -= times * right[pivot * n + column];
+                }
+            }
+        }
+        right
+    }
+
+    #[test]
+    fn iterations_follow_the_formulas_with_and_without_relaxation() {
+        let (n, rows, kept) = (5_usize, 2, 4);
+        let gram: Vec<f32> = (0..n * n)
+            .map(|at| 0.6f32.powi(((at / n) as i32 - (at % n) as i32).abs()))
+            .collect();
+        let weights: Vec<f32> = (0..rows * n)
+            .map(|at| ((at * 37 % 61) as f32 - 30.0) / 20.0)
+            .collect();
+        let scaled_gram = ScaledGram {
+            gram: gram.clone(),
+            scale: vec![1.0; n],
+        };
+        for alpha in [1.0, 1.5] {
+            let keeps = Keeps::OfMatrix(kept);
+            let mut admm = Admm::begin(&scaled_gram, weights.clone(), keeps).relaxed(alpha as f32);
+            let largest = |of: &[f64]| {
+                let mut order: Vec<usize> = (0..of.len()).collect();
+                order.sort_by(|&a, &b| of[b].abs().total_cmp(&of[a].abs()));
+                let mut d = vec![0.0; of.len()];
+                order[..kept].iter().for_each(|&at| d[at] = of[at]);
+                d
+            };
+            let times = |x: &[f64], m: &dyn Fn(usize, usize) -> f64| -> Vec<f64> {
+                let sum = |row: usize, column| (0..n).map(|k| x[row * n + k] * m(k, column)).sum();
+                (0..rows * n).map(|at| sum(at / n, at % n)).collect()
+            };
+            let ws: Vec<f64> = weights.iter().map(|&value| f64::from(value)).collect();
+            let target = times(&ws, &|k, column| f64::from(gram[k * n + column]));
+            let (mut d, mut v) = (largest(&ws), vec![0.0; rows * n]);
+            for rho in [0.1, 0.1, 0.3, 0.9] {
+                admm.set_rho(rho as f32).unwrap();
+                admm.step();
+                let inverse = inverse_of(&gram, n, rho);
+                let right: Vec<f64> = (0..rows * n)
+                    .map(|at| target[at] - v[at] + rho * d[at])
+                    .collect();
+                let b = times(&right, &|k, column| inverse[k * n + column]);
+                let relaxed: Vec<f64> = (0..rows * n)
+                    .map(|at| alpha * b[at] + (1.0 - alpha) * d[at])
+                    .collect();
+                let s: Vec<f64> = (0..rows * n).map(|at| relaxed[at] + v[at] / rho).collect();
+                d = largest(&s);
+                for at in 0..rows * n {
+                    v[at] += rho * (relaxed[at] - d[at]);
+                    let off = (f64::from(admm.b[at]) - b[at]).abs();
+                    assert!(off < 1e-5, "{alpha}, {rho}: B of {at} is off by {off}");
+                    assert_eq!(admm.support()[at], d[at] != 0.0, "{alpha}, {rho}: {at}");
+                }
+            }
+        }
+    }
+}

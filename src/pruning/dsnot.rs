@@ -9,13 +9,13 @@
 //! | goes: of the kept weights in ascending order of Wanda's score | the next with c_ij < 0 | the next with c_ij > 0 |
 //!
 //! The strongest kept weights of the other sign go where none of this sign is left. Then e ← e + c(goes) − c(comes back). A weight moves
-//! once at most. In an N:M pattern the weakest kept weight of the group goes, and a swap that would turn the sign of e is not made. Zhang et al. 2023, "Dynamic Sparse No Training", arXiv:2310.08915; reference:
-//! `prune_DSnoT` in zyxxmu/DSnoT.
+//! once at most. In an N:M pattern the weakest kept weight of the group goes, and a swap that would turn the sign of e is not made.
+//! Zhang et al. 2023, "Dynamic Sparse No Training", arXiv:2310.08915; reference: `prune_DSnoT` in zyxxmu/DSnoT.
 //!
 //! Differences: a row stops where no removed weight of the sign is left. The published code then takes kept weights in the order of
 //! their columns for removed ones, so the sparsity drifts; `--dsnot-published` does the same, with the same masks. It also reads beyond
-//! its lists on narrow matrices and writes masks of rows that have stopped, which has no flag here. As in the reference, the matrices of the MLP are
-//! left alone by default.
+//! its lists on narrow matrices and writes masks of rows that have stopped, which has no flag here. As in the reference, the matrices of
+//! the MLP are left alone by default.
 
 use std::collections::VecDeque;
 
