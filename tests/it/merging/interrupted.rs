@@ -132,8 +132,10 @@ fn killed_at_any_time_a_merge_goes_on_to_the_same_end() {
             let second = place.run(line);
             assert_eq!(second.code, 0, "{}", second.stderr);
         } else {
-            // The lock goes last. One that a killed process left is stale, and the next run here takes it over.
-            let _ = fs::remove_file(place.path("out/prune.lock"));
+            // The locks go last. One that a killed process left is stale, and the next run here takes it over.
+            for lock in ["out/prune.lock", "out/model/prune.lock"] {
+                let _ = fs::remove_file(place.path(lock));
+            }
         }
         assert_same(
             &outcome(&place.path("out")),
