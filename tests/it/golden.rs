@@ -47,8 +47,8 @@ const DENSE_TOO: [&str; 2] = [
 ];
 
 /// Runs whose perplexity is compared by hand: their masks are compared bit by bit like all others, and the perplexity that follows
-/// from a mask is computed as for the runs of their model that are not listed, which have each method and the strongest pruning.
-const MASKS_ONLY: [&str; 11] = [
+/// from a mask is computed as for the runs that are not listed, which have each method, and of each model the strongest pruning.
+const MASKS_ONLY: [&str; 13] = [
     "stories260k-float32-magnitude-0.5-2of4",
     "stories260k-float32-magnitude-0.5-unstructured",
     "stories260k-float32-wanda-0.6-unstructured",
@@ -57,8 +57,10 @@ const MASKS_ONLY: [&str; 11] = [
     "stories-0.6-per-output",
     "wikitext-llama-8m-0.5-per-output",
     "wikitext-llama-8m-float32-magnitude-0.5-unstructured",
+    "wikitext-llama-8m-float32-wanda-0.5-2of4",
     "wikitext-llama-8m-float32-wanda-0.5-4of8",
     "wikitext-llama-8m-float32-wanda-0.6-unstructured",
+    "wikitext-llama-8m-float32-wanda-variant-0.5-unstructured",
     "wikitext-llama-8m-float32-dense-0.5-unstructured",
 ];
 

@@ -348,8 +348,9 @@ fn a_finished_layer_that_was_changed_is_done_again() {
     let place = place();
     let expected = undisturbed(&place, WANDA);
     interrupted(&place, &command(WANDA));
-    // A byte in the middle of every unfinished file of the model.
-    for name in place.names("out/model") {
+    // A byte in the middle of every unfinished file of the model. A lock with a changed owner would be watched first.
+    let names = place.names("out/model").into_iter();
+    for name in names.filter(|name| name != "prune.lock") {
         let path = place.path("out/model").join(&name);
         let mut bytes = fs::read(&path).expect("a file");
         let middle = bytes.len() / 2;
