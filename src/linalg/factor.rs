@@ -1,49 +1,57 @@
-//! Cholesky factors and inverses of symmetric positive definite matrices, in place, by the `faer` crate.
+//! Cholesky factors and inverses of symmetric positive definite matrices, in place, block by block.
 //!
-//! H `[n, n]` is symmetric, so it reads the same by rows and by columns.
+//! H `[n, n]` is symmetric; only its upper triangle is read.
 //!
 //! | function | result |
 //! | --- | --- |
 //! | [`inverse_factor`] | U, upper triangular, with H⁻¹ = UᵀU |
 //! | [`inverse`] | H⁻¹ |
 //!
-//! U needs no inverse of H. With the rows and columns of H in reverse order, written J·H·J, let J·H·J = L·Lᵀ. Then H = R·Rᵀ with
-//! R = J·L·J, which is upper triangular, and H⁻¹ = (R⁻¹)ᵀ·R⁻¹. So U = R⁻¹ = J·L⁻¹·J: one factorisation and one triangular inverse, and
-//! a smaller error than the Cholesky factor of a computed inverse has.
+//! H = R·Rᵀ with an upper triangular R, so U = R⁻¹. Blocks of columns are eliminated from the last to the first, and the same step of a
+//! block does its part of the factorisation, of the inverse of R, and of UᵀU. Call the block k, the columns before it a, those behind it
+//! b. The triangle of a is what is left of H, that of b holds the result S so far, and T is what lies between them. R is now the factor
+//! of the block, H_kk = R·Rᵀ:
+//!
+//! ```text
+//! Qa = R⁻¹·H_ka      Qb = R⁻¹·T_kb
+//! H_aa −= Qaᵀ·Qa     T_ab −= Qaᵀ·Qb     S_bb += Qbᵀ·Qb
+//! T_ak = −Qaᵀ·R⁻¹    S_kb = R⁻ᵀ·Qb      S_kk = R⁻ᵀ·R⁻¹
+//! ```
+//!
+//! After the last step S = UᵀU = H⁻¹. For U itself, S_bb stays as it is, S_kb = Qb and S_kk = R⁻¹. The second line is one product of the
+//! whole triangle. f32 has the kernel of products for it, f64 the `faer` crate, which also factors and solves the blocks.
 
 use faer::dyn_stack::{MemBuffer, MemStack};
 use faer::linalg::cholesky::llt::factor as llt;
 use faer::linalg::matmul::matmul;
-use faer::linalg::matmul::triangular::{self, BlockStructure};
-use faer::linalg::triangular_inverse;
-use faer::prelude::{Reborrow, ReborrowMut};
+use faer::linalg::triangular_solve;
 use faer::traits::RealField;
-use faer::{Accum, Mat, MatMut, Par};
+use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
+use super::product::{Factors, Kernel, Line, Strided, Values};
 use crate::bytes::ByteSize;
 
-/// Parts of the work that may run at the same time. The number depends on the size alone, so that threads change no bit.
-const PARTS: usize = 8;
-
-/// Rows below which one thread computes alone: others would wait longer than they work.
-const ALONE: usize = 768;
-
-/// Bytes that these functions hold beside an f32 matrix `[n, n]`: two blocks of its columns.
-pub fn working_bytes(n: usize) -> ByteSize {
-    ByteSize::of(n.saturating_mul(2 * BLOCK), size_of::<f32>())
-}
-
-/// The parallelism for a matrix.
-fn parallelism(n: usize) -> Par {
-    match n < ALONE {
-        true => Par::Seq,
-        false => Par::rayon(PARTS),
-    }
-}
-
-/// Columns of a block of the loops over blocks.
+/// Columns of a block.
 const BLOCK: usize = 192;
+
+/// Rows of the triangle that a task updates: a multiple of the kernel's rows and columns on every CPU.
+const ROWS: usize = 96;
+
+/// Columns that a task updates at a time, a multiple of these. Their packed factor stays in the second-level cache.
+const COLUMNS: usize = 768;
+
+/// Columns for which a task solves.
+const SOLVED: usize = 64;
+
+/// Bytes that these functions hold beside a matrix `[n, n]`: Q, and Q packed as both factors.
+pub fn working_bytes<T: Real>(n: usize) -> ByteSize {
+    ByteSize::of(n.saturating_mul(3 * BLOCK.min(n)), size_of::<T>())
+}
+
+/// A pivot that is not positive: H is not positive definite in this precision.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NotPositive;
 
 /// A precision of these functions: f32 or f64.
 pub trait Real: RealField + Copy + std::ops::Neg<Output = Self> + Send + Sync {
@@ -51,37 +59,128 @@ pub trait Real: RealField + Copy + std::ops::Neg<Output = Self> + Send + Sync {
     const ZERO: Self;
     /// 1.
     const ONE: Self;
+    /// Columns `[columns, depth]` of a factor in the form that products read.
+    type Packed: Sync + Default;
+
+    /// Packs the left factor.
+    fn pack_left(columns: &[Self], depth: usize, packed: &mut Self::Packed);
+
+    /// Packs the right factor.
+    fn pack_right(columns: &[Self], depth: usize, packed: &mut Self::Packed);
+
+    /// Adds leftᵀ·right to some rows of a matrix `[_, n]`, from column `first` on.
+    ///
+    /// # Arguments
+    /// * `at`: the numbers of the first row and of the first column, multiples of [`ROWS`]
+    fn add_product(
+        rows: &mut [Self],
+        n: usize,
+        at: (usize, usize),
+        factors: (&Self::Packed, &Self::Packed),
+        depth: usize,
+    );
 }
 
 impl Real for f32 {
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
+    type Packed = Vec<Line>;
+
+    fn pack_left(columns: &[Self], depth: usize, packed: &mut Self::Packed) {
+        let lines = Kernel::Fused.row_lines(ROWS, depth);
+        pack(columns, depth, lines, packed, &|columns, count, lines| {
+            let lines = &mut lines[..Kernel::Fused.row_lines(count, depth)];
+            Kernel::Fused.pack_rows(columns, count, depth, lines);
+        });
+    }
+
+    fn pack_right(columns: &[Self], depth: usize, packed: &mut Self::Packed) {
+        let lines = Kernel::Fused.column_lines(ROWS, depth);
+        pack(columns, depth, lines, packed, &|columns, count, lines| {
+            let lines = &mut lines[..Kernel::Fused.column_lines(count, depth)];
+            Kernel::Fused.pack_columns(columns, count, depth, lines);
+        });
+    }
+
+    fn add_product(
+        rows: &mut [Self],
+        n: usize,
+        (row, first): (usize, usize),
+        (left, right): (&Self::Packed, &Self::Packed),
+        depth: usize,
+    ) {
+        for first in (first..n).step_by(COLUMNS) {
+            let factors = Factors {
+                x: &left[Kernel::Fused.row_lines(row, depth)..],
+                w: &right[Kernel::Fused.column_lines(first, depth)..],
+                rows: rows.len() / n,
+                columns: COLUMNS.min(n - first),
+                inner: depth,
+            };
+            Kernel::Fused.multiply(factors, &mut rows[first..], n, true);
+        }
+    }
+}
+
+/// Packs columns `[columns, depth]`, [`ROWS`] at a time.
+fn pack(
+    columns: &[f32],
+    depth: usize,
+    lines: usize,
+    packed: &mut Vec<Line>,
+    pack: &(dyn Fn(Strided<'_>, usize, &mut [Line]) + Sync),
+) {
+    packed.resize(
+        lines * columns.len().div_ceil(ROWS * depth),
+        Line::default(),
+    );
+    packed
+        .par_chunks_mut(lines)
+        .zip(columns.par_chunks(ROWS * depth))
+        .for_each(|(lines, columns)| {
+            let strided = Strided::rows(Values::F32(columns), depth);
+            pack(strided, columns.len() / depth, lines);
+        });
 }
 
 impl Real for f64 {
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
+    type Packed = Vec<Self>;
+
+    fn pack_left(columns: &[Self], _: usize, packed: &mut Self::Packed) {
+        columns.clone_into(packed);
+    }
+
+    fn pack_right(columns: &[Self], _: usize, packed: &mut Self::Packed) {
+        columns.clone_into(packed);
+    }
+
+    fn add_product(
+        rows: &mut [Self],
+        n: usize,
+        (row, first): (usize, usize),
+        (left, right): (&Self::Packed, &Self::Packed),
+        depth: usize,
+    ) {
+        let count = rows.len() / n;
+        let out = MatMut::from_row_major_slice_mut(rows, count, n).subcols_mut(first, n - first);
+        let left =
+            MatRef::from_row_major_slice(&left[row * depth..][..count * depth], count, depth);
+        let right = MatRef::from_column_major_slice(&right[first * depth..], depth, n - first);
+        matmul(out, Accum::Add, left, right, 1.0, Par::Seq);
+    }
 }
 
-/// A pivot that is not positive: H is not positive definite in this precision.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NotPositive {
-    /// The row of the pivot in the order of the factorisation.
-    pub row: usize,
-}
-
-/// Replaces H by U, upper triangular with H⁻¹ = UᵀU, row by row, with zeros below the diagonal.
+/// Replaces H by U, upper triangular with H⁻¹ = UᵀU, with zeros below the diagonal.
 ///
 /// # Errors
 /// Fails where H is not positive definite. The content of `h` is lost then.
 pub fn inverse_factor(h: &mut [f32], n: usize) -> Result<(), NotPositive> {
-    h.reverse();
-    let mut matrix = MatMut::from_column_major_slice_mut(h, n, n);
-    cholesky(matrix.rb_mut())?;
-    invert_lower(matrix);
-    h.reverse();
-    // By columns this is U, so by rows it is Uᵀ.
-    raise_lower(h, n);
+    eliminate(h, n, false)?;
+    h.par_chunks_exact_mut(n)
+        .enumerate()
+        .for_each(|(row, values)| values[..row].fill(0.0));
     Ok(())
 }
 
@@ -90,122 +189,142 @@ pub fn inverse_factor(h: &mut [f32], n: usize) -> Result<(), NotPositive> {
 /// # Errors
 /// Fails where H is not positive definite. The content of `h` is lost then.
 pub fn inverse<T: Real>(h: &mut [T], n: usize) -> Result<(), NotPositive> {
-    let mut matrix = MatMut::from_column_major_slice_mut(h, n, n);
-    cholesky(matrix.rb_mut())?;
-    invert_lower(matrix.rb_mut());
-    square_lower(matrix);
-    lower_upper(h, n);
+    eliminate(h, n, true)?;
+    mirror(h, n);
     Ok(())
 }
 
-/// Replaces the lower triangle of H by L with H = L·Lᵀ.
-fn cholesky<T: Real>(h: MatMut<'_, T>) -> Result<(), NotPositive> {
-    let par = parallelism(h.nrows());
-    let scratch = llt::cholesky_in_place_scratch::<T>(h.nrows(), par, Default::default());
+/// Replaces the upper triangle of H by that of U, or by that of UᵀU if U is `squared`.
+fn eliminate<T: Real>(h: &mut [T], n: usize, squared: bool) -> Result<(), NotPositive> {
+    // Columns of Q, `[n, columns of the block]`.
+    let mut q = vec![T::ZERO; n * BLOCK.min(n)];
+    let (mut left, mut right) = Default::default();
+    for start in (0..n).step_by(BLOCK).rev() {
+        let depth = BLOCK.min(n - start);
+        let end = start + depth;
+        let r = factor_of_block(h, n, start, depth)?;
+        let r = MatRef::from_column_major_slice(&r, depth, depth);
+        let q = &mut q[..n * depth];
+        read_block(h, n, start, depth, q);
+        q.par_chunks_mut(SOLVED * depth).for_each(|q| {
+            let count = q.len() / depth;
+            let q = MatMut::from_column_major_slice_mut(q, depth, count);
+            triangular_solve::solve_upper_triangular_in_place(r, q, Par::Seq);
+        });
+        // The block itself takes no part in the product.
+        let own = q[start * depth..end * depth].to_vec();
+        q[start * depth..end * depth].fill(T::ZERO);
+        T::pack_right(q, depth, &mut right);
+        q[..start * depth]
+            .par_iter_mut()
+            .for_each(|value| *value = -*value);
+        // Without the square, only rows before the block change.
+        let rows = if squared { n } else { start };
+        T::pack_left(&q[..rows * depth], depth, &mut left);
+        h[..rows * n]
+            .par_chunks_mut(ROWS * n)
+            .enumerate()
+            .for_each(|(task, rows)| {
+                let row = task * ROWS;
+                T::add_product(rows, n, (row, row), (&left, &right), depth);
+            });
+        q[start * depth..end * depth].copy_from_slice(&own);
+        let solved = if squared { n } else { start };
+        q[..solved * depth]
+            .par_chunks_mut(SOLVED * depth)
+            .for_each(|q| {
+                let count = q.len() / depth;
+                let q = MatMut::from_column_major_slice_mut(q, depth, count);
+                let transposed = r.transpose();
+                triangular_solve::solve_lower_triangular_in_place(transposed, q, Par::Seq);
+            });
+        write_block(h, n, start, depth, q);
+    }
+    Ok(())
+}
+
+/// The upper triangular R with R·Rᵀ = H_kk, by columns.
+fn factor_of_block<T: Real>(
+    h: &[T],
+    n: usize,
+    start: usize,
+    depth: usize,
+) -> Result<Vec<T>, NotPositive> {
+    // In reverse order of rows and columns, R is lower triangular.
+    let mut r = vec![T::ZERO; depth * depth];
+    for (column, r) in r.chunks_exact_mut(depth).enumerate() {
+        for (row, r) in r.iter_mut().enumerate().skip(column) {
+            let (row, column) = (start + depth - 1 - row, start + depth - 1 - column);
+            *r = h[row * n + column];
+        }
+    }
+    let matrix = MatMut::from_column_major_slice_mut(&mut r, depth, depth);
+    let scratch = llt::cholesky_in_place_scratch::<T>(depth, Par::Seq, Default::default());
     let mut buffer = MemBuffer::new(scratch);
     let stack = MemStack::new(&mut buffer);
-    match llt::cholesky_in_place(h, Default::default(), par, stack, Default::default()) {
-        Ok(_) => Ok(()),
-        Err(llt::LltError::NonPositivePivot { index }) => Err(NotPositive { row: index }),
-    }
+    let factored = llt::cholesky_in_place(
+        matrix,
+        Default::default(),
+        Par::Seq,
+        stack,
+        Default::default(),
+    );
+    factored.map_err(|_| NotPositive)?;
+    r.reverse();
+    Ok(r)
 }
 
-/// Replaces L by its inverse. Blocks go from the last to the first: with L = [A 0; B C] and C⁻¹ known, the block below A⁻¹ is −C⁻¹·B·A⁻¹.
-fn invert_lower<T: Real>(mut l: MatMut<'_, T>) {
-    let n = l.nrows();
-    let par = parallelism(n);
-    for first in (0..n).step_by(BLOCK).rev() {
-        let last = n.min(first + BLOCK);
-        let (above, _, below, done) = l.rb_mut().split_at_mut(last, last);
-        let mut diagonal = above.submatrix_mut(first, first, last - first, last - first);
-        let mut inverse = Mat::<T>::zeros(last - first, last - first);
-        triangular_inverse::invert_lower_triangular(inverse.as_mut(), diagonal.rb(), par);
-        let mut below = below.subcols_mut(first, last - first);
-        let mut product = Mat::<T>::zeros(n - last, last - first);
-        let replace = Accum::Replace;
-        matmul(
-            product.as_mut(),
-            replace,
-            below.rb(),
-            inverse.as_ref(),
-            T::ONE,
-            par,
-        );
-        triangular::matmul(
-            below.rb_mut(),
-            BlockStructure::Rectangular,
-            replace,
-            done.rb(),
-            BlockStructure::TriangularLower,
-            product.as_ref(),
-            BlockStructure::Rectangular,
-            -T::ONE,
-            par,
-        );
-        diagonal.copy_from_triangular_lower(inverse.as_ref());
-    }
-}
-
-/// Replaces the lower triangle M by that of Mᵀ·M. A block of rows reads only rows from its own on, so blocks go from the first to the last.
-fn square_lower<T: Real>(mut m: MatMut<'_, T>) {
-    let n = m.nrows();
-    let par = parallelism(n);
-    for first in (0..n).step_by(BLOCK) {
-        let last = n.min(first + BLOCK);
-        let (above, _, below, _) = m.rb_mut().split_at_mut(last, last);
-        let mut own = above.subrows_mut(first, last - first);
-        let mut old = own.to_owned();
-        // What lies above the diagonal belongs to no result.
-        for row in first..last {
-            for column in row + 1..last {
-                old[(row - first, column)] = T::ZERO;
-            }
-        }
-        let diagonal = old.subcols(first, last - first);
-        matmul(
-            own.rb_mut(),
-            Accum::Replace,
-            diagonal.transpose(),
-            old.as_ref(),
-            T::ONE,
-            par,
-        );
-        let left = below.rb().subcols(first, last - first);
-        matmul(own, Accum::Add, left.transpose(), below.rb(), T::ONE, par);
-    }
-}
-
-/// Rows of a task of the two functions below: neighbours in a cache line of the rows they read.
+/// Elements of a cache line of f32, neighbours that a task reads or writes together.
 const LINE: usize = 16;
 
-/// Copies the triangle below the diagonal to above it, row by row, and writes zeros below.
-fn raise_lower(h: &mut [f32], n: usize) {
-    for first in (0..n).step_by(BLOCK) {
-        let last = n.min(first + BLOCK);
-        let (head, tail) = h.split_at_mut(last * n);
-        let own = &mut head[first * n..];
-        for row in first..last {
-            for column in row + 1..last {
-                own[(row - first) * n + column] = own[(column - first) * n + row];
-                own[(column - first) * n + row] = 0.0;
-            }
-        }
-        own.par_chunks_mut(LINE * n)
-            .enumerate()
-            .for_each(|(task, own)| {
-                for (at, source) in tail.chunks_exact(n).enumerate() {
-                    for (row, own) in own.chunks_exact_mut(n).enumerate() {
-                        own[last + at] = source[first + task * LINE + row];
-                    }
+/// Copies the block's rows behind it and its columns before it to Q `[n, depth]`, and puts the unit matrix between them.
+fn read_block<T: Real>(h: &[T], n: usize, start: usize, depth: usize, q: &mut [T]) {
+    let end = start + depth;
+    let (before, rest) = q.split_at_mut(start * depth);
+    let (own, behind) = rest.split_at_mut(depth * depth);
+    before
+        .par_chunks_exact_mut(depth)
+        .enumerate()
+        .for_each(|(row, q)| q.copy_from_slice(&h[row * n + start..][..depth]));
+    own.fill(T::ZERO);
+    own.iter_mut().step_by(depth + 1).for_each(|q| *q = T::ONE);
+    behind
+        .par_chunks_mut(LINE * depth)
+        .enumerate()
+        .for_each(|(task, q)| {
+            let count = q.len() / depth;
+            for at in 0..depth {
+                let row = &h[(start + at) * n + end + task * LINE..][..count];
+                for (q, value) in q.iter_mut().skip(at).step_by(depth).zip(row) {
+                    *q = *value;
                 }
-                own.chunks_exact_mut(n)
-                    .for_each(|row| row[..first].fill(0.0));
-            });
-    }
+            }
+        });
+}
+
+/// Copies Q `[n, depth]` back to where [`read_block`] found it, and the upper triangle of the block.
+fn write_block<T: Real>(h: &mut [T], n: usize, start: usize, depth: usize, q: &[T]) {
+    let (before, rest) = h.split_at_mut(start * n);
+    before
+        .par_chunks_exact_mut(n)
+        .zip(q.par_chunks_exact(depth))
+        .for_each(|(row, q)| row[start..start + depth].copy_from_slice(q));
+    rest[..depth * n]
+        .par_chunks_mut(LINE * n)
+        .enumerate()
+        .for_each(|(task, rows)| {
+            let first = task * LINE;
+            let lines = q[start * depth..].chunks_exact(depth);
+            for (column, q) in (start..n).zip(lines) {
+                for (row, value) in rows.chunks_exact_mut(n).zip(&q[first..]) {
+                    row[column] = *value;
+                }
+            }
+        });
 }
 
 /// Copies the triangle above the diagonal to below it, row by row.
-fn lower_upper<T: Real>(h: &mut [T], n: usize) {
+fn mirror<T: Real>(h: &mut [T], n: usize) {
     for first in (0..n).step_by(BLOCK) {
         let last = n.min(first + BLOCK);
         let (head, own) = h[..last * n].split_at_mut(first * n);
@@ -259,14 +378,30 @@ mod tests {
         worst
     }
 
+    /// Its upper triangle.
+    fn upper(h: &[f32], n: usize) -> Vec<f32> {
+        let mut h = h.to_vec();
+        for (row, values) in h.chunks_exact_mut(n).enumerate() {
+            values[..row].fill(f32::NAN);
+        }
+        h
+    }
+
     #[test]
     fn inverses_and_their_factors_multiply_to_the_unit_matrix() {
         for n in [1, 2, 17, 191, 193, 420] {
             let h = positive(n);
-            let mut inverted = h.clone();
+            let mut inverted = upper(&h, n);
             inverse(&mut inverted, n).unwrap();
             assert!(off_unit(&h, &inverted, n) < 1e-3, "{n}");
-            let mut u = h.clone();
+            let mut precise: Vec<f64> = upper(&h, n).iter().map(|&h| f64::from(h)).collect();
+            inverse(&mut precise, n).unwrap();
+            for (precise, inverted) in precise.iter().zip(&inverted) {
+                assert!((precise - f64::from(*inverted)).abs() < 1e-3, "{n}");
+            }
+            let rounded: Vec<f32> = precise.iter().map(|&value| value as f32).collect();
+            assert!(off_unit(&h, &rounded, n) < 1e-5, "{n}: f64");
+            let mut u = upper(&h, n);
             inverse_factor(&mut u, n).unwrap();
             let mut product = vec![0.0f32; n * n];
             for i in 0..n {
@@ -297,7 +432,7 @@ mod tests {
     #[test]
     fn a_matrix_that_is_not_positive_is_refused() {
         let mut h = vec![1.0, 2.0, 2.0, 1.0];
-        assert_eq!(inverse_factor(&mut h, 2), Err(NotPositive { row: 1 }));
+        assert_eq!(inverse_factor(&mut h, 2), Err(NotPositive));
         let mut h = vec![0.0; 9];
         assert!(inverse(&mut h, 3).is_err());
     }

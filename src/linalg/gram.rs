@@ -77,11 +77,10 @@ impl GramMatrix {
         ByteSize::of(panel_elements(width) + TOKENS * width, size_of::<f32>())
     }
 
-    /// Bytes beside these while rows enter the sums: they are turned, and packed as both factors.
+    /// Bytes beside these while rows enter the sums, packed as both factors.
     pub fn adding_bytes(width: usize, products: Products) -> ByteSize {
         let (blocks, units) = packed_lines(kernel_of(products), width);
-        ByteSize::of(TOKENS * width, size_of::<f32>())
-            + ByteSize::of(blocks + units, size_of::<Line>())
+        ByteSize::of(blocks + units, size_of::<Line>())
     }
 
     /// Bytes of the whole matrix.
@@ -96,20 +95,23 @@ impl GramMatrix {
 
     /// Adds rows `[rows, width]` of X.
     pub fn add_rows(&mut self, mut rows: &[f32]) {
-        let mut packed = None;
+        let (mut packed, full) = (None, TOKENS * self.width);
         while !rows.is_empty() {
-            let room = (TOKENS * self.width - self.waiting.len()).min(rows.len());
-            let (now, later) = rows.split_at(room);
-            self.waiting
-                .reserve_exact(TOKENS * self.width - self.waiting.len());
-            self.waiting.extend_from_slice(now);
+            let (now, later) = rows.split_at((full - self.waiting.len()).min(rows.len()));
             rows = later;
-            if self.waiting.len() == TOKENS * self.width {
-                self.fold(
-                    packed.get_or_insert_with(|| PackedRows::new(self.kernel, self.width, TOKENS)),
-                );
-                self.waiting.clear();
+            let mut waiting = std::mem::take(&mut self.waiting);
+            // Rows that suffice are not copied.
+            if now.len() < full {
+                waiting.reserve_exact(full - waiting.len());
+                waiting.extend_from_slice(now);
             }
+            let all = if now.len() < full { &waiting } else { now };
+            if all.len() == full {
+                let new = || PackedRows::new(self.kernel, self.width, TOKENS);
+                self.fold(all, packed.get_or_insert_with(new));
+                waiting.clear();
+            }
+            self.waiting = waiting;
         }
     }
 
@@ -135,11 +137,12 @@ impl GramMatrix {
 
     /// Adds the rows that wait to the sums, and frees their memory.
     pub fn finish(&mut self) {
-        if !self.waiting.is_empty() {
-            let tokens = self.waiting.len() / self.width;
-            self.fold(&mut PackedRows::new(self.kernel, self.width, tokens));
+        let waiting = std::mem::take(&mut self.waiting);
+        if !waiting.is_empty() {
+            let tokens = waiting.len() / self.width;
+            let mut packed = PackedRows::new(self.kernel, self.width, tokens);
+            self.fold(&waiting, &mut packed);
         }
-        self.waiting = Vec::new();
     }
 
     /// G_jj, `[width]`. Call [`GramMatrix::finish`] before.
@@ -224,10 +227,10 @@ impl GramMatrix {
         self.sums = sums;
     }
 
-    /// Adds the rows that wait to the sums, as many as `packed` has room for.
-    fn fold(&mut self, packed: &mut PackedRows) {
+    /// Adds as many rows to the sums as `packed` has room for.
+    fn fold(&mut self, rows: &[f32], packed: &mut PackedRows) {
         let (kernel, width, tokens) = (self.kernel, self.width, packed.tokens);
-        packed.fill(kernel, &self.waiting, width);
+        packed.fill(kernel, rows, width);
         let PackedRows { x, w, lines, .. } = &*packed;
         let [row_lines, column_lines] = *lines;
         let mut tasks = Vec::new();
@@ -241,15 +244,19 @@ impl GramMatrix {
             .into_par_iter()
             .with_max_len(1)
             .for_each(|(panel, rows, sums)| {
-                let columns = width - rows.start;
-                let factors = Factors {
-                    x: &x[panel * row_lines..],
-                    w: &w[panel * column_lines..],
-                    rows: rows.len(),
-                    columns,
-                    inner: tokens,
-                };
-                kernel.multiply(factors, sums, columns, true);
+                let stride = width - rows.start;
+                // Squares, whose factors stay in the second-level cache.
+                for (at, columns) in panels(width).enumerate().skip(panel) {
+                    let factors = Factors {
+                        x: &x[panel * row_lines..],
+                        w: &w[at * column_lines..],
+                        rows: rows.len(),
+                        columns: columns.len(),
+                        inner: tokens,
+                    };
+                    let sums = &mut sums[columns.start - rows.start..];
+                    kernel.multiply(factors, sums, stride, true);
+                }
             });
     }
 }
@@ -258,8 +265,6 @@ impl GramMatrix {
 /// zero each time.
 struct PackedRows {
     tokens: usize,
-    /// X turned, `[width, tokens]`: kernels read the summed dimension along a row.
-    turned: Vec<f32>,
     /// By panel, as the left and as the right factor.
     x: Vec<Line>,
     w: Vec<Line>,
@@ -278,10 +283,8 @@ impl PackedRows {
             let all = lines * width.div_ceil(PANEL);
             bytemuck::allocation::zeroed_vec(all)
         });
-        let turned = vec![0.0; width * tokens];
         Self {
             tokens,
-            turned,
             x,
             w,
             lines,
@@ -291,8 +294,8 @@ impl PackedRows {
     /// Packs rows `[tokens, width]`.
     fn fill(&mut self, kernel: Kernel, rows: &[f32], width: usize) {
         let tokens = self.tokens;
-        turn(rows, width, &mut self.turned);
-        let factor = Strided::rows(Values::F32(&self.turned), tokens);
+        // The kernel sums along the columns of X.
+        let factor = Strided::transposed(Values::F32(rows), width);
         let panels = |packed: &mut [Line], lines: usize, pack: Pack<'_>| {
             let packed = packed.par_chunks_mut(lines.max(1)).enumerate();
             packed.for_each(|(panel, lines)| {
@@ -321,24 +324,6 @@ fn packed_lines(kernel: Kernel, width: usize) -> (usize, usize) {
         kernel.row_lines(padded, TOKENS),
         kernel.column_lines(padded, TOKENS),
     )
-}
-
-/// Turns rows `[tokens, width]` into `[width, tokens]`.
-fn turn(rows: &[f32], width: usize, turned: &mut [f32]) {
-    /// Columns of a task: their cache lines stay in the first-level cache.
-    const COLUMNS: usize = 16;
-    let tokens = rows.len() / width;
-    turned
-        .par_chunks_mut(COLUMNS * tokens)
-        .enumerate()
-        .for_each(|(task, turned)| {
-            for (token, row) in rows.chunks_exact(width).enumerate() {
-                let row = &row[task * COLUMNS..width.min((task + 1) * COLUMNS)];
-                for (column, value) in row.iter().enumerate() {
-                    turned[column * tokens + token] = *value;
-                }
-            }
-        });
 }
 
 #[cfg(test)]

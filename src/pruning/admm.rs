@@ -22,7 +22,7 @@ use rayon::prelude::*;
 use super::dense::Keeps;
 use super::least_squares::{ScaledGram, multiply};
 use crate::bytes::ByteSize;
-use crate::linalg::factor::{self, inverse};
+use crate::linalg::factor::inverse;
 use crate::linalg::gram::GramMatrix;
 use crate::linalg::product::Packed;
 
@@ -74,13 +74,11 @@ impl<'a> Admm<'a> {
         admm
     }
 
-    /// Bytes for a matrix.
+    /// Bytes for a matrix, less those of [`working_bytes`](crate::linalg::factor::working_bytes).
     pub(super) fn bytes(out_features: usize, in_features: usize) -> ByteSize {
         let weights = out_features.saturating_mul(in_features);
         // target, b, s, right, the support and the old one.
-        ByteSize::of(weights, 4 * size_of::<f32>() + 2)
-            + GramMatrix::square_bytes(in_features)
-            + factor::working_bytes(in_features)
+        ByteSize::of(weights, 4 * size_of::<f32>() + 2) + GramMatrix::square_bytes(in_features)
     }
 
     /// Inverts in f64, and rounds the result.

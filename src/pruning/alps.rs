@@ -32,6 +32,7 @@ use super::statistics::StatisticsKind;
 use super::target::{Pattern, Target};
 use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
+use crate::linalg::factor;
 
 /// Iterations between two looks at the support.
 const EVERY: usize = 3;
@@ -70,6 +71,7 @@ impl PruningMethod for Alps {
         let square = in_features.saturating_mul(in_features);
         ScaledGram::bytes(in_features)
             + ByteSize::of(square, size_of::<f64>())
+            + factor::working_bytes::<f64>(in_features)
             + Admm::bytes(out_features, in_features)
             + refit_bytes(out_features, in_features)
             + ByteSize::of(out_features.saturating_mul(in_features), size_of::<f32>())

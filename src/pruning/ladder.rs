@@ -32,6 +32,7 @@ use super::statistics::StatisticsKind;
 use super::target::{Pattern, Target};
 use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
+use crate::linalg::factor;
 
 /// A ladder of penalties.
 struct Rungs {
@@ -91,6 +92,7 @@ impl PruningMethod for Ladder {
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
         ScaledGram::bytes(in_features)
             + Admm::bytes(out_features, in_features)
+            + factor::working_bytes::<f32>(in_features)
             + refit_bytes(out_features, in_features)
     }
 

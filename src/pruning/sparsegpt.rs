@@ -80,7 +80,7 @@ impl PruningMethod for SparseGpt {
         // U, the weights in f32 and a flag of each.
         let weights = out_features.saturating_mul(in_features);
         GramMatrix::square_bytes(in_features)
-            + factor::working_bytes(in_features)
+            + factor::working_bytes::<f32>(in_features)
             + ByteSize::of(weights, size_of::<f32>() + 1)
     }
 
@@ -162,7 +162,7 @@ impl InverseFactor {
             }
             match inverse_factor(&mut h, n) {
                 Ok(()) => return Ok(Self { u: h, is_dead }),
-                Err(NotPositive { .. }) => {
+                Err(NotPositive) => {
                     let next = if percdamp > 0.0 {
                         percdamp * 10.0
                     } else {

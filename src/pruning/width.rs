@@ -21,7 +21,7 @@ use super::least_squares::{ScaledGram, multiply};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
-use crate::linalg::factor::inverse;
+use crate::linalg::factor::{inverse, working_bytes};
 use crate::linalg::gram::GramMatrix;
 use crate::linalg::product::Packed;
 
@@ -120,6 +120,7 @@ pub fn refit_bytes(in_features: usize, kept: usize) -> ByteSize {
     let square = |n: usize, each: usize| ByteSize::of(n.saturating_mul(n), each);
     GramMatrix::square_bytes(in_features)
         + square(kept, size_of::<f64>() + size_of::<f32>())
+        + working_bytes::<f64>(kept)
         + ByteSize::of(ROWS * 4 * (in_features + kept), size_of::<f32>())
 }
 
