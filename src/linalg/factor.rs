@@ -24,7 +24,9 @@
 use faer::dyn_stack::{MemBuffer, MemStack};
 use faer::linalg::cholesky::llt::factor as llt;
 use faer::linalg::matmul::matmul;
-use faer::linalg::triangular_solve;
+use faer::linalg::triangular_solve::{
+    solve_lower_triangular_in_place, solve_upper_triangular_in_place,
+};
 use faer::traits::RealField;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
@@ -71,7 +73,7 @@ pub trait Real: RealField + Copy + std::ops::Neg<Output = Self> + Send + Sync {
     /// Adds leftᵀ·right to some rows of a matrix `[_, n]`, from column `first` on.
     ///
     /// # Arguments
-    /// * `at`: the numbers of the first row and of the first column, multiples of [`ROWS`]
+    /// * `at`: the numbers of the first row and of the first column, multiples of 96
     fn add_product(
         rows: &mut [Self],
         n: usize,
@@ -130,10 +132,12 @@ fn pack(
     packed: &mut Vec<Line>,
     pack: &(dyn Fn(Strided<'_>, usize, &mut [Line]) + Sync),
 ) {
-    packed.resize(
-        lines * columns.len().div_ceil(ROWS * depth),
-        Line::default(),
-    );
+    let length = lines * columns.len().div_ceil(ROWS * depth);
+    if packed.len() < length {
+        packed.clear();
+        packed.reserve_exact(length);
+    }
+    packed.resize(length, Line::default());
     packed
         .par_chunks_mut(lines)
         .zip(columns.par_chunks(ROWS * depth))
@@ -149,11 +153,13 @@ impl Real for f64 {
     type Packed = Vec<Self>;
 
     fn pack_left(columns: &[Self], _: usize, packed: &mut Self::Packed) {
-        columns.clone_into(packed);
+        packed.clear();
+        packed.reserve_exact(columns.len());
+        packed.extend_from_slice(columns);
     }
 
-    fn pack_right(columns: &[Self], _: usize, packed: &mut Self::Packed) {
-        columns.clone_into(packed);
+    fn pack_right(columns: &[Self], depth: usize, packed: &mut Self::Packed) {
+        Self::pack_left(columns, depth, packed);
     }
 
     fn add_product(
@@ -206,10 +212,8 @@ fn eliminate<T: Real>(h: &mut [T], n: usize, squared: bool) -> Result<(), NotPos
         let r = MatRef::from_column_major_slice(&r, depth, depth);
         let q = &mut q[..n * depth];
         read_block(h, n, start, depth, q);
-        q.par_chunks_mut(SOLVED * depth).for_each(|q| {
-            let count = q.len() / depth;
-            let q = MatMut::from_column_major_slice_mut(q, depth, count);
-            triangular_solve::solve_upper_triangular_in_place(r, q, Par::Seq);
+        for_columns(q, depth, |q| {
+            solve_upper_triangular_in_place(r, q, Par::Seq)
         });
         // The block itself takes no part in the product.
         let own = q[start * depth..end * depth].to_vec();
@@ -230,17 +234,20 @@ fn eliminate<T: Real>(h: &mut [T], n: usize, squared: bool) -> Result<(), NotPos
             });
         q[start * depth..end * depth].copy_from_slice(&own);
         let solved = if squared { n } else { start };
-        q[..solved * depth]
-            .par_chunks_mut(SOLVED * depth)
-            .for_each(|q| {
-                let count = q.len() / depth;
-                let q = MatMut::from_column_major_slice_mut(q, depth, count);
-                let transposed = r.transpose();
-                triangular_solve::solve_lower_triangular_in_place(transposed, q, Par::Seq);
-            });
+        for_columns(&mut q[..solved * depth], depth, |q| {
+            solve_lower_triangular_in_place(r.transpose(), q, Par::Seq);
+        });
         write_block(h, n, start, depth, q);
     }
     Ok(())
+}
+
+/// Solves for all columns of Q `[columns, depth]`, on all threads.
+fn for_columns<T: Real>(q: &mut [T], depth: usize, solve: impl Fn(MatMut<'_, T>) + Sync) {
+    q.par_chunks_mut(SOLVED * depth).for_each(|q| {
+        let count = q.len() / depth;
+        solve(MatMut::from_column_major_slice_mut(q, depth, count));
+    });
 }
 
 /// The upper triangular R with R·Rᵀ = H_kk, by columns.
