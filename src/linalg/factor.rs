@@ -31,7 +31,7 @@ use faer::traits::RealField;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-use super::product::{Factors, Kernel, Line, Strided, Values};
+use super::product::{Factors, Kernel, Line, Strided, Values, resize};
 use crate::bytes::ByteSize;
 
 /// Columns of a block.
@@ -132,13 +132,8 @@ fn pack(
     packed: &mut Vec<Line>,
     pack: &(dyn Fn(Strided<'_>, usize, &mut [Line]) + Sync),
 ) {
-    let length = lines * columns.len().div_ceil(ROWS * depth);
-    if packed.len() < length {
-        packed.clear();
-        packed.reserve_exact(length);
-    }
-    packed.resize(length, Line::default());
-    packed
+    let all = lines * columns.len().div_ceil(ROWS * depth);
+    resize(packed, all)
         .par_chunks_mut(lines)
         .zip(columns.par_chunks(ROWS * depth))
         .for_each(|(lines, columns)| {

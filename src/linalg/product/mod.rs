@@ -46,6 +46,7 @@ use packed::BlockSizes;
 pub use cut::{Product, packed_bytes, parts_of_product};
 pub use fused::{InBlocks, UNROLLED, block_of_c, in_blocks, plus_block};
 pub(super) use interleave::interleave;
+pub(super) use packed::resize;
 pub use packed::{Factor, Factors, Line, PackedWeight, Strided, Values};
 pub use products::{Packed, ProductJob, product_in_parts, products, products_of};
 

@@ -268,7 +268,7 @@ pub enum Factor<'a> {
 }
 
 /// Lends lines with unspecified content.
-pub(super) fn resize(lines: &mut Vec<Line>, length: usize) -> &mut [Line] {
+pub(in super::super) fn resize(lines: &mut Vec<Line>, length: usize) -> &mut [Line] {
     if lines.len() < length {
         // The old lines are freed first. The system zeroes new ones.
         *lines = Vec::new();
