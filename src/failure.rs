@@ -38,6 +38,8 @@ pub struct Failure {
     pub hint: Option<String>,
     /// The command line itself is wrong (exit code 2 instead of 1).
     pub is_usage: bool,
+    /// The same command fails again until its input changes, so no message may say that it continues.
+    pub is_lasting: bool,
 }
 
 impl Failure {
@@ -48,6 +50,7 @@ impl Failure {
             details: Vec::new(),
             hint: None,
             is_usage: false,
+            is_lasting: false,
         }
     }
 
@@ -64,6 +67,15 @@ impl Failure {
     pub fn detail(mut self, line: impl Into<String>) -> Self {
         self.details.push(shown(line.into(), LONGEST_LINE));
         self
+    }
+
+    /// States that the same command fails again until its input changes.
+    #[must_use]
+    pub fn lasting(self) -> Self {
+        Self {
+            is_lasting: true,
+            ..self
+        }
     }
 
     /// Sets the fix to type.

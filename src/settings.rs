@@ -23,6 +23,7 @@ use crate::data::DatasetSpec;
 use crate::generation::Sampling;
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Flow, ObservationOrder, Propagation, Selection};
+use crate::placement::Budget;
 use crate::pruning::{self, MethodOptions, Pattern, Technique};
 use crate::quantized::FourBitFormat;
 use crate::runtime::Side;
@@ -435,6 +436,10 @@ pub struct QuantizeSettings {
     pub force: bool,
     /// `--threads`.
     pub threads: Option<u16>,
+    /// `--max-memory`.
+    pub max_memory: Budget,
+    /// The command line.
+    pub arguments: Vec<String>,
 }
 
 /// Models of `prune plan`.

@@ -47,7 +47,7 @@ pub struct DeviceArgs {
 
     /// Memory limits, like cuda:0=10GiB,cpu=24GiB [default: 80 % of what is available; of a GPU, less a reserve]
     ///
-    /// A GPU's context counts as part of its budget. GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
+    /// An amount without a device, like 8GB, is the CPU's. A GPU's context counts as part of its budget. GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
     /// control group (of a batch job, a container) allows. The run is planned to stay below; what cannot fit is refused before it
     /// begins. Results do not depend on it.
     #[arg(long, value_name = "DEVICE=SIZE")]

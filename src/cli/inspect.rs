@@ -7,6 +7,7 @@ use clap::Args;
 
 use super::args::MessageArgs;
 use super::console::Console;
+use super::model::ModelPathArgs;
 use crate::failure::Failure;
 use crate::job;
 use crate::report;
@@ -24,9 +25,8 @@ Exit codes: 0 fine, 1 not a pruned copy of DENSE, or matrices missing, 2 wrong u
 #[derive(Debug, Clone, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct InspectArgs {
-    /// Checkpoint folder in Hugging Face layout; needs no tokenizer
-    #[arg(value_name = "DIR")]
-    folder: PathBuf,
+    #[command(flatten)]
+    model: ModelPathArgs,
 
     /// The dense checkpoint DIR was made from
     ///
@@ -45,7 +45,8 @@ pub struct InspectArgs {
 /// Fails for everything [`job::inspect()`] fails for, and, after the result is printed, when decoder linears are missing or the
 /// folder is no pruned copy.
 pub fn command(args: &InspectArgs, console: &Console) -> Result<()> {
-    let inspection = job::inspect(&args.folder, args.against.as_deref(), console)?;
+    let folder = args.model.path("prune inspect out/7b/model")?;
+    let inspection = job::inspect(&folder, args.against.as_deref(), console)?;
     console.record(&inspection, &report::inspection::text(&inspection))?;
     judge(&inspection)
 }

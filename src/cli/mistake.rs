@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-use super::command;
+use super::{command, foreign};
 use crate::run::command_line::quoted;
 
 /// Flags that people look for, each with the advice for it.
@@ -58,7 +58,26 @@ const FLAGS_FOR_METHODS: [(&str, &str); 3] = [
 ];
 
 /// The error with its advice checked and completed.
-pub(super) fn explain(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
+pub(super) fn explain(error: clap::Error, arguments: &[OsString]) -> clap::Error {
+    let is_mistake = error.use_stderr();
+    let mut error = explain_kind(error, arguments);
+    if is_mistake && let Some(line) = foreign::translated(arguments) {
+        error.remove(ContextKind::SuggestedArg);
+        error.remove(ContextKind::SuggestedSubcommand);
+        let other = error.remove(ContextKind::Suggested);
+        let mut advice = match (error.kind(), other) {
+            // A word that is no command need not be a model.
+            (ErrorKind::InvalidSubcommand, _) | (_, None) => Vec::new(),
+            (_, Some(ContextValue::StyledStrs(advice))) => advice,
+            (_, Some(_)) => Vec::new(),
+        };
+        advice.push(StyledStr::from(format!("type {}", quoted(&line))));
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(advice));
+    }
+    error
+}
+
+fn explain_kind(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
     match error.kind() {
         ErrorKind::InvalidValue => explain_value(&mut error),
         ErrorKind::UnknownArgument => explain_flag(&mut error),

@@ -7,6 +7,7 @@ pub mod console;
 pub mod demo;
 mod ending;
 pub mod eval;
+mod foreign;
 pub mod generate;
 pub mod inspect;
 mod interrupt;
@@ -40,7 +41,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::failure::Failure;
 use crate::job::machine;
-use crate::run::Stopped;
+use crate::run::{Event, Events, Stopped};
 use crate::runtime::memory;
 use args::MessageArgs;
 use console::{Console, print_line};
@@ -204,10 +205,12 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             ExitCode::from(interrupt::RESUMABLE)
         }
         Err(error) => {
-            let is_usage = error
-                .downcast_ref::<Failure>()
-                .is_some_and(|failure| failure.is_usage);
+            let failure = error.downcast_ref::<Failure>();
+            if failure.is_some_and(|failure| failure.is_lasting) {
+                console.emit(Event::IfInterrupted(None));
+            }
             console.error(&describe(&error));
+            let is_usage = failure.is_some_and(|failure| failure.is_usage);
             ExitCode::from(if is_usage { 2 } else { 1 })
         }
     }
@@ -224,7 +227,7 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         Some(Command::Generate(args)) => generate::command(args, console),
         Some(Command::Inspect(args)) => inspect::command(args, console),
         Some(Command::Plan(args)) => plan::command(args, console),
-        Some(Command::Quantize(args)) => quantize::command(args, console),
+        Some(Command::Quantize(args)) => quantize::command(args, arguments, console),
         Some(Command::Report(args)) => report::command(args, console),
         Some(Command::Completions(args)) => shell::completions(args, command(), console),
         Some(Command::Man) => shell::man(command(), console),

@@ -60,6 +60,47 @@ impl ModelArgs {
     }
 }
 
+/// A model of a command that needs its weights alone: a word, or --model.
+#[derive(Debug, Clone, Args)]
+pub struct ModelPathArgs {
+    /// Checkpoint folder in Hugging Face layout; needs no tokenizer
+    #[arg(value_name = "DIR")]
+    word: Option<PathBuf>,
+
+    /// The same folder as a flag
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+}
+
+impl ModelPathArgs {
+    /// The path.
+    ///
+    /// # Errors
+    /// Fails when it is named twice or not at all; `example` is a command to type.
+    pub(super) fn path(&self, example: &str) -> Result<PathBuf> {
+        one_of(self.word.as_ref(), self.model.as_ref(), example)
+    }
+}
+
+/// The model of a word or a flag.
+fn one_of(word: Option<&PathBuf>, flag: Option<&PathBuf>, example: &str) -> Result<PathBuf> {
+    match (word, flag) {
+        (Some(word), Some(flag)) => Err(Failure::usage(format!(
+            "two models are named: `{}` and --model {}",
+            word.display(),
+            flag.display()
+        ))
+        .hint("leave one of them out")
+        .into()),
+        (Some(model), None) | (None, Some(model)) => Ok(model.clone()),
+        (None, None) => Err(Failure::usage("no model is named")
+            .hint(format!(
+                "name a checkpoint folder, or an id on the hub: {example}"
+            ))
+            .into()),
+    }
+}
+
 /// Model flags of commands that take the model as a word, too: `prune eval out/7b/model`.
 #[derive(Debug, Clone, Args)]
 pub struct ModelWordArgs {
@@ -84,20 +125,7 @@ impl ModelWordArgs {
     /// # Errors
     /// Fails when the model is named twice or not at all.
     pub(super) fn settings(&self, example: &str) -> Result<ModelSettings> {
-        match (&self.word, &self.flags.model) {
-            (Some(word), Some(flag)) => Err(Failure::usage(format!(
-                "two models are named: `{}` and --model {}",
-                word.display(),
-                flag.display()
-            ))
-            .hint("leave one of them out")
-            .into()),
-            (Some(model), None) | (None, Some(model)) => Ok(self.flags.of(model.clone())),
-            (None, None) => Err(Failure::usage("no model is named")
-                .hint(format!(
-                    "name a checkpoint folder, or an id on the hub: {example}"
-                ))
-                .into()),
-        }
+        let model = one_of(self.word.as_ref(), self.flags.model.as_ref(), example)?;
+        Ok(self.flags.of(model))
     }
 }

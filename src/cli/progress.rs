@@ -155,7 +155,7 @@ impl Progress {
         })
     }
 
-    /// "layer 3/32: calibrate: 10/64 samples | 7.1 samples/s | ETA 8s | run 12 % | ETA 22m05s".
+    /// "layer 2 of 0-31: calibrate: 10/64 samples | 7.1 samples/s | ETA 8s | run 12 % | ETA 22m05s".
     pub(super) fn line(&self) -> String {
         let count = match self.steps {
             0 => self.done.to_string(),

@@ -8,7 +8,9 @@ use clap::builder::PossibleValue;
 
 use super::args::MessageArgs;
 use super::console::Console;
+use super::model::ModelPathArgs;
 use crate::job;
+use crate::placement::Budget;
 use crate::quantized::FourBitFormat;
 use crate::report;
 use crate::settings::QuantizeSettings;
@@ -20,10 +22,10 @@ Examples:
 
 /// Flags of `prune quantize`.
 #[derive(Debug, Clone, Args)]
+#[command(mut_arg("word", |word| word.help("Checkpoint folder in Hugging Face layout, or an id of the hub; not quantised")))]
 pub struct QuantizeArgs {
-    /// Checkpoint folder in Hugging Face layout, or an id of the hub; not quantised
-    #[arg(value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelPathArgs,
 
     /// Format of the decoder linears
     ///
@@ -44,6 +46,12 @@ pub struct QuantizeArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
 
+    /// Memory limit, like 2GiB [default: 80 % of what is available]
+    ///
+    /// The run is planned to stay below; what cannot fit is refused before it begins. Results do not depend on it.
+    #[arg(long, value_name = "SIZE")]
+    max_memory: Option<Budget>,
+
     #[command(flatten)]
     pub(super) messages: MessageArgs,
 }
@@ -62,13 +70,17 @@ impl clap::ValueEnum for FourBitFormat {
 ///
 /// # Errors
 /// Fails as [`job::quantize()`].
-pub fn command(args: &QuantizeArgs, console: &Console) -> Result<()> {
+pub fn command(args: &QuantizeArgs, arguments: Vec<String>, console: &Console) -> Result<()> {
     let settings = QuantizeSettings {
-        model: args.model.clone(),
+        model: args
+            .model
+            .path("prune quantize --to nf4-double out/7b/model --save out/7b-4bit")?,
         to: args.to,
         save: args.save.clone(),
         force: args.force,
         threads: args.threads,
+        max_memory: args.max_memory.clone().unwrap_or_default(),
+        arguments,
     };
     let report = job::quantize(&settings, console)?;
     console.record(&report, &report::quantization::text(&report))

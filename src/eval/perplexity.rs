@@ -15,6 +15,7 @@ use crate::linalg::exp;
 use crate::model::on_device::LogSumExpPart;
 use crate::model::{DecoderLayer, Head};
 use crate::run::manifest::PerplexityReport;
+use crate::run::phase::in_layer;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, HiddenStates, Passenger, Side};
 
@@ -60,12 +61,7 @@ impl<'a> Perplexity<'a> {
 
     fn advance(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
         self.events.emit(Event::PhaseStarted {
-            phase: format!(
-                "layer {}/{}: {}",
-                layer.index() + 1,
-                self.num_hidden_layers,
-                self.side.phase()
-            ),
+            phase: in_layer(layer.index(), self.num_hidden_layers, self.side.phase()),
             unit: "windows",
             steps: self.hidden.samples() as u64,
         });

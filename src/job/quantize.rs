@@ -1,106 +1,367 @@
-//! `prune quantize`: settle → allocate → pass → finish.
+//! `prune quantize`: settle → scales → outputs → pass → finish.
 
-use std::collections::BTreeSet;
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use safetensors::Dtype;
+use serde_json::Value;
 
 use super::folder::RunFolder;
-use super::{located, machine};
+use super::folder::state_file::StateFile;
+use super::recorder::Recorder;
+use super::{disk_room, located, machine, same_run};
+use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    CONFIG_FILE, Checkpoint, INDEX_FILE, MergedWriter, Published, WeightSource, check_sidecars,
-    sidecars_in,
+    CHUNK_BYTES, CONFIG_FILE, Checkpoint, INDEX_FILE, Layout, MergedWriter, Published,
+    WeightSource, check_sidecars, sidecars_in,
 };
 use crate::failure::Failure;
 use crate::model::{DecoderLayer, ModelConfig};
-use crate::quantized::{FourBitFormat, QuantizePass, config};
-use crate::run::{Events, QuantizationReport};
+use crate::placement::Inventory;
+use crate::placement::planner::cpu_budget;
+use crate::quantized::{
+    FourBitFormat, LEAST_PIECE, PIECE, QuantizeJournal, QuantizePass, config, pass_bytes,
+};
+use crate::run::command_line::quoted;
+use crate::run::plan::{
+    DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate,
+};
+use crate::run::quantization::QuantizedMatrix;
+use crate::run::state::SCHEMA;
+use crate::run::{
+    Event, Events, HiddenStatesStorage, MemorySettings, Phase, Plan, QuantizationReport, RunState,
+    Unfinished,
+};
+use crate::runtime::Clock;
 use crate::settings::{ModelSettings, OutputSettings, QuantizeSettings};
 
-/// Quantises the decoder linears of a checkpoint and writes the result.
+/// Quantises the decoder linears of a checkpoint and writes the result. Continues a quantisation that was interrupted.
 ///
 /// # Errors
 /// Fails for a folder that is no checkpoint or is quantised already, for an output folder with files in it, for weights that are not
-/// finite, and where files cannot be read or written.
+/// finite, without room on the disk, and where files cannot be read or written.
 pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<QuantizationReport> {
-    let (source_folder, _) = located::model(&ModelSettings::of(&settings.model), events)?;
-    let json = ModelConfig::read_json(&source_folder)?;
-    if json.get(config::KEY).is_some_and(|value| !value.is_null()) {
-        return Err(Failure::new(format!(
-            "`{}` is quantised already",
-            source_folder.display()
-        ))
-        .detail("its config.json has a `quantization_config`")
-        .hint("name the unquantised checkpoint: prune quantize --to nf4-double DENSE --save OUT")
-        .into());
+    let recorder = Recorder::new(events);
+    let clock = Clock::new();
+    let started = machine::unix_seconds();
+    let job = QuantizeJob::settle(settings, &recorder)?;
+    for line in crate::report::plan::text(&job.plan).lines() {
+        recorder.note(line.to_string());
     }
-    let model = ModelConfig::of_json(&source_folder, &json)?;
-    let checkpoint = Checkpoint::open(&source_folder)?;
-    for layer in 0..model.num_hidden_layers {
-        DecoderLayer::check(&checkpoint, &model, layer)?;
-    }
-    check_sidecars(&source_folder)?;
-    machine::start_workers(settings.threads)?;
-
-    let output = OutputSettings {
-        save_model: Some(settings.save.clone()),
-        force: settings.force,
-        ..OutputSettings::default()
-    };
-    let mut folder = RunFolder::at(&[&source_folder], &output, true)?;
-    folder.lock(events)?;
-    // An interrupted quantisation left nothing but partial files, which are replaced.
-    folder.refuse_files(false)?;
-
-    let matrices: BTreeSet<String> = (0..model.num_hidden_layers)
-        .flat_map(|layer| model.projections().map(move |one| one.tensor_name(layer)))
-        .collect();
-    let pass = QuantizePass::new(&checkpoint, &matrices, settings.to, events)?;
+    if_interrupted(settings, &recorder);
+    let state = job.unfinished.clone().unwrap_or_else(|| RunState {
+        schema: SCHEMA,
+        arguments: settings.arguments.clone(),
+        started_unix_seconds: started,
+        settings: job.deciding.clone(),
+        ..RunState::default()
+    });
+    let (known, finished) = (state.quantized.clone(), state.tensors.clone());
+    let folder = &job.target;
+    let mut state = StateFile::begin(folder, state, &clock, &recorder, started)?;
+    let pass = clock.measure(Phase::Quantize, || {
+        QuantizePass::new(
+            &job.checkpoint,
+            &job.matrices,
+            (settings.to, job.piece),
+            known,
+            &mut state,
+            &recorder,
+        )
+    });
+    let mut pass = pass?;
     let layout = pass.layout()?;
     let bytes_after = layout.bytes();
-    folder.prepare()?;
-    let target = folder
-        .model
-        .as_ref()
-        .context("a quantised model has a folder")?;
-    let writer = MergedWriter::create(layout, target, &[&source_folder], events)?;
-    let totals = pass.run(&writer, events)?;
-    let dtype = matrices.first().and_then(|name| checkpoint.entry(name));
-    let dtype = dtype.map_or(Dtype::F32, |entry| entry.dtype);
-    writer.finish(
-        published(&source_folder, json, settings.to, dtype)?,
-        &[],
-        events,
-    )?;
+    let reopened = clock.measure(Phase::Check, || job.reopen(&layout, &finished, &recorder))?;
+    let writer = match reopened {
+        Some(writer) => writer,
+        None => {
+            job.check_disk(bytes_after)?;
+            job.folder.refuse_files(false)?;
+            job.folder.prepare()?;
+            // What is known of the scales stays.
+            state.quantized(pass.known(), Some(BTreeMap::new()))?;
+            clock.measure(Phase::Allocate, || {
+                MergedWriter::create(layout, folder, &[&job.source], &recorder)
+            })?
+        }
+    };
+    let totals = clock.measure(Phase::Quantize, || pass.run(&writer, &mut state, &recorder))?;
+    let published = published(&job, settings.to)?;
+    clock.measure(Phase::SaveAndVerify, || {
+        writer.finish(published, &[], &recorder)
+    })?;
+    state.remove()?;
+    recorder.emit(Event::IfInterrupted(None));
+    let phases = clock.report();
+    let peak_anonymous = phases.iter().filter_map(|phase| phase.peak_anonymous).max();
     Ok(QuantizationReport {
         prune_version: env!("CARGO_PKG_VERSION").to_string(),
-        model: source_folder.display().to_string(),
-        output: target.display().to_string(),
+        model: job.source.display().to_string(),
+        output: folder.display().to_string(),
         format: settings.to.name().to_string(),
         matrices: totals.matrices,
         weights: totals.weights,
         zeros_before: totals.zeros_before,
         zeros_after: totals.zeros_after,
-        bytes_before: checkpoint.total_bytes(),
+        bytes_before: job.checkpoint.total_bytes(),
         bytes_after,
+        plan: job.plan,
+        phases,
+        peak_anonymous,
     })
 }
 
+/// A quantisation that is settled: everything that can be wrong before weights are read is checked, and nothing is written.
+struct QuantizeJob {
+    source: PathBuf,
+    /// The source's `config.json`.
+    json: Value,
+    checkpoint: Checkpoint,
+    /// The tensor names of the decoder linears.
+    matrices: BTreeSet<String>,
+    folder: RunFolder,
+    /// The model folder of `folder`.
+    target: PathBuf,
+    deciding: BTreeMap<String, String>,
+    unfinished: Option<RunState>,
+    /// Weights that are read at once.
+    piece: usize,
+    plan: Plan,
+}
+
+impl QuantizeJob {
+    fn settle(settings: &QuantizeSettings, events: &dyn Events) -> Result<Self> {
+        let (source, _) = located::model(&ModelSettings::of(&settings.model), events)?;
+        let json = ModelConfig::read_json(&source)?;
+        if json.get(config::KEY).is_some_and(|value| !value.is_null()) {
+            return Err(Failure::new(format!(
+                "`{}` is quantised already",
+                source.display()
+            ))
+            .detail("its config.json has a `quantization_config`")
+            .hint("name the unquantised checkpoint: prune quantize --to nf4-double DENSE --save OUT")
+            .into());
+        }
+        let model = ModelConfig::of_json(&source, &json)?;
+        let checkpoint = Checkpoint::open(&source)?;
+        for layer in 0..model.num_hidden_layers {
+            DecoderLayer::check(&checkpoint, &model, layer)?;
+        }
+        check_sidecars(&source)?;
+        let threads = machine::start_workers(settings.threads)?;
+        let matrices: BTreeSet<String> = (0..model.num_hidden_layers)
+            .flat_map(|layer| model.projections().map(move |one| one.tensor_name(layer)))
+            .collect();
+        let (piece, plan) = planned(settings, &checkpoint, &matrices, threads)?;
+        let output = OutputSettings {
+            save_model: Some(settings.save.clone()),
+            force: settings.force,
+            ..OutputSettings::default()
+        };
+        let mut folder = RunFolder::at(&[&source], &output, true)?;
+        folder.lock(events)?;
+        let deciding = [
+            ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
+            ("command", "quantize".to_string()),
+            ("to", settings.to.name().to_string()),
+            ("source", checkpoint.fingerprint()?),
+            ("config", json.to_string()),
+        ];
+        let deciding = BTreeMap::from(deciding.map(|(name, value)| (name.to_string(), value)));
+        let unfinished = match folder.look()? {
+            Some(state) => same_run::check(state, &deciding, &folder, &output)?,
+            None => None,
+        };
+        let target = folder.model.clone();
+        Ok(Self {
+            source,
+            json,
+            checkpoint,
+            matrices,
+            piece,
+            plan,
+            folder,
+            target: target.context("a quantised model has a folder")?,
+            deciding,
+            unfinished,
+        })
+    }
+
+    fn check_disk(&self, needed: ByteSize) -> Result<()> {
+        let replaced = self.folder.replaced_bytes();
+        let more = ByteSize(needed.0.saturating_sub(replaced.0));
+        disk_room::check(&[(&self.target, more, "the model")])
+    }
+
+    /// Opens the files of the unfinished run; `None` without such a run, and where one of its files is missing.
+    fn reopen(
+        &self,
+        layout: &Layout,
+        finished: &BTreeMap<String, String>,
+        events: &dyn Events,
+    ) -> Result<Option<MergedWriter>> {
+        if finished.is_empty() {
+            return Ok(None);
+        }
+        self.folder.tidy()?;
+        let sources: [&Path; 1] = [&self.source];
+        let reopened =
+            MergedWriter::reopen(layout.clone(), &self.target, &sources, finished, events)?;
+        let Some((writer, damaged)) = reopened else {
+            events.warn(
+                "the model files of the unfinished run are not there any more, or are others: starting over"
+                    .to_string(),
+            );
+            return Ok(None);
+        };
+        for name in &damaged {
+            events.warn(format!(
+                "`{name}` is not on the disk as it was written: it is written again"
+            ));
+        }
+        let tensors = layout.tensors();
+        let left = tensors.iter();
+        let left = left.filter(|tensor| !writer.is_recorded(&tensor.name));
+        events.note(format!(
+            "continuing an unfinished quantisation: {} of {} tensors are finished",
+            tensors.len() - left.count(),
+            tensors.len()
+        ));
+        Ok(Some(writer))
+    }
+}
+
+/// The program, its lists of tensors and the stacks of its threads.
+const PROGRAM: ByteSize = ByteSize(8 << 20);
+
+/// Weights that a thread of a recent CPU quantises in a second.
+const WEIGHTS_PER_SECOND: f64 = 1e8;
+
+/// The piece that fits, and the plan.
+///
+/// # Errors
+/// Fails where the smallest piece does not fit, with the bytes that are enough.
+fn planned(
+    settings: &QuantizeSettings,
+    checkpoint: &Checkpoint,
+    matrices: &BTreeSet<String>,
+    threads: usize,
+) -> Result<(usize, Plan)> {
+    let inventory = Inventory::here(threads);
+    let budget = cpu_budget(&inventory, &settings.max_memory);
+    let entries = || matrices.iter().filter_map(|name| checkpoint.entry(name));
+    let sizes = entries().map(|entry| (entry.elements(), entry.bytes as usize));
+    let (largest, bytes) = sizes.max().unwrap_or_default();
+    let read_back = PROGRAM + ByteSize(CHUNK_BYTES as u64);
+    let of_pass = |piece| PROGRAM + pass_bytes(largest, bytes / largest.max(1), piece);
+    let mut piece = PIECE;
+    while budget.is_some_and(|budget| of_pass(piece) > budget) && piece > LEAST_PIECE {
+        piece /= 2;
+    }
+    let peak = of_pass(piece).max(read_back);
+    if let Some(budget) = budget.filter(|budget| peak > *budget) {
+        let least = settings
+            .max_memory
+            .with_cpu(of_pass(LEAST_PIECE).max(read_back));
+        return Err(
+            Failure::new(format!("this quantisation does not fit into {budget}"))
+                .detail(format!("at least {peak} are needed"))
+                .hint(format!("use --max-memory {least}"))
+                .into(),
+        );
+    }
+    let phase = |phase, bytes: ByteSize| {
+        let part = |kind, bytes| MemoryPart { kind, bytes };
+        PhasePlan {
+            phase,
+            device: "cpu".to_string(),
+            bytes,
+            parts: vec![
+                part(PartKind::Program, PROGRAM),
+                part(PartKind::TensorPieces, ByteSize(bytes.0 - PROGRAM.0)),
+            ],
+        }
+    };
+    let reads = match settings.to {
+        FourBitFormat::Nf4 => 1,
+        FourBitFormat::Nf4Double => 2,
+    };
+    let weights: usize = entries().map(|entry| entry.elements()).sum();
+    let matrix_bytes: u64 = entries().map(|entry| entry.bytes).sum();
+    let read = checkpoint.total_bytes().0 + (reads - 1) * matrix_bytes;
+    // The output is written and read back; most of it has a quarter of its bytes.
+    let written = 2 * (checkpoint.total_bytes().0 - matrix_bytes + matrix_bytes / 4);
+    let compute = reads as f64 * weights as f64 / WEIGHTS_PER_SECOND;
+    let disk = (read + written) as f64 / (inventory.rates.disk_gb_s * 1e9);
+    let plan = Plan {
+        devices: vec![DevicePlan {
+            device: "cpu".to_string(),
+            budget,
+            peak,
+            peak_phase: Some(if of_pass(piece) > read_back {
+                Phase::Quantize
+            } else {
+                Phase::SaveAndVerify
+            }),
+        }],
+        layers: Vec::new(),
+        hidden_states: HiddenStatesPlan {
+            storage: HiddenStatesStorage::Ram,
+            bytes: ByteSize::ZERO,
+        },
+        memory_settings: MemorySettings::default(),
+        phases: vec![
+            phase(Phase::Quantize, of_pass(piece)),
+            phase(Phase::SaveAndVerify, read_back),
+        ],
+        time: TimeEstimate {
+            seconds: compute.max(disk),
+            compute,
+            disk,
+            transfers: 0.0,
+        },
+        notes: vec![format!("pieces of {piece} weights")],
+    };
+    Ok((piece, plan))
+}
+
+impl QuantizeJournal for StateFile<'_> {
+    fn matrix_done(
+        &mut self,
+        matrices: &BTreeMap<String, QuantizedMatrix>,
+        digests: Option<BTreeMap<String, String>>,
+    ) -> Result<()> {
+        self.quantized(matrices, digests)
+    }
+}
+
+fn if_interrupted(settings: &QuantizeSettings, events: &dyn Events) {
+    events.emit(Event::IfInterrupted(Some(Unfinished {
+        text: format!(
+            "finished matrices are kept in `{}`; this command continues the quantisation:\n  {}",
+            settings.save.display(),
+            quoted(&settings.arguments)
+        ),
+        is_resumable: true,
+        has_begun: true,
+    })));
+}
+
 /// The files beside the weights: the source's, with a `config.json` that names the quantisation.
-fn published(
-    source: &Path,
-    mut json: serde_json::Value,
-    format: FourBitFormat,
-    dtype: Dtype,
-) -> Result<Published> {
+fn published(job: &QuantizeJob, format: FourBitFormat) -> Result<Published> {
+    let dtype = job.matrices.first();
+    let dtype = dtype.and_then(|name| job.checkpoint.entry(name));
+    let dtype = dtype.map_or(Dtype::F32, |entry| entry.dtype);
+    let mut json = job.json.clone();
     json[config::KEY] = config::quantization_config(format, dtype);
     let mut text = serde_json::to_vec_pretty(&json)?;
     text.push(b'\n');
-    let sidecars = sidecars_in(source)?.into_iter();
+    let sidecars = sidecars_in(&job.source)?.into_iter();
     let copied = sidecars.filter(|name| name != CONFIG_FILE && name != INDEX_FILE);
     Ok(Published {
         written: vec![(CONFIG_FILE.to_string(), text)],
-        copied: copied.map(|name| (source.join(&name), name)).collect(),
+        copied: copied.map(|name| (job.source.join(&name), name)).collect(),
     })
 }

@@ -8,9 +8,10 @@
 //! r_l = 2λ · (D_l − min D) / (max D − min D)        ratio_l = S + mean(r) − r_l
 //! ```
 //!
-//! and 0.01 where that is not positive. Layers with many outliers keep more; the ratios span a band of width 2λ. Yin et al. 2023,
-//! "Outlier Weighed Layerwise Sparsity", arXiv:2310.05175 §3; reference: `prune_wanda_outlier` in luuyin/OWL. Equal D give the uniform
-//! ratio, where the reference divides by zero.
+//! Layers with many outliers keep more; the ratios span a band of width 2λ. Yin et al. 2023, "Outlier Weighed Layerwise Sparsity",
+//! arXiv:2310.05175 §3; reference: `prune_wanda_outlier` in luuyin/OWL. Equal D give the uniform ratio, where the reference divides by
+//! zero. Ratios below 0.01 or above 0.999 are set to this bound and the others move by one amount, so that the mean stays S; the reference
+//! sets a ratio that is not positive to 0.01, and its mean drifts.
 //!
 //! **`error`**: e_m(ρ)² = ‖X(W − W_ρ)ᵀ‖² / ‖XWᵀ‖² for each matrix m, W_ρ the matrix with Wanda's mask of ratio ρ, X the calibration rows
 //! of `output_error.rs`. What a layer adds to the residual stream h comes out of o and of down, so
@@ -39,6 +40,9 @@ pub const OUTLIERS: f64 = 5.0;
 pub const OWL_BAND: f64 = 0.08;
 /// λ' of `error`.
 pub const ERROR_BAND: f64 = 0.15;
+/// The lowest and the highest ratio of a layer by OWL.
+const LOWEST: f64 = 0.01;
+const HIGHEST: f64 = 0.999;
 /// Steps of the band in which `error` deals out ratios.
 const STEPS: usize = 200;
 /// Points of a curve.
@@ -103,11 +107,33 @@ pub fn owl_ratios(outliers: &[f64], ratio: f64, band: f64) -> Vec<f64> {
         .map(|d| (d - low) / span * 2.0 * band)
         .collect();
     let mean = scaled.iter().sum::<f64>() / scaled.len() as f64;
-    let of_layer = |r: &f64| match ratio + mean - r {
-        positive if positive > 0.0 => positive.min(0.999),
-        _ => 0.01,
+    let ratios: Vec<f64> = scaled.iter().map(|r| ratio + mean - r).collect();
+    bounded(&ratios, ratio)
+}
+
+/// Ratios between [`LOWEST`] and [`HIGHEST`] with the mean of `ratios`, which is `mean`: all move by the same amount, as far as the bounds
+/// let them.
+fn bounded(ratios: &[f64], mean: f64) -> Vec<f64> {
+    let (low, high) = (LOWEST.min(mean), HIGHEST.max(mean));
+    let moved = |by: f64| -> Vec<f64> {
+        let moved = ratios.iter().map(|ratio| (ratio + by).clamp(low, high));
+        moved.collect()
     };
-    scaled.iter().map(of_layer).collect()
+    let unmoved = moved(0.0);
+    if unmoved == ratios {
+        return unmoved;
+    }
+    // The mean grows with the amount, so halving an interval finds it. All ratios lie between −1 and 2.
+    let (mut least, mut most) = (-2.0, 2.0);
+    for _ in 0..60 {
+        let middle = (least + most) / 2.0;
+        if moved(middle).iter().sum::<f64>() < mean * ratios.len() as f64 {
+            least = middle;
+        } else {
+            most = middle;
+        }
+    }
+    moved(most)
 }
 
 /// The ratios with the smallest sum of errors.
@@ -168,7 +194,26 @@ mod tests {
             assert!((ratio - expected).abs() < 1e-12, "{ratios:?}");
         }
         assert_eq!(owl_ratios(&[2.0, 2.0], 0.7, 0.08), [0.7, 0.7]);
-        assert_eq!(owl_ratios(&[1.0, 3.0], 0.05, 0.08), [0.13, 0.01]);
+    }
+
+    #[test]
+    fn ratios_at_the_bounds_keep_the_mean_that_was_asked_for() {
+        // 0.13 and −0.03 without bounds: the second is 0.01, so the first gives up 0.04.
+        let ratios = owl_ratios(&[1.0, 3.0], 0.05, 0.08);
+        assert!(
+            (ratios[0] - 0.09).abs() < 1e-12 && ratios[1] == 0.01,
+            "{ratios:?}"
+        );
+        for asked in [0.002, 0.02, 0.5, 0.97, 0.99, 0.9995] {
+            let ratios = owl_ratios(&[0.5, 4.0, 1.0, 2.0, 1.5], asked, 0.2);
+            let mean = ratios.iter().sum::<f64>() / 5.0;
+            assert!((mean - asked).abs() < 1e-9, "{asked}: {ratios:?}");
+            assert!(
+                ratios.iter().all(|ratio| *ratio > 0.0 && *ratio < 1.0),
+                "{ratios:?}"
+            );
+            assert!(ratios[1] <= ratios[0], "{ratios:?}");
+        }
     }
 
     #[test]

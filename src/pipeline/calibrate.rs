@@ -12,6 +12,7 @@ use crate::model::observe::{FromDevice, Observation, Observer};
 use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection};
 use crate::pruning::{SamplePart, Statistics, StatisticsKind, Technique};
 use crate::run::memory_settings::GramsHeld;
+use crate::run::phase::in_layer;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, GramsOnDevices, HiddenStates, ResultOrder, Turn};
 
@@ -350,9 +351,8 @@ impl<'a> Calibrator<'a> {
 
     fn announce(&self, layer: &DecoderLayer, phase: Phase) {
         if let Some((hidden, _)) = &self.stream {
-            let (number, layers) = (layer.index() + 1, self.config.num_hidden_layers);
             self.events.emit(Event::PhaseStarted {
-                phase: format!("layer {number}/{layers}: {phase}"),
+                phase: in_layer(layer.index(), self.config.num_hidden_layers, phase),
                 unit: "samples",
                 steps: hidden.samples() as u64,
             });

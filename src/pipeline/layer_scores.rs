@@ -13,6 +13,7 @@ use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::tensor;
 use crate::model::{DecoderLayer, ModelConfig};
+use crate::run::phase::in_layer;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 
@@ -73,9 +74,8 @@ impl<'a> LayerMeter<'a> {
             events,
             ..
         } = self;
-        let (number, layers) = (layer.index() + 1, config.num_hidden_layers);
         events.emit(Event::PhaseStarted {
-            phase: format!("layer {number}/{layers}: influence"),
+            phase: in_layer(layer.index(), config.num_hidden_layers, "influence"),
             unit: "samples",
             steps: samples.samples() as u64,
         });

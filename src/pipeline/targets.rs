@@ -135,13 +135,10 @@ impl TargetPlan {
             .then_some(ratios)
     }
 
-    /// A warning where the layers lost another share of their weights than the plan says, by more than 0.005. Only a method
-    /// that prunes near the ratio can miss it.
+    /// A warning where the zeros are not the share that the plan says, by more than 0.005: the source has more of them, or a method that
+    /// prunes near the ratio missed it.
     pub fn missed(&self, technique: &Technique, layers: &[LayerReport]) -> Option<String> {
-        if technique.removes() != Removes::NearRatio {
-            return None;
-        }
-        let (mut weights, mut planned, mut removed) = (0.0, 0.0, 0.0);
+        let (mut weights, mut planned, mut removed, mut before) = (0.0, 0.0, 0.0, 0.0);
         for layer in layers {
             for matrix in &layer.matrices {
                 let mut targets = self.targets.get(layer.layer).into_iter().flatten();
@@ -152,12 +149,20 @@ impl TargetPlan {
                     weights += elements;
                     planned += elements * target.ratio;
                     removed += pruned as f64;
+                    before += matrix.zeros_before as f64;
                 }
             }
         }
         let (planned, removed) = (planned / weights, removed / weights);
-        // Not a number without weights.
-        ((planned - removed).abs() > MISSED).then(|| {
+        let before = before / weights;
+        // All three are not a number without weights.
+        if before - planned > MISSED {
+            return Some(format!(
+                "the source has {before:.4} zeros in the pruned matrices, more than the {planned:.4} that were asked for; they stay zero"
+            ));
+        }
+        let may_miss = technique.removes() == Removes::NearRatio;
+        (may_miss && (planned - removed).abs() > MISSED).then(|| {
             format!(
                 "{} removed {removed:.4} of the weights, {planned:.4} were asked for",
                 technique.name()

@@ -2,7 +2,7 @@
 //!
 //! The grammar is that of accelerate's `max_memory`, as in `cuda:0=10GiB,cpu=24GiB`. Devices are `cuda:N` (or the bare number) and `cpu`,
 //! amounts are powers of 1024 (GiB, MiB) or of 1000 (GB, MB). If any GPU is named, other GPUs are not used. The CPU keeps its
-//! default unless it is named, since the program itself needs its memory. The CUDA context counts as part of a GPU's amount.
+//! default unless it is named, since the program itself needs its memory. An amount without a device is the CPU's. The CUDA context counts as part of a GPU's amount.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -78,9 +78,7 @@ impl FromStr for Budget {
         };
         let mut budget = Self::default();
         for part in text.split(',') {
-            let (device, amount) = part
-                .split_once('=')
-                .ok_or_else(|| bad(format!("`{part}` names no device and amount")))?;
+            let (device, amount) = part.split_once('=').unwrap_or(("cpu", part));
             let (device, amount) = (device.trim(), amount.trim());
             // accelerate reads a number without a unit as bytes. In a typed command the unit is nearly always forgotten.
             if amount
@@ -125,12 +123,19 @@ mod tests {
         assert_eq!(budget.gpu(2), Some(ByteSize::ZERO), "not named, not used");
         assert_eq!(budget.cpu(), Some(ByteSize(3 << 29)));
         assert_eq!("cpu=1GiB".parse::<Budget>().unwrap().gpu(0), None);
+        let bare: Budget = "8GB".parse().unwrap();
+        assert_eq!(
+            (bare.cpu(), bare.gpu(0)),
+            (Some(ByteSize(8_000_000_000)), None)
+        );
     }
 
     #[test]
     fn what_is_not_an_amount_is_refused_with_an_example() {
         for (text, why) in [
-            ("40GiB", "names no device"),
+            ("cuda:0", "the unit is unknown"),
+            ("40", "no unit"),
+            ("1GiB,cpu=2GiB", "twice"),
             ("cpu=40Gb", "bits"),
             ("cpu=40", "no unit"),
             ("tpu=1GiB", "not a device"),

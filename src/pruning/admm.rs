@@ -11,7 +11,8 @@
 //!
 //! Relaxation α, 1 without, puts α·B + (1 − α)·D in the place of B in the last two lines, with D of the iteration before.
 //!
-//! With S = B + V/ρ, D is S where weights stay, and the new V is ρ·S where they do not: both are kept as S and the support.
+//! With S = B + V/ρ, D is S where weights stay, and the new V is ρ·S where they do not: both are kept as S and the support. A zero of
+//! the source never stays, so it is outside of D in every iteration.
 //! Boyd et al. 2011, "Distributed Optimization and Statistical Learning via ADMM", §9.1, relaxation §3.4.3; for pruning: ALPS,
 //! arXiv:2406.07831 §3.1.
 //! The inverse comes from a Cholesky factorisation for each ρ, in f32: Gs has a unit diagonal, and its damping bounds the condition.
@@ -19,7 +20,7 @@
 use anyhow::{Result, anyhow};
 use rayon::prelude::*;
 
-use super::dense::Keeps;
+use super::dense::{Keeps, unmark, zeros_of};
 use super::least_squares::{ScaledGram, multiply};
 use crate::bytes::ByteSize;
 use crate::linalg::factor::inverse;
@@ -30,6 +31,8 @@ use crate::linalg::product::Packed;
 pub(super) struct Admm<'a> {
     gram: &'a ScaledGram,
     keeps: Keeps,
+    /// The zeros of ws; empty without a zero.
+    is_zero: Vec<bool>,
     /// ws·Gs.
     pub(super) target: Vec<f32>,
     /// B of the last iteration; ws before the first.
@@ -58,6 +61,7 @@ impl<'a> Admm<'a> {
         let mut admm = Self {
             gram,
             keeps,
+            is_zero: zeros_of(&scaled),
             target,
             s: vec![0.0; scaled.len()],
             is_kept: vec![false; scaled.len()],
@@ -77,8 +81,8 @@ impl<'a> Admm<'a> {
     /// Bytes for a matrix, less those of [`working_bytes`](crate::linalg::factor::working_bytes).
     pub(super) fn bytes(out_features: usize, in_features: usize) -> ByteSize {
         let weights = out_features.saturating_mul(in_features);
-        // target, b, s, right, the support and the old one.
-        ByteSize::of(weights, 4 * size_of::<f32>() + 2) + GramMatrix::square_bytes(in_features)
+        // target, b, s, right, the zeros of the source, the support and the old one.
+        ByteSize::of(weights, 4 * size_of::<f32>() + 3) + GramMatrix::square_bytes(in_features)
     }
 
     /// Inverts in f64, and rounds the result.
@@ -98,10 +102,31 @@ impl<'a> Admm<'a> {
 
     /// D: the largest weights of B. V: 0.
     fn start_from_b(&mut self) {
-        let columns = self.gram.width();
-        self.keeps.largest(&self.b, columns, &mut self.is_kept);
         self.s.copy_from_slice(&self.b);
+        self.choose();
         self.rho_of_s = 0.0;
+    }
+
+    /// Marks the support of the largest S.
+    fn choose(&mut self) {
+        let columns = self.gram.width();
+        if self.is_zero.is_empty() {
+            self.keeps.largest(&self.s, columns, &mut self.is_kept);
+            return;
+        }
+        self.right
+            .par_iter_mut()
+            .zip(&self.s)
+            .zip(&self.is_zero)
+            .for_each(|((right, s), is_zero)| *right = if *is_zero { 0.0 } else { *s });
+        self.keeps.largest(&self.right, columns, &mut self.is_kept);
+        unmark(&mut self.is_kept, &self.is_zero);
+    }
+
+    /// Ends with the support of the largest B, and returns the target, B and the support.
+    pub(super) fn into_largest(mut self) -> (Vec<f32>, Vec<f32>, Vec<bool>) {
+        self.start_from_b();
+        (self.target, self.b, self.is_kept)
     }
 
     /// Begins again with these scaled weights.
@@ -171,7 +196,7 @@ impl<'a> Admm<'a> {
                     s[at] = alpha * b[at] + factor * s[at];
                 }
             });
-        self.keeps.largest(&self.s, n, &mut self.is_kept);
+        self.choose();
         self.rho_of_s = rho;
     }
 

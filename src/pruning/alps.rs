@@ -91,9 +91,7 @@ impl PruningMethod for Alps {
         let keeps = keeps(request.target, rows, columns);
         let mut admm = Admm::begin(&gram, scaled.clone(), keeps).precise();
         schedule(&mut admm, &scaled, kept(request.target, rows * columns))?;
-        let Admm { target, mut b, .. } = admm;
-        let mut is_kept = vec![false; b.len()];
-        keeps.largest(&b, columns, &mut is_kept);
+        let (target, mut b, is_kept) = admm.into_largest();
         refit(&gram, &target, &mut b, &is_kept, STEPS);
         store(weight, &gram.unscaled(b));
         mask_of(&is_kept, rows, columns)

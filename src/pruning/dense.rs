@@ -62,6 +62,25 @@ pub(super) fn mask_of(is_kept: &[bool], rows: usize, columns: usize) -> Result<M
     )
 }
 
+/// The zeros of the source, `[rows, columns]`; empty without a zero. They stay zero under every method.
+pub(super) fn zeros_of(weights: &[f32]) -> Vec<bool> {
+    if weights.par_iter().all(|weight| *weight != 0.0) {
+        return Vec::new();
+    }
+    weights.par_iter().map(|weight| *weight == 0.0).collect()
+}
+
+/// Unmarks the zeros of the source.
+///
+/// # Arguments
+/// * `is_zero`: from [`zeros_of`]
+pub(super) fn unmark(is_kept: &mut [bool], is_zero: &[bool]) {
+    is_kept
+        .par_iter_mut()
+        .zip(is_zero)
+        .for_each(|(is_kept, is_zero)| *is_kept &= !is_zero);
+}
+
 /// A rule for the weights that stay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Keeps {
@@ -92,7 +111,7 @@ impl Keeps {
                 rows.for_each_init(
                     Default::default,
                     |(scores, keys, is_lowest), (values, is_kept)| {
-                        magnitudes(values, scores);
+                        magnitudes(0, values, scores);
                         lowest::lowest_of_groups(scores, m, n, keys, is_lowest);
                         for (is_kept, is_lowest) in is_kept.iter_mut().zip(&*is_lowest) {
                             *is_kept = !is_lowest;
@@ -104,7 +123,7 @@ impl Keeps {
     }
 }
 
-fn magnitudes(values: &[f32], scores: &mut Vec<f32>) {
+fn magnitudes(_row: usize, values: &[f32], scores: &mut Vec<f32>) {
     scores.clear();
     scores.extend(values.iter().map(|value| value.abs()));
 }
@@ -153,12 +172,12 @@ fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [b
 /// two passes; the counters would take longer than the scores of a small one.
 ///
 /// # Arguments
-/// * `score(row, scores)`: fills the scores of a row, finite and ≥ 0
+/// * `score(row, values, scores)`: fills the scores of a row, finite and ≥ 0
 pub(super) fn score_at(
     values: &[f32],
     columns: usize,
     position: u64,
-    score: impl Fn(&[f32], &mut Vec<f32>) + Sync,
+    score: impl Fn(usize, &[f32], &mut Vec<f32>) + Sync,
 ) -> Option<f32> {
     /// Parts that are counted at the same time, at most.
     const PARTS: usize = 16;
@@ -166,8 +185,8 @@ pub(super) fn score_at(
     const FEW: usize = 1 << 18;
     if values.len() <= FEW {
         let (mut keys, mut scores) = (Vec::with_capacity(values.len()), Vec::new());
-        for row in values.chunks_exact(columns) {
-            score(row, &mut scores);
+        for (row, values) in values.chunks_exact(columns).enumerate() {
+            score(row, values, &mut scores);
             keys.extend(scores.iter().map(|&score| lowest::key(score)));
         }
         let position = usize::try_from(position).ok();
@@ -176,12 +195,13 @@ pub(super) fn score_at(
     }
     let rows = values.len() / columns;
     let parts = (values.len() / FEW).clamp(1, PARTS);
-    let part = rows.div_ceil(parts).max(1) * columns;
+    let rows_of_part = rows.div_ceil(parts).max(1);
     let count = |upper: Option<u16>| {
-        let parts = values.par_chunks(part).map(|values| {
+        let parts = values.par_chunks(rows_of_part * columns);
+        let parts = parts.enumerate().map(|(part, values)| {
             let (mut counter, mut scores) = (Radix::new(upper), Vec::new());
-            for row in values.chunks_exact(columns) {
-                score(row, &mut scores);
+            for (row, values) in values.chunks_exact(columns).enumerate() {
+                score(part * rows_of_part + row, values, &mut scores);
                 counter.feed(&scores);
             }
             counter

@@ -72,6 +72,10 @@ impl Refinement for Dsnot {
         false
     }
 
+    fn restores_weights(&self) -> bool {
+        true
+    }
+
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
         ByteSize::of(out_features.saturating_mul(in_features), size_of::<bool>())
     }

@@ -58,6 +58,16 @@ impl ScaledGram {
         Ok(Self { gram, scale })
     }
 
+    /// Gs and s of some columns.
+    pub(super) fn of_columns(&self, columns: &[usize]) -> Self {
+        let rows = columns.iter().map(|row| &self.gram[row * self.width()..]);
+        let values = rows.flat_map(|row| columns.iter().map(|column| row[*column]));
+        Self {
+            gram: values.collect(),
+            scale: columns.iter().map(|column| self.scale[*column]).collect(),
+        }
+    }
+
     /// Columns.
     pub(super) fn width(&self) -> usize {
         self.scale.len()

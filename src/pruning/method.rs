@@ -168,7 +168,8 @@ impl<'a> Request<'a> {
                 "the input of `{}` is not finite: column {column} has a mean square of {}",
                 self.name, mean[column]
             ))
-            .hint("the checkpoint or its arithmetic overflows; check it with `prune eval --model DIR`")
+            .hint("the checkpoint or its arithmetic overflows: add --dtype f32, or look for weights that are not finite with `prune inspect DIR`")
+            .lasting()
             .into()),
         }
     }

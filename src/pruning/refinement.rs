@@ -43,6 +43,12 @@ pub trait Refinement: Debug + Sync {
     /// States that it changes the weights that stay.
     fn changes_weights(&self) -> bool;
 
+    /// States that it takes removed weights back. Their values are the source's, so it needs a method that changes no weight: a method
+    /// that does has moved their share into the kept weights.
+    fn restores_weights(&self) -> bool {
+        false
+    }
+
     /// Bytes for one matrix, the copy of the dense weights not included.
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize;
 

@@ -1,10 +1,11 @@
 //! `--refine weights`: least squares on the weights that any method kept (`least_squares.rs`).
 //!
-//! Ten steps of conjugate gradients from the method's own weights towards the smallest error of the linear's output. The mask stays.
+//! Ten steps of conjugate gradients from the method's own weights towards the smallest error of the linear's output. The mask stays, and with it
+//! the zeros of the source.
 
 use anyhow::Result;
 
-use super::dense::{kept_of, store, widened};
+use super::dense::{kept_of, mask_of, store, unmark, widened, zeros_of};
 use super::input_gram::{InputGram, InputGramKind};
 use super::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
 use super::mask::Mask;
@@ -42,7 +43,8 @@ impl Refinement for RefitWeights {
         let weights = out_features.saturating_mul(in_features);
         ScaledGram::bytes(in_features)
             + refit_bytes(out_features, in_features)
-            + ByteSize::of(weights, 3 * size_of::<f32>() + 1)
+            // The source, the target, the solution; the support and the zeros of the source.
+            + ByteSize::of(weights, 3 * size_of::<f32>() + 2)
     }
 
     fn operations(&self, out_features: usize, in_features: usize) -> f64 {
@@ -58,14 +60,15 @@ impl Refinement for RefitWeights {
         let gram = request
             .statistics_as::<InputGram>()?
             .prepared(ScaledGram::of)?;
-        let is_kept = kept_of(&mask);
+        let mut is_kept = kept_of(&mask);
         let scaled = gram.scaled(widened(dense, request)?);
+        unmark(&mut is_kept, &zeros_of(&scaled));
         let mut target = vec![0.0; scaled.len()];
         gram.product(&scaled, &mut target, &mut Packed::default());
         drop(scaled);
         let mut x = gram.scaled(widened(weight, request)?);
         refit(&gram, &target, &mut x, &is_kept, STEPS);
         store(weight, &gram.unscaled(x));
-        Ok(mask)
+        mask_of(&is_kept, mask.rows(), mask.columns())
     }
 }

@@ -74,12 +74,16 @@ fn set_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, bits: &mut R
     });
 }
 
+/// The remedy of weights that are not finite.
+pub(super) const DAMAGED: &str = "the checkpoint is damaged, or its training diverged: download it again or take an earlier state of the training, and repeat the command with --force; `prune inspect DIR` lists such weights";
+
 /// The error of a weight or score that is not finite.
 pub(super) fn not_finite(name: &str, what: &str, row: usize, column: usize) -> anyhow::Error {
     Failure::new(format!(
         "`{name}` has a {what} that is NaN or infinite at row {row}, column {column}"
     ))
-    .hint("the checkpoint is damaged; copy or download it again")
+    .hint(DAMAGED)
+    .lasting()
     .into()
 }
 

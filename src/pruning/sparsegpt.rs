@@ -12,7 +12,8 @@
 //! Frantar and Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", arXiv:2301.00774, algorithm 1;
 //! reference: `SparseGPT.fasterprune` in IST-DASLab/sparsegpt and locuslab/wanda. As there, a block of all rows loses every score up to
 //! and including the one at position `int(weights of the block · ratio)`; N:M groups are chosen when their first column is reached; a
-//! column that was never active has a diagonal of 1 in H, and its weights are 0 before the first block.
+//! column that was never active has a diagonal of 1 in H, and its weights are 0 before the first block. A zero of the source has score 0
+//! and is removed, whatever the updates make of it.
 //!
 //! Differences: U comes from one factorisation (`linalg/factor.rs`), not from an inverse. Where H is not positive definite in f32, λ grows
 //! tenfold with a warning. Rows are independent inside a block, so threads share the rows. A block's updates reach the columns behind
@@ -22,7 +23,7 @@ use anyhow::Result;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::dense::{mask_of, score_at, store, widened};
+use super::dense::{mask_of, score_at, store, widened, zeros_of};
 use super::input_gram::{InputGram, InputGramKind};
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
@@ -77,7 +78,7 @@ impl PruningMethod for SparseGpt {
     }
 
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
-        // U, the weights in f32 and a flag of each.
+        // U, the weights in f32, their support and the zeros of the source.
         let weights = out_features.saturating_mul(in_features);
         GramMatrix::square_bytes(in_features)
             + factor::working_bytes::<f32>(in_features)
@@ -109,6 +110,7 @@ impl PruningMethod for SparseGpt {
         let factor = statistics.prepared(|statistics| InverseFactor::of(statistics, request))?;
         let mut values = widened(weight, request)?;
         let (rows, columns) = (weight.rows(), weight.columns());
+        let is_zero = zeros_of(&values);
         values.par_chunks_mut(columns).for_each(|row| {
             for (value, is_dead) in row.iter_mut().zip(&factor.is_dead) {
                 if *is_dead {
@@ -124,6 +126,7 @@ impl PruningMethod for SparseGpt {
             let errors = block.prune(
                 &mut values,
                 &mut is_kept,
+                &is_zero,
                 request.target.pattern,
                 |weights| request.target.count_of(weights) as u64,
             );
@@ -221,18 +224,20 @@ impl ColumnBlock {
     /// Prunes the block in all rows, and returns the errors e `[rows, columns of the block]`.
     ///
     /// # Arguments
+    /// * `is_zero`: the zeros of the source, whose scores are 0; empty without a zero
     /// * `position`: of the threshold among so many scores
     fn prune(
         &self,
         values: &mut [f32],
         is_kept: &mut [bool],
+        is_zero: &[bool],
         pattern: Pattern,
         position: impl Fn(usize) -> u64,
     ) -> Vec<f32> {
         let (columns, width) = (self.columns, self.width());
         let rows = values.len() / columns;
         let threshold = match pattern {
-            Pattern::Unstructured => self.score_at(values, position(rows * width)),
+            Pattern::Unstructured => self.score_at(values, is_zero, position(rows * width)),
             Pattern::NOfM { .. } => None,
         };
         let mut errors = vec![0.0f32; rows * width];
@@ -240,11 +245,13 @@ impl ColumnBlock {
             .par_chunks_mut(columns)
             .zip(is_kept.par_chunks_mut(columns))
             .zip(errors.par_chunks_mut(width))
-            .for_each(|((values, is_kept), errors)| {
+            .enumerate()
+            .for_each(|(row, ((values, is_kept), errors))| {
                 let row = RowOfBlock {
                     block: self,
                     values: &mut values[self.first..self.last],
                     is_kept: &mut is_kept[self.first..self.last],
+                    is_zero: self.of_row(is_zero, row),
                     errors,
                     threshold,
                     pattern,
@@ -254,12 +261,22 @@ impl ColumnBlock {
         errors
     }
 
+    /// The flags of a row in the block; empty where there are none.
+    fn of_row<'f>(&self, flags: &'f [bool], row: usize) -> &'f [bool] {
+        let first = row * self.columns;
+        let of_block = flags.get(first + self.first..first + self.last);
+        of_block.unwrap_or_default()
+    }
+
     /// The score at a position of the ascending order of the block's scores.
-    fn score_at(&self, values: &[f32], position: u64) -> Option<f32> {
-        score_at(values, self.columns, position, |row, scores| {
-            let weights = row[self.first..self.last].iter().zip(&self.squares);
+    fn score_at(&self, values: &[f32], is_zero: &[bool], position: u64) -> Option<f32> {
+        score_at(values, self.columns, position, |row, values, scores| {
+            let weights = values[self.first..self.last].iter().zip(&self.squares);
             scores.clear();
             scores.extend(weights.map(|(weight, square)| weight * weight / square));
+            for (score, is_zero) in scores.iter_mut().zip(self.of_row(is_zero, row)) {
+                *score = if *is_zero { 0.0 } else { *score };
+            }
         })
     }
 }
@@ -269,6 +286,7 @@ struct RowOfBlock<'a> {
     block: &'a ColumnBlock,
     values: &'a mut [f32],
     is_kept: &'a mut [bool],
+    is_zero: &'a [bool],
     errors: &'a mut [f32],
     threshold: Option<f32>,
     pattern: Pattern,
@@ -286,6 +304,9 @@ impl WithSimd for RowOfBlock<'_> {
             for ((is_kept, weight), square) in is_kept.iter_mut().zip(&*values).zip(squares) {
                 *is_kept = weight * weight / square > threshold;
             }
+            for (is_kept, is_zero) in is_kept.iter_mut().zip(self.is_zero) {
+                *is_kept &= !is_zero;
+            }
         }
         for column in 0..width {
             if let Pattern::NOfM { n, m } = self.pattern
@@ -295,6 +316,7 @@ impl WithSimd for RowOfBlock<'_> {
                 keep_of_group(
                     &values[group.clone()],
                     &squares[group.clone()],
+                    self.is_zero.get(group.clone()).unwrap_or_default(),
                     n,
                     &mut is_kept[group],
                 );
@@ -313,14 +335,24 @@ impl WithSimd for RowOfBlock<'_> {
     }
 }
 
-/// Marks all of a group but the `n` lowest scores; of equal ones the lower columns go.
+/// Marks all of a group but the `n` lowest scores and the zeros of the source, whose scores are 0. Of equal scores the lower columns go.
 #[inline(always)]
-fn keep_of_group(values: &[f32], squares: &[f32], n: usize, is_kept: &mut [bool]) {
-    let score = |at: usize| values[at] * values[at] / squares[at];
+fn keep_of_group(
+    values: &[f32],
+    squares: &[f32],
+    is_zero: &[bool],
+    n: usize,
+    is_kept: &mut [bool],
+) {
+    let is_zero = |at: usize| is_zero.get(at).is_some_and(|is_zero| *is_zero);
+    let score = |at: usize| match is_zero(at) {
+        true => 0.0,
+        false => values[at] * values[at] / squares[at],
+    };
     for (at, is_kept) in is_kept.iter_mut().enumerate() {
         let own = score(at);
         let before = (0..values.len())
             .filter(|&other| score(other) < own || (score(other) == own && other < at));
-        *is_kept = before.count() >= n;
+        *is_kept = before.count() >= n && !is_zero(at);
     }
 }

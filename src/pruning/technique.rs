@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 
+use super::METHODS;
 use super::mask::Mask;
 use super::method::{self, PruningMethod, Removes, Request};
 use super::options::{MethodOption, MethodOptions};
@@ -11,6 +12,23 @@ use super::statistics::StatisticsKind;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
+
+/// The refusal of a refinement that needs weights as the source has them.
+fn undefined(method: &dyn PruningMethod, refinement: &dyn Refinement) -> Failure {
+    let unchanged = METHODS.iter().filter(|method| !method.changes_weights());
+    let names: Vec<_> = unchanged.map(|method| method.name()).collect();
+    let (method, refinement) = (method.name(), refinement.name());
+    Failure::usage(format!(
+        "--refine {refinement} is not defined after --prune-method {method}"
+    ))
+    .detail(format!(
+        "{refinement} takes removed weights back with their values in the source, and {method} changes the weights that it keeps"
+    ))
+    .hint(format!(
+        "leave --refine {refinement} out, or use --prune-method {}",
+        names.join(" or ")
+    ))
+}
 
 /// A method, its options, and what refines its result.
 #[derive(Debug, Clone)]
@@ -36,11 +54,17 @@ impl Technique {
         }
     }
 
-    /// Checks the options.
+    /// Checks that method and refinement go together, and the options.
     ///
     /// # Errors
-    /// Fails for an option that the method does not read, and for values that make no sense.
+    /// Fails for a refinement that is not defined after this method, for an option that neither reads, and for values that make no sense.
     pub fn check(&self) -> Result<(), Failure> {
+        if let Some(refinement) = self.refinement
+            && refinement.restores_weights()
+            && self.method.changes_weights()
+        {
+            return Err(undefined(self.method, refinement));
+        }
         self.options.check(&self.name(), &self.read_options())
     }
 

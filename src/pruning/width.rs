@@ -11,13 +11,15 @@
 //!
 //! The reference adds a bias for the mean of what was removed. Here W' minimises ‖WX − W'X_S‖² + λ‖W' − W_S‖² + λ‖W_R‖², R the removed
 //! channels; without removal W' = W. G is not centred, so the mean is made up for, too, and the model needs no bias. Columns are
-//! scaled by √(G_jj + λ) as in `least_squares.rs`. The inverse is f64; products are f32, with one step of iterative refinement.
+//! scaled by √(G_jj + λ) as in `least_squares.rs`. The inverse is f64; products are f32, with one step of iterative refinement. Where W has
+//! zeros they stay: the least squares of `least_squares.rs` on the other weights begins at W'.
 
 use anyhow::Result;
 use rayon::prelude::*;
 
+use super::dense::zeros_of;
 use super::input_gram::InputGram;
-use super::least_squares::{ScaledGram, multiply};
+use super::least_squares::{self, STEPS, ScaledGram, multiply, refit};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
@@ -53,7 +55,8 @@ pub fn channel_scores(weight: &StoredMatrix, variance: &[f64], name: &str) -> Re
             scores[channel]
         ))
         .detail("its weights or its inputs are not finite")
-        .hint("check the weights of this model with prune inspect")
+        .hint("look for weights that are not finite with `prune inspect DIR`")
+        .lasting()
         .into()),
     }
 }
@@ -116,12 +119,13 @@ pub fn gather_columns(matrix: &StoredMatrix, columns: &[usize]) -> Result<Stored
 
 /// Bytes of [`refit_columns`] beyond statistics, W and W'.
 pub fn refit_bytes(in_features: usize, kept: usize) -> ByteSize {
-    // Gs; the inverse in f64, then in f32; four rows of each width.
+    // Gs; the inverse in f64, then in f32, where later Gs of the kept channels is, too; four rows of each width; the refit around zeros.
     let square = |n: usize, each: usize| ByteSize::of(n.saturating_mul(n), each);
     GramMatrix::square_bytes(in_features)
         + square(kept, size_of::<f64>() + size_of::<f32>())
         + working_bytes::<f64>(kept)
         + ByteSize::of(ROWS * 4 * (in_features + kept), size_of::<f32>())
+        + least_squares::refit_bytes(ROWS, kept)
 }
 
 /// W' of the `kept` input channels, in W's dtype: `[out, kept]`.
@@ -152,6 +156,7 @@ pub fn refit_columns(
     }
     let inverted: Vec<f32> = exact.iter().map(|&value| value as f32).collect();
     drop(exact);
+    let mut of_kept = None;
     let mut refitted = StoredMatrix::zeros(weight.dtype(), weight.rows(), k)?;
     let width = k * weight.dtype().bytes();
     let mut packed = Packed::default();
@@ -175,15 +180,39 @@ pub fn refit_columns(
         }
         let mut correction = vec![0.0; rows * k];
         multiply(&rest, &inverted, k, &mut correction, &mut packed);
-        for (row, correction) in solution.chunks_exact_mut(k).zip(correction.chunks_exact(k)) {
-            for ((value, correction), column) in row.iter_mut().zip(correction).zip(kept) {
-                *value = (*value + correction) / scaled.scale[*column];
+        for (value, correction) in solution.iter_mut().zip(&correction) {
+            *value += correction;
+        }
+        let is_zero = zeros_of(&gathered(weight, first, rows, kept));
+        if !is_zero.is_empty() {
+            let gram = of_kept.get_or_insert_with(|| scaled.of_columns(kept));
+            let is_kept: Vec<bool> = is_zero.iter().map(|is_zero| !is_zero).collect();
+            refit(gram, &target, &mut solution, &is_kept, STEPS);
+        }
+        for row in solution.chunks_exact_mut(k) {
+            for (value, column) in row.iter_mut().zip(kept) {
+                *value /= scaled.scale[*column];
             }
         }
         let stored = StoredMatrix::from_f32(weight.dtype(), rows, k, &solution);
         refitted.as_bytes_mut()[first * width..][..rows * width].copy_from_slice(stored.as_bytes());
     }
     Ok(refitted)
+}
+
+/// The kept columns of some rows of W, `[rows, kept]`.
+fn gathered(weight: &StoredMatrix, first: usize, rows: usize, kept: &[usize]) -> Vec<f32> {
+    let n = weight.columns();
+    let mut whole = vec![0.0; rows * n];
+    weight.widen_rows(first, &mut whole);
+    let mut some = vec![0.0; rows * kept.len()];
+    let pairs = some
+        .chunks_exact_mut(kept.len().max(1))
+        .zip(whole.chunks_exact(n.max(1)));
+    for (out, row) in pairs {
+        pick(row, kept, out, |value| value);
+    }
+    some
 }
 
 /// The kept columns of rows·Gs.
@@ -276,6 +305,33 @@ mod tests {
                     (dense - fitted).abs() < 1e-3 * gram[column * 5],
                     "{dense} {fitted}"
                 );
+            }
+        }
+    }
+
+    #[test]
+    fn zeros_of_the_source_stay_and_the_other_weights_have_no_gradient() {
+        let rows = inputs(400);
+        let statistics = statistics(&rows);
+        let weights = [1.0, 0.0, -1.0, 0.5, 0.3, 2.0, 0.0, -0.7];
+        let weight = StoredMatrix::from_f32(StoredDtype::F32, 2, 4, &weights);
+        let kept = [0, 1, 2];
+        let refitted = refit_columns(&weight, &statistics, &kept, "w").unwrap();
+        let gram = ScaledGram::of(&statistics).unwrap();
+        for row in 0..2 {
+            let mut values = [0.0; 3];
+            refitted.widen_rows(row, &mut values);
+            for column in kept {
+                let source = weights[row * 4 + column];
+                if source == 0.0 {
+                    assert_eq!(values[column], 0.0, "{values:?}");
+                    continue;
+                }
+                let of =
+                    |value: f32, at: usize| value * gram.scale[at] * gram.gram[at * 4 + column];
+                let dense: f32 = (0..4).map(|at| of(weights[row * 4 + at], at)).sum();
+                let fitted: f32 = (0..3).map(|at| of(values[at], at)).sum();
+                assert!((dense - fitted).abs() < 1e-3, "{dense} {fitted}");
             }
         }
     }

@@ -3,6 +3,8 @@
 //! A matrix is read in pieces of whole blocks; its codes are written at once, and only its scales are held, a 64th of its weights. With double
 //! quantisation the JSON of a matrix holds the mean of its scales, and the layout of the output needs the length of that JSON. So
 //! the matrices are read once before the first write, for the scales alone.
+//!
+//! A [`QuantizeJournal`] keeps what is known after every matrix, so that another process continues with the next matrix.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,21 +13,23 @@ use anyhow::{Context, Result};
 use super::stored::{
     ABSMAX, FourBitFormat, NESTED_ABSMAX, NESTED_QUANT_MAP, QUANT_MAP, STATE, maps,
 };
+use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    Checkpoint, Layout, MergedWriter, PlannedTensor, TensorEntry, WeightSource,
+    Checkpoint, Layout, MergedWriter, PlannedTensor, TensorEntry, TensorStream, WeightSource,
 };
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::linalg::convert::widen;
 use crate::linalg::nf4::{self, BLOCK, NestedScales};
 use crate::linalg::select::first_not_finite;
+use crate::run::quantization::QuantizedMatrix;
 use crate::run::{Events, Meter};
 
-/// Weights that are read at once: 8 MiB in f32. A multiple of [`BLOCK`].
-const PIECE: usize = 1 << 21;
+/// Weights that are read at once where memory allows: 8 MiB in f32.
+pub const PIECE: usize = 1 << 21;
 
-/// Bytes of tensors that are copied at once.
-const COPY_BYTES: u64 = 8 << 20;
+/// Weights that are read at once, at least.
+pub const LEAST_PIECE: usize = 1 << 14;
 
 /// The code of 0.
 const ZERO_CODE: u8 = 7;
@@ -46,13 +50,41 @@ pub struct QuantizedTotals {
     pub zeros_after: u64,
 }
 
+/// Keeps what a quantisation knows of its matrices.
+pub trait QuantizeJournal {
+    /// Keeps all that is known of matrices, and the hashes of the tensors that are on the disk, once there are files.
+    ///
+    /// # Errors
+    /// Fails when the record cannot be written.
+    fn matrix_done(
+        &mut self,
+        matrices: &BTreeMap<String, QuantizedMatrix>,
+        digests: Option<BTreeMap<String, String>>,
+    ) -> Result<()>;
+}
+
+/// A journal of a quantisation that is not continued.
+impl QuantizeJournal for () {
+    fn matrix_done(
+        &mut self,
+        _matrices: &BTreeMap<String, QuantizedMatrix>,
+        _digests: Option<BTreeMap<String, String>>,
+    ) -> Result<()> {
+        Ok(())
+    }
+}
+
 /// A pass that is settled: every matrix has its `quant_state`.
 #[derive(Debug)]
 pub struct QuantizePass<'a> {
     source: &'a Checkpoint,
     format: FourBitFormat,
+    /// Weights that are read at once, a multiple of [`BLOCK`].
+    piece: usize,
     /// The JSON of every matrix, by name.
     states: BTreeMap<String, String>,
+    /// All matrices with double quantisation, else the written ones.
+    known: BTreeMap<String, QuantizedMatrix>,
 }
 
 /// The scales of a matrix, and its zeros.
@@ -62,18 +94,54 @@ struct Scales {
     zeros_after: u64,
 }
 
+/// Memory of a pass beyond the program: a piece as stored, in f32 and packed, and the scales of the largest matrix in two forms; or a piece
+/// of a tensor that is copied.
+///
+/// # Arguments
+/// * `weights`: of the largest matrix
+/// * `dtype_bytes`: of a stored weight
+pub fn pass_bytes(weights: usize, dtype_bytes: usize, piece: usize) -> ByteSize {
+    let read = piece.min(weights);
+    let pieces = read * (dtype_bytes + size_of::<f32>()) + nf4::packed_bytes(read);
+    let scales = 2 * size_of::<f32>() * nf4::blocks(weights);
+    ByteSize((pieces + scales).max(4 * piece) as u64)
+}
+
+impl Scales {
+    fn report(&self, offset: f32) -> QuantizedMatrix {
+        QuantizedMatrix {
+            offset,
+            zeros_before: self.zeros_before,
+            zeros_after: self.zeros_after,
+        }
+    }
+}
+
 impl<'a> QuantizePass<'a> {
-    /// Settles the quantisation of the `matrices` of a checkpoint. With double quantisation it reads them.
+    /// Settles the quantisation of the `matrices` of a checkpoint. With double quantisation it reads those that an earlier process has not
+    /// measured.
+    ///
+    /// # Arguments
+    /// * `piece`: weights that are read at once, from [`LEAST_PIECE`] to [`PIECE`], a power of two
+    /// * `known`: the matrices that an earlier process has measured
     ///
     /// # Errors
     /// Fails for a matrix that is missing, stored as no floats, or not finite, and where a file cannot be read.
     pub fn new(
         source: &'a Checkpoint,
         matrices: &BTreeSet<String>,
-        format: FourBitFormat,
+        (format, piece): (FourBitFormat, usize),
+        known: BTreeMap<String, QuantizedMatrix>,
+        journal: &mut dyn QuantizeJournal,
         events: &dyn Events,
     ) -> Result<Self> {
-        let mut states = BTreeMap::new();
+        let mut pass = Self {
+            source,
+            format,
+            piece,
+            states: BTreeMap::new(),
+            known,
+        };
         let entries = matrices.iter().map(|name| {
             source
                 .entry(name)
@@ -84,22 +152,20 @@ impl<'a> QuantizePass<'a> {
         let mut meter = Meter::start(events, "scales", bytes);
         for entry in entries {
             events.check()?;
-            let offset = match format {
-                FourBitFormat::Nf4 => 0.0,
-                FourBitFormat::Nf4Double => {
-                    let scales = quantise(source, entry, &mut |_| Ok(()))?;
-                    NestedScales::new(&scales.absmax).offset
-                }
-            };
-            states.insert(entry.name.clone(), format.state_json(entry, offset)?);
+            if format == FourBitFormat::Nf4Double && !pass.known.contains_key(&entry.name) {
+                let scales = pass.quantise(entry, &mut |_| Ok(()))?;
+                let offset = NestedScales::new(&scales.absmax).offset;
+                let report = scales.report(offset);
+                pass.known.insert(entry.name.clone(), report);
+                journal.matrix_done(&pass.known, None)?;
+            }
+            let offset = pass.known.get(&entry.name).map_or(0.0, |of| of.offset);
+            let state = format.state_json(entry, offset)?;
+            pass.states.insert(entry.name.clone(), state);
             meter.add(entry.bytes);
         }
         meter.finish();
-        Ok(Self {
-            source,
-            format,
-            states,
-        })
+        Ok(pass)
     }
 
     /// The layout of the output: the tensors of the source in their order, each matrix as its parts.
@@ -110,12 +176,7 @@ impl<'a> QuantizePass<'a> {
         let mut planned = Vec::new();
         for entry in self.source.tensors() {
             match self.states.get(&entry.name) {
-                Some(state) => {
-                    let parts = self
-                        .format
-                        .tensors(&entry.name, entry.elements(), state.len());
-                    planned.extend(parts);
-                }
+                Some(state) => planned.extend(self.parts(entry, state)),
                 None => planned.push(PlannedTensor {
                     name: entry.name.clone(),
                     dtype: entry.dtype,
@@ -126,30 +187,65 @@ impl<'a> QuantizePass<'a> {
         Layout::new(planned, SHARD_BYTES)
     }
 
-    /// Writes every tensor.
+    /// Writes every tensor that the writer does not have.
     ///
     /// # Errors
     /// Fails where a file cannot be read or written, for weights that are not finite, and for a matrix that changed since the pass was
     /// settled.
-    pub fn run(&self, writer: &MergedWriter, events: &dyn Events) -> Result<QuantizedTotals> {
-        let mut totals = QuantizedTotals::default();
+    pub fn run(
+        &mut self,
+        writer: &MergedWriter,
+        journal: &mut dyn QuantizeJournal,
+        events: &dyn Events,
+    ) -> Result<QuantizedTotals> {
         let mut meter = Meter::start(events, "quantise", self.source.total_bytes().0);
         for entry in self.source.tensors() {
             events.check()?;
             match self.states.get(&entry.name) {
-                Some(state) => {
+                Some(state) if !self.is_written(writer, entry, state) => {
                     let scales = self.write_matrix(writer, entry, state)?;
-                    totals.matrices += 1;
-                    totals.weights += entry.elements() as u64;
-                    totals.zeros_before += scales.zeros_before;
-                    totals.zeros_after += scales.zeros_after;
+                    let offset = self.known.get(&entry.name).map_or(0.0, |of| of.offset);
+                    let report = scales.report(offset);
+                    self.known.insert(entry.name.clone(), report);
+                    journal.matrix_done(&self.known, Some(writer.sync()?))?;
                 }
-                None => copy(self.source, writer, entry)?,
+                None if !writer.is_recorded(&entry.name) => self.copy(writer, entry)?,
+                Some(_) | None => {}
             }
             meter.add(entry.bytes);
         }
         meter.finish();
-        Ok(totals)
+        Ok(self.totals())
+    }
+
+    /// All that is known of matrices.
+    pub fn known(&self) -> &BTreeMap<String, QuantizedMatrix> {
+        &self.known
+    }
+
+    /// The parts of a matrix in the output.
+    fn parts(&self, entry: &TensorEntry, state: &str) -> Vec<PlannedTensor> {
+        self.format
+            .tensors(&entry.name, entry.elements(), state.len())
+    }
+
+    /// Returns whether all parts of a matrix are written, and its zeros are known.
+    fn is_written(&self, writer: &MergedWriter, entry: &TensorEntry, state: &str) -> bool {
+        let mut parts = self.parts(entry, state).into_iter();
+        self.known.contains_key(&entry.name) && parts.all(|part| writer.is_recorded(&part.name))
+    }
+
+    fn totals(&self) -> QuantizedTotals {
+        let entries = self
+            .states
+            .keys()
+            .filter_map(|name| self.source.entry(name));
+        QuantizedTotals {
+            matrices: self.states.len(),
+            weights: entries.map(|entry| entry.elements() as u64).sum(),
+            zeros_before: self.known.values().map(|of| of.zeros_before).sum(),
+            zeros_after: self.known.values().map(|of| of.zeros_after).sum(),
+        }
     }
 
     fn write_matrix(
@@ -158,8 +254,13 @@ impl<'a> QuantizePass<'a> {
         entry: &TensorEntry,
         state: &str,
     ) -> Result<Scales> {
+        // An earlier process may have left some of the parts whole.
         let put = |end: &str, bytes: &[u8]| {
-            let mut stream = writer.begin(&format!("{}{end}", entry.name))?;
+            let name = format!("{}{end}", entry.name);
+            if writer.is_recorded(&name) {
+                return Ok(());
+            }
+            let mut stream = writer.begin(&name)?;
             stream.write(bytes)?;
             stream.finish()
         };
@@ -169,9 +270,15 @@ impl<'a> QuantizePass<'a> {
                 .flat_map(|value| value.to_le_bytes())
                 .collect()
         };
-        let mut codes = writer.begin(&entry.name)?;
-        let scales = quantise(self.source, entry, &mut |packed| codes.write(packed))?;
-        codes.finish()?;
+        let has_codes = writer.is_recorded(&entry.name);
+        let mut codes = (!has_codes)
+            .then(|| writer.begin(&entry.name))
+            .transpose()?;
+        let scales = self.quantise(entry, &mut |packed| match &mut codes {
+            Some(codes) => codes.write(packed),
+            None => Ok(()),
+        })?;
+        codes.map(TensorStream::finish).transpose()?;
         let [codebook, nested_map] = maps();
         put(QUANT_MAP, &codebook)?;
         let offset = match self.format {
@@ -199,71 +306,73 @@ impl<'a> QuantizePass<'a> {
         put(STATE, state.as_bytes())?;
         Ok(scales)
     }
-}
 
-/// Quantises a matrix piece by piece and hands the codes over.
-fn quantise(
-    source: &Checkpoint,
-    entry: &TensorEntry,
-    put: &mut dyn FnMut(&[u8]) -> Result<()>,
-) -> Result<Scales> {
-    let dtype = match entry.dtype {
-        safetensors::Dtype::F32 => StoredDtype::F32,
-        safetensors::Dtype::F16 => StoredDtype::F16,
-        safetensors::Dtype::BF16 => StoredDtype::Bf16,
-        other => anyhow::bail!("tensor `{}` is stored as {other}", entry.name),
-    };
-    let weights = entry.elements();
-    let mut scales = Scales {
-        absmax: vec![0.0; nf4::blocks(weights)],
-        zeros_before: 0,
-        zeros_after: 0,
-    };
-    let (mut stored, mut wide, mut packed) = (Vec::new(), Vec::new(), Vec::new());
-    for start in (0..weights).step_by(PIECE) {
-        let count = PIECE.min(weights - start);
-        stored.resize(count * dtype.bytes(), 0);
-        wide.resize(count, 0.0);
-        packed.resize(nf4::packed_bytes(count), 0);
-        source.read(entry, (start * dtype.bytes()) as u64, &mut stored)?;
-        widen(dtype, &stored, &mut wide);
-        if let Some(at) = first_not_finite(&wide) {
-            return Err(
-                Failure::new(format!("tensor `{}` cannot be quantised", entry.name))
-                    .detail(format!(
-                        "element {} is {}; it is in `{}`",
-                        start + at,
-                        wide[at],
-                        source.file_of(entry)
-                    ))
-                    .hint("download the checkpoint again, or take an earlier state of its training")
-                    .into(),
-            );
+    /// Quantises a matrix piece by piece and hands the codes over.
+    fn quantise(
+        &self,
+        entry: &TensorEntry,
+        put: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<Scales> {
+        let dtype = match entry.dtype {
+            safetensors::Dtype::F32 => StoredDtype::F32,
+            safetensors::Dtype::F16 => StoredDtype::F16,
+            safetensors::Dtype::BF16 => StoredDtype::Bf16,
+            other => anyhow::bail!("tensor `{}` is stored as {other}", entry.name),
+        };
+        let weights = entry.elements();
+        let mut scales = Scales {
+            absmax: vec![0.0; nf4::blocks(weights)],
+            zeros_before: 0,
+            zeros_after: 0,
+        };
+        let (mut stored, mut wide, mut packed) = (Vec::new(), Vec::new(), Vec::new());
+        for start in (0..weights).step_by(self.piece) {
+            let count = self.piece.min(weights - start);
+            stored.resize(count * dtype.bytes(), 0);
+            wide.resize(count, 0.0);
+            packed.resize(nf4::packed_bytes(count), 0);
+            self.source
+                .read(entry, (start * dtype.bytes()) as u64, &mut stored)?;
+            widen(dtype, &stored, &mut wide);
+            if let Some(at) = first_not_finite(&wide) {
+                return Err(
+                    Failure::new(format!("tensor `{}` cannot be quantised", entry.name))
+                        .detail(format!(
+                            "element {} is {}; it is in `{}`",
+                            start + at,
+                            wide[at],
+                            self.source.file_of(entry)
+                        ))
+                        .hint("download the checkpoint again, or take an earlier state of its training, and repeat the command with --force")
+                        .lasting()
+                        .into(),
+                );
+            }
+            let first = start / BLOCK;
+            let absmax = &mut scales.absmax[first..first + nf4::blocks(count)];
+            nf4::quantise(&wide, &mut packed, absmax);
+            scales.zeros_before += wide.iter().filter(|&&weight| weight == 0.0).count() as u64;
+            let codes = packed
+                .iter()
+                .flat_map(|byte| [byte >> 4, byte & 15])
+                .take(count);
+            scales.zeros_after += codes.filter(|&code| code == ZERO_CODE).count() as u64;
+            put(&packed)?;
         }
-        let first = start / BLOCK;
-        let absmax = &mut scales.absmax[first..first + nf4::blocks(count)];
-        nf4::quantise(&wide, &mut packed, absmax);
-        scales.zeros_before += wide.iter().filter(|&&weight| weight == 0.0).count() as u64;
-        let codes = packed
-            .iter()
-            .flat_map(|byte| [byte >> 4, byte & 15])
-            .take(count);
-        scales.zeros_after += codes.filter(|&code| code == ZERO_CODE).count() as u64;
-        put(&packed)?;
+        Ok(scales)
     }
-    Ok(scales)
-}
 
-/// Copies a tensor as it is.
-fn copy(source: &Checkpoint, writer: &MergedWriter, entry: &TensorEntry) -> Result<()> {
-    let mut stream = writer.begin(&entry.name)?;
-    let mut buffer = Vec::new();
-    let mut start = 0;
-    while start < entry.bytes {
-        buffer.resize((entry.bytes - start).min(COPY_BYTES) as usize, 0);
-        source.read(entry, start, &mut buffer)?;
-        stream.write(&buffer)?;
-        start += buffer.len() as u64;
+    /// Copies a tensor as it is.
+    fn copy(&self, writer: &MergedWriter, entry: &TensorEntry) -> Result<()> {
+        let mut stream = writer.begin(&entry.name)?;
+        let mut buffer = Vec::new();
+        let mut start = 0;
+        while start < entry.bytes {
+            buffer.resize((entry.bytes - start).min(4 * self.piece as u64) as usize, 0);
+            self.source.read(entry, start, &mut buffer)?;
+            stream.write(&buffer)?;
+            start += buffer.len() as u64;
+        }
+        stream.finish()
     }
-    stream.finish()
 }

@@ -25,6 +25,7 @@ use crate::failure::Failure;
 use crate::linalg::derivatives::squared_error_backward;
 use crate::linalg::tensor;
 use crate::model::{DecoderLayer, ModelConfig};
+use crate::run::phase::in_layer;
 use crate::run::recovery::BlockLoss;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
@@ -217,11 +218,7 @@ impl BlockTrainer<'_> {
         let index = base.layer.index();
         let mut losses = Vec::new();
         self.events.emit(Event::PhaseStarted {
-            phase: format!(
-                "layer {}/{}: train",
-                index + 1,
-                self.config.num_hidden_layers
-            ),
+            phase: in_layer(index, self.config.num_hidden_layers, "train"),
             unit: "steps",
             steps: self.schedule.steps,
         });
@@ -245,11 +242,7 @@ impl BlockTrainer<'_> {
             self.events.emit(Event::Progress { done: step + 1 });
         }
         self.events.emit(Event::PhaseDone {
-            phase: format!(
-                "layer {}/{}: train",
-                index + 1,
-                self.config.num_hidden_layers
-            ),
+            phase: in_layer(index, self.config.num_hidden_layers, "train"),
             elapsed: start.elapsed(),
         });
         let loss = BlockLoss {

@@ -252,12 +252,17 @@ fn summary(manifest: &Manifest) -> String {
         ),
         (None, None) => format!("An evaluation of {model}; nothing was pruned."),
     };
+    let [first, second] = manifest.perplexity_names();
     let measured: Vec<String> = [
-        ("dense", manifest.perplexity.dense),
-        ("pruned", manifest.perplexity.pruned),
+        (first, manifest.perplexity.dense),
+        (second, manifest.perplexity.pruned),
     ]
     .into_iter()
-    .filter_map(|(side, report)| Some(format!("{} {side}", finite(report?.perplexity))))
+    .filter_map(|(name, report)| {
+        let side = name.replace("perplexity", "");
+        let text = format!("{} {}", finite(report?.perplexity), side.trim());
+        Some(text.trim_end().to_string())
+    })
     .collect();
     if !measured.is_empty() {
         let _ = write!(text, " Perplexity: {}.", measured.join(", "));

@@ -142,17 +142,26 @@ fn time(time: &TimeEstimate) -> String {
     if time.transfers > 0.0 {
         of.push(format!("transfers {}", duration(time.transfers)));
     }
+    // "about less than" is no estimate.
+    let about = if time.seconds < LEAST_SECONDS {
+        ""
+    } else {
+        "about "
+    };
     format!(
-        "about {}: {}; some of them overlap",
+        "{about}{}: {}; some of them overlap",
         duration(time.seconds),
         of.join(", ")
     )
 }
 
+/// Seconds below which no number is written.
+const LEAST_SECONDS: f64 = 1.0;
+
 /// Writes a duration with two digits in a fitting unit.
 pub fn duration(seconds: f64) -> String {
     match seconds {
-        s if s < 1.0 => "less than a second".to_string(),
+        s if s < LEAST_SECONDS => "less than a second".to_string(),
         s if s < 90.0 => format!("{s:.0} s"),
         s if s < 90.0 * 60.0 => format!("{:.0} min", s / 60.0),
         s if s < 48.0 * 3600.0 => format!("{:.1} h", s / 3600.0),

@@ -1,5 +1,6 @@
 //! The result of `prune quantize` in words.
 
+use crate::bytes::ByteSize;
 use crate::run::QuantizationReport;
 
 /// The lines under a finished quantisation.
@@ -9,6 +10,7 @@ pub fn text(report: &QuantizationReport) -> String {
     format!(
         "{} matrices in {}: {} instead of {}\n\
          zeros        {:.2} % before, {:.2} % now: {new_zeros} small weights became 0, and all zeros stayed\n\
+         peak memory  {}{} planned\n\
          model        {}\n",
         report.matrices,
         report.format,
@@ -16,6 +18,13 @@ pub fn text(report: &QuantizationReport) -> String {
         report.bytes_before,
         share(report.zeros_before),
         share(report.zeros_after),
+        report
+            .peak_anonymous
+            .map_or(String::new(), |peak| format!("{peak} of ")),
+        report
+            .plan
+            .cpu()
+            .map_or(ByteSize::ZERO, |device| device.peak),
         report.output
     )
 }

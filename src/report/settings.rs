@@ -63,9 +63,10 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
             format!("{ratio:.6}: {zeros} of {weights} weights"),
         );
     }
+    let [first, second] = manifest.perplexity_names();
     for (name, report) in [
-        ("dense perplexity", manifest.perplexity.dense),
-        ("pruned perplexity", manifest.perplexity.pruned),
+        (first, manifest.perplexity.dense),
+        (second, manifest.perplexity.pruned),
     ] {
         if let Some(report) = report {
             row(name, perplexity(report));

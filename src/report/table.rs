@@ -156,10 +156,7 @@ impl TableRows {
     fn perplexities(&mut self, manifest: &Manifest) {
         let evaluation = manifest.evaluation.as_ref();
         let dataset = evaluation.map_or("evaluation text", |text| &text.dataset);
-        let [first, second] = match manifest.recovery {
-            Some(_) => ["perplexity before", "perplexity after"],
-            None => ["dense perplexity", "pruned perplexity"],
-        };
+        let [first, second] = manifest.perplexity_names();
         for (name, report) in [
             (first, manifest.perplexity.dense),
             (second, manifest.perplexity.pruned),

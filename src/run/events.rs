@@ -24,7 +24,7 @@ pub enum Event {
     },
     /// The sweep has ended.
     SweepDone,
-    /// A phase of the run begins ("tokenize", "layer 3/32", "verify"); `steps` is how many units it will count, 0 if unknown.
+    /// A phase of the run begins ("tokenize", "layer 2 of 0-31: calibrate", "verify"); `steps` is how many units it will count, 0 if unknown.
     PhaseStarted {
         /// The name that is shown.
         phase: String,

@@ -108,6 +108,18 @@ pub struct Manifest {
 }
 
 impl Manifest {
+    /// The names of the two perplexities, in the order of [`Perplexities`].
+    pub fn perplexity_names(&self) -> [&'static str; 2] {
+        if self.recovery.is_some() {
+            ["perplexity before", "perplexity after"]
+        } else if self.command == "eval" {
+            // The model may be of any kind.
+            ["perplexity", "pruned perplexity"]
+        } else {
+            ["dense perplexity", "pruned perplexity"]
+        }
+    }
+
     /// Returns a line per device that used more memory than planned: by more than a tenth, and by more than 32 MiB.
     pub fn exceeded_plan(&self) -> Vec<String> {
         let Some(plan) = &self.plan else {

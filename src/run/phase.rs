@@ -50,6 +50,8 @@ pub enum Phase {
     SaveAndVerify,
     /// Tensors of several models become those of one.
     Merge,
+    /// Matrices become codes of 4 bits.
+    Quantize,
     /// A model writes text.
     Generate,
 }
@@ -58,6 +60,14 @@ impl fmt::Display for Phase {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.serialize(formatter)
     }
+}
+
+/// The title of a phase inside a layer: "layer 2 of 0-31: calibrate". Layers count from 0, as in the names of tensors.
+///
+/// # Arguments
+/// * `layers`: decoder layers of the model
+pub fn in_layer(layer: usize, layers: usize, phase: impl fmt::Display) -> String {
+    format!("layer {layer} of 0-{}: {phase}", layers.saturating_sub(1))
 }
 
 /// A moment of a run at which its memory is recorded.

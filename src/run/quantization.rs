@@ -1,7 +1,9 @@
-//! The result of `prune quantize`, as a plain record: the object of `--json`.
+//! The result of `prune quantize`, as a plain record: the object of `--json`. And what is known of a matrix of an unfinished run.
 
 use serde::{Deserialize, Serialize};
 
+use super::manifest::PhaseReport;
+use super::plan::Plan;
 use crate::bytes::ByteSize;
 
 /// A checkpoint that was quantised.
@@ -27,4 +29,21 @@ pub struct QuantizationReport {
     pub bytes_before: ByteSize,
     /// The bytes of all weight files now.
     pub bytes_after: ByteSize,
+    /// The plan of the run.
+    pub plan: Plan,
+    /// The phases of the run, with their time and peak memory.
+    pub phases: Vec<PhaseReport>,
+    /// The peak of anonymous memory, where the system tells it.
+    pub peak_anonymous: Option<ByteSize>,
+}
+
+/// A quantised matrix, as the state of an unfinished run keeps it.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct QuantizedMatrix {
+    /// The mean of its scales with double quantisation, else 0.
+    pub offset: f32,
+    /// Weights that were 0.
+    pub zeros_before: u64,
+    /// Weights that are 0 now.
+    pub zeros_after: u64,
 }

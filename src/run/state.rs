@@ -11,6 +11,7 @@ use super::allocation::AllocationReport;
 use super::layer_drop::LayerDropReport;
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
 use super::merging::{MergedTensor, ModelPerplexity};
+use super::quantization::QuantizedMatrix;
 use super::width_drop::WidthDropReport;
 
 /// The version of the schema. A run with another version cannot be continued.
@@ -49,6 +50,9 @@ pub struct RunState {
     /// The finished tensors of a merge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub merged: Vec<MergedTensor>,
+    /// Matrices of a quantisation whose scales are known, by tensor name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub quantized: BTreeMap<String, QuantizedMatrix>,
     /// The perplexities of the models of a merge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub perplexities_of_models: Vec<ModelPerplexity>,

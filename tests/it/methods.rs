@@ -6,8 +6,8 @@ mod in_place;
 use prune::failure::Failure;
 use prune::linalg::{Products, StoredDtype, StoredMatrix};
 use prune::pruning::{
-    self, METHODS, Mask, MethodOptions, Pattern, PruningMethod, Removes, Request, Statistics,
-    StatisticsKind, Target,
+    self, METHODS, Mask, MethodOptions, Pattern, PruningMethod, REFINEMENTS, Removes, Request,
+    Statistics, StatisticsKind, Target, Technique,
 };
 
 use crate::memory_settings::EXTREMES;
@@ -260,6 +260,144 @@ fn check_not_finite(method: &dyn PruningMethod) {
 fn every_method_removes_what_it_declares_and_keeps_the_rest() {
     METHODS.iter().for_each(|method| check(*method));
     check(&in_place::GramBlocks);
+}
+
+/// Every method, alone and before every refinement that is defined after it.
+fn techniques() -> Vec<Technique> {
+    let of = |method: &'static dyn PruningMethod| {
+        let refinements = REFINEMENTS.iter().map(|one| Some(*one));
+        let all = [None].into_iter().chain(refinements);
+        all.map(move |refinement| Technique {
+            refinement,
+            ..Technique::of(method)
+        })
+    };
+    METHODS.iter().flat_map(|method| of(*method)).collect()
+}
+
+#[test]
+fn zeros_of_the_source_stay_zero_under_every_technique() {
+    let dense = matrix(StoredDtype::F32);
+    // Six of ten weights are removed, and more of them in some rows and groups than in others.
+    let removed = noise(ROWS * COLUMNS, 5);
+    let is_removed = |row: usize, column: usize| {
+        let limit = if row % 3 == 0 { 0.6 } else { 0.1 };
+        removed[row * COLUMNS + column] < limit
+    };
+    let mut values = vec![0.0; ROWS * COLUMNS];
+    dense.widen_rows(0, &mut values);
+    for (at, value) in values.iter_mut().enumerate() {
+        if is_removed(at / COLUMNS, at % COLUMNS) {
+            *value = 0.0;
+        }
+    }
+    let source = StoredMatrix::from_f32(StoredDtype::F32, ROWS, COLUMNS, &values);
+    let zeros = source.count_zeros();
+    assert!(zeros * 2 > (ROWS * COLUMNS) as u64);
+    let two_of_four = Target {
+        ratio: 0.5,
+        pattern: Pattern::NOfM { n: 2, m: 4 },
+    };
+    let mut seen = 0;
+    for technique in techniques() {
+        if technique.check().is_err() {
+            continue;
+        }
+        let statistics = technique.statistics().map(|kind| collect(kind, None));
+        for target in [unstructured(0.4), unstructured(0.8), two_of_four] {
+            let is_defined =
+                pruning::method::check_pattern(technique.method, "w", COLUMNS, target.pattern);
+            if is_defined.is_err() {
+                continue;
+            }
+            let name = format!("{} {target:?}", technique.name());
+            let mut weight = source.clone();
+            let request = Request::new(
+                "model.layers.0.self_attn.q_proj",
+                statistics.as_ref(),
+                target,
+            );
+            let mask = technique.prune(&mut weight, &request).expect("it prunes");
+            weight.zero_bits(mask.bits());
+            let mut after = vec![0.0; ROWS * COLUMNS];
+            weight.widen_rows(0, &mut after);
+            let refilled = values.iter().zip(&after);
+            let refilled = refilled.filter(|(before, after)| **before == 0.0 && **after != 0.0);
+            assert_eq!(refilled.count(), 0, "{name}");
+            if target.ratio == 0.4
+                && technique.removes() == Removes::NearRatio
+                && technique.method.changes_weights()
+            {
+                // The support is all that there is, so nothing is lost and least squares changes nothing.
+                assert_eq!(weight.count_zeros(), zeros, "{name}");
+                let off = values.iter().zip(&after).map(|(a, b)| (a - b).abs());
+                assert!(off.fold(0.0, f32::max) < 1e-4, "{name}");
+            }
+            if target.ratio == 0.8 {
+                let sparsity = weight.count_zeros() as f64 / (ROWS * COLUMNS) as f64;
+                assert!(sparsity < 0.82, "{name}: {sparsity}");
+            }
+            seen += 1;
+        }
+    }
+    assert!(seen >= 3 * METHODS.len(), "{seen}");
+}
+
+#[test]
+fn a_refinement_that_takes_weights_back_is_refused_after_a_method_that_changes_weights() {
+    let place = Place::new();
+    let (mut refused, mut accepted) = (0, 0);
+    for technique in techniques() {
+        let Some(refinement) = technique.refinement else {
+            continue;
+        };
+        let (method, refinement) = (technique.method.name(), refinement.name());
+        let is_undefined = refinement == "dsnot" && technique.method.changes_weights();
+        assert_eq!(
+            technique.check().is_err(),
+            is_undefined,
+            "{}",
+            technique.name()
+        );
+        if !is_undefined {
+            accepted += 1;
+            continue;
+        }
+        refused += 1;
+        for command in [
+            format!(
+                "--model m --prune-method {method} --refine {refinement} --sparsity-ratio 0.5 --dataset train.txt --save out"
+            ),
+            format!(
+                "sweep --model m --methods wanda,{method}+{refinement} --ratios 0.5 --dataset train.txt --save out"
+            ),
+        ] {
+            let ran = place.run(&command);
+            assert_eq!(ran.code, 2, "{command}\n{}", ran.stderr);
+            let message =
+                format!("--refine {refinement} is not defined after --prune-method {method}");
+            assert!(ran.stderr.contains(&message), "{}", ran.stderr);
+            assert!(!place.path("out").exists(), "{command}");
+        }
+    }
+    assert!(refused == 3 && accepted > 8, "{refused} {accepted}");
+}
+
+#[test]
+fn a_target_below_the_zeros_of_the_source_is_reported() {
+    let place = Place::new();
+    masks(&place, "--prune-method magnitude --sparsity-ratio 0.6");
+    std::fs::rename(place.path("out/model"), place.path("sparse")).expect("it moves");
+    for method in ["magnitude", "ladder"] {
+        let flags = format!(
+            "--model sparse --prune-method {method} --sparsity-ratio 0.3 --eval none --dataset train.txt --nsamples 3 --seqlen 64 --force --save out"
+        );
+        let ran = place.run(&flags);
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        let warned = place.manifest("out").warnings;
+        let is_it = |text: &String| text.contains("more than the 0.3000 that were asked for");
+        assert!(warned.iter().any(is_it), "{warned:?}");
+    }
 }
 
 #[test]

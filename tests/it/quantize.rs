@@ -1,5 +1,7 @@
 //! `prune quantize`, and commands that read what it writes.
 
+mod interrupted;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;

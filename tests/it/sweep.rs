@@ -49,6 +49,14 @@ fn begun(place: &Place) -> BTreeMap<&'static str, Vec<u8>> {
     found.collect()
 }
 
+/// The lock that a run leaves when it is killed.
+fn lock_of_a_killed_run() -> Vec<u8> {
+    let place = Place::new();
+    let line = format!("--model m --sparsity-ratio 0.5 --eval none --save out {TEXTS}");
+    assert!(place.with_fault(&line, "kill:30").is_none());
+    fs::read(place.path("out/prune.lock")).expect("a killed run leaves its lock")
+}
+
 fn sweep(place: &Place, more: &str) -> Ran {
     place.run(&format!("{GRID} {TEXTS} {more}"))
 }
@@ -265,6 +273,37 @@ fn an_interrupted_sweep_ends_with_exit_code_3_and_the_command_that_continues_it(
         stderr.contains("finished cells are kept in `out`; this command continues the sweep:"),
         "{stderr}"
     );
+}
+
+#[test]
+fn what_a_killed_process_left_in_finished_cells_is_removed() {
+    let place = Place::new();
+    assert_eq!(sweep(&place, "--eval both").code, 0);
+    let names = |cell: &str| {
+        let mut names = place.names(&format!("out/{cell}"));
+        names.extend(place.names(&format!("out/{cell}/model")));
+        names
+    };
+    let expected = CELLS.map(names);
+    let dense = place.names("out/dense");
+    // A lock as a killed process leaves it, and a file that it was writing.
+    let lock = lock_of_a_killed_run();
+    for cell in CELLS {
+        for folder in [
+            cell.to_string(),
+            format!("{cell}/model"),
+            "dense".to_string(),
+        ] {
+            let folder = place.path("out").join(folder);
+            fs::write(folder.join(".run.json.4321.tmp"), b"{").expect("written");
+            fs::write(folder.join("prune.lock"), &lock).expect("written");
+        }
+    }
+    let before = begun(&place);
+    assert_eq!(sweep(&place, "--eval both").code, 0);
+    assert_eq!(begun(&place), before, "finished cells are left alone");
+    assert_eq!(CELLS.map(names), expected);
+    assert_eq!(place.names("out/dense"), dense);
 }
 
 #[test]

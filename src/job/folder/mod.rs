@@ -14,7 +14,8 @@ use self::lock::FolderLock;
 use self::state_file::StateFile;
 use crate::bytes::{ByteSize, LARGEST_RECORD, read_whole};
 use crate::checkpoint::{
-    CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, is_model_file, refuse_source_folder, write_atomic,
+    CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, SUMS_FILE, is_model_file, refuse_source_folder,
+    write_atomic,
 };
 use crate::disk;
 use crate::failure::Failure;
@@ -54,6 +55,23 @@ const NARROWER: &str = "narrower";
 pub(crate) const MANIFEST: &str = "run.json";
 
 impl RunFolder {
+    /// Removes what a killed process left in the folders of a finished run: its locks and temporary files. Where another process works,
+    /// nothing is removed.
+    ///
+    /// # Errors
+    /// Fails when a folder cannot be listed or a file cannot be removed.
+    pub(in crate::job) fn tidy_finished(mut self, events: &dyn Events) -> Result<()> {
+        let is_left = |name: &String| name == lock::FILE || is_temporary(name);
+        let mut names = Vec::new();
+        for folder in [&self.run, &self.model].into_iter().flatten() {
+            names.extend(files_in(folder)?);
+        }
+        if !names.iter().any(is_left) || self.lock(events).is_err() {
+            return Ok(());
+        }
+        self.tidy()
+    }
+
     /// Checks where results would go. Writes nothing.
     ///
     /// # Errors
@@ -240,6 +258,12 @@ impl RunFolder {
                 || (!partials && name.ends_with(PARTIAL_SUFFIX))
         };
         let files = files_in(model)?;
+        // A list of hashes that never got its name: a run was killed while it published this folder, so a run wrote all of it.
+        let is_list = |name: &String| is_temporary(name) && name[1..].starts_with(SUMS_FILE);
+        let has_config = files.iter().any(|name| name == CONFIG_FILE);
+        if !has_config && files.iter().any(is_list) {
+            return Ok(());
+        }
         match files.iter().find(|name| !is_ours(name)) {
             Some(other) => Err(Failure::new(format!(
                 "the model folder `{}` is not empty: it holds `{other}`",

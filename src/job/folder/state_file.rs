@@ -18,6 +18,7 @@ use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{bias_of, pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::merging::{MergedTensor, ModelPerplexity};
+use crate::run::quantization::QuantizedMatrix;
 use crate::run::state::{FILE, SCHEMA, SessionReport, TRAINING_FILE, merge_phases};
 use crate::run::{Events, RunState};
 use crate::runtime::Clock;
@@ -131,6 +132,22 @@ impl<'a> StateFile<'a> {
     /// The finished tensors of a merge, in the order in which they were finished.
     pub(in crate::job) fn merged_tensors(&self) -> &[MergedTensor] {
         &self.state.merged
+    }
+
+    /// Records what is known of the matrices of a quantisation; `digests`, where they are given, are those of all finished tensors.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written; the state before is still there.
+    pub(in crate::job) fn quantized(
+        &mut self,
+        matrices: &BTreeMap<String, QuantizedMatrix>,
+        digests: Option<BTreeMap<String, String>>,
+    ) -> Result<()> {
+        self.state.quantized.clone_from(matrices);
+        if let Some(digests) = digests {
+            self.state.tensors = digests;
+        }
+        self.write()
     }
 
     /// Records the perplexity of a model.

@@ -29,6 +29,11 @@ pub(super) fn perplexity(
     }
     let folder = out.join(DENSE);
     if let Some(manifest) = measured(&folder, common)? {
+        let output = OutputSettings {
+            save: Some(folder),
+            ..OutputSettings::default()
+        };
+        RunFolder::at(&[], &output, false)?.tidy_finished(events)?;
         return Ok(Some(manifest));
     }
     let mut settings = run.clone();

@@ -215,6 +215,7 @@ impl CellsOfSweep<'_> {
         for (number, cell) in (before + 1..).zip(&done) {
             events.begin(number..=number, self.cells, &cell.name());
             events.already_finished();
+            RunFolder::at(&[], &cell.settings.output, true)?.tidy_finished(events)?;
         }
         let first = before + done.len() + 1;
         if left.len() > 1 && self.run_together(&left, first, failed)? {

@@ -1,6 +1,6 @@
 //! The frozen base of a training: the model as it is, or its matrices quantised once into a file in the offload folder.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use super::super::settle::Job;
 use super::resolved::Recovery;
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, MergedWriter, Published, WeightSource};
-use crate::quantized::{FourBitFormat, QuantizePass, QuantizedSource, config};
+use crate::quantized::{FourBitFormat, PIECE, QuantizePass, QuantizedSource, config};
 use crate::recovery::{BaseLayers, MaskFile};
 use crate::run::Events;
 
@@ -89,11 +89,19 @@ fn quantised(
         })
         .collect();
     let checkpoint = &model.checkpoint;
-    let pass = QuantizePass::new(checkpoint, &matrices, format, events)?;
+    let known = BTreeMap::new();
+    let mut pass = QuantizePass::new(
+        checkpoint,
+        &matrices,
+        (format, PIECE),
+        known,
+        &mut (),
+        events,
+    )?;
     let _ = std::fs::remove_dir_all(folder);
     std::fs::create_dir_all(folder).with_context(|| format!("creating `{}`", folder.display()))?;
     let writer = MergedWriter::create(pass.layout()?, folder, &[&*model.folder], events)?;
-    pass.run(&writer, events)?;
+    pass.run(&writer, &mut (), events)?;
     let path = model.folder.join(CONFIG_FILE);
     let json = crate::bytes::read_settings(&path)
         .with_context(|| format!("reading `{}`", path.display()))?;

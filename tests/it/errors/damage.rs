@@ -7,7 +7,9 @@ use proptest::prelude::*;
 use prune::checkpoint::Checkpoint;
 use prune::model::{DecoderLayer, ModelConfig};
 
-use crate::support::Place;
+use prune::synthetic::RandomCheckpoint;
+
+use crate::support::{Place, TEXTS, rewrite};
 
 /// Opens a folder as a run does, down to the shapes; what it says does not matter here.
 fn open(folder: &Path) -> anyhow::Result<()> {
@@ -35,6 +37,55 @@ fn mutated(bytes: &[u8], length: usize, mutations: &[(f64, u8)]) -> Vec<u8> {
         bytes[(at * length as f64) as usize] = *byte;
     }
     bytes
+}
+
+#[test]
+fn a_weight_that_is_not_finite_is_an_error_with_a_remedy_and_no_promise_to_continue() {
+    let place = Place::new();
+    rewrite(&place, |name, _, bytes| {
+        if name == "model.layers.1.mlp.up_proj.weight" {
+            bytes[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+        }
+        true
+    });
+    for (line, kept) in [
+        (
+            "--model m --sparsity-ratio 0.5 --prune-method magnitude --save out",
+            true,
+        ),
+        (
+            "--model m --sparsity-ratio 0.5 --prune-method sparsegpt --save out",
+            true,
+        ),
+        ("quantize --to nf4 m --save out", true),
+    ] {
+        let texts = if line.starts_with("quantize") {
+            ""
+        } else {
+            TEXTS
+        };
+        let ran = place.run(&format!("{line} {texts}"));
+        assert_eq!(ran.code, 1, "{line}\n{}", ran.stderr);
+        assert!(
+            ran.stderr.contains("model.layers.1.mlp.up_proj"),
+            "{line}\n{}",
+            ran.stderr
+        );
+        let hint = ran.stderr.lines().last().unwrap_or_default();
+        assert!(
+            hint.starts_with("hint: ") && hint.contains("--force"),
+            "{line}\n{}",
+            ran.stderr
+        );
+        assert!(!ran.stderr.contains("continues"), "{line}\n{}", ran.stderr);
+        assert_eq!(place.path("out/unfinished.json").exists(), kept, "{line}");
+        // The remedy: another checkpoint, and --force.
+        place.checkpoint("good", &RandomCheckpoint::default());
+        let forced = line.replace("m --", "good --");
+        let ran = place.run(&format!("{forced} {texts} --force"));
+        assert_eq!(ran.code, 0, "{forced}\n{}", ran.stderr);
+        fs::remove_dir_all(place.path("out")).expect("removed");
+    }
 }
 
 proptest! {

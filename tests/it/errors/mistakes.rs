@@ -162,6 +162,73 @@ fn flags_of_other_programs_are_answered_with_those_of_this_one() {
     }
 }
 
+/// The command of the tip under a refused command line.
+#[track_caller]
+fn typed(place: &Place, line: &str) -> String {
+    let ran = place.run(line);
+    assert_eq!(ran.code, 2, "{line}\n{}", ran.stderr);
+    let tips = ran.stderr.lines().map(str::trim);
+    let mut typed = tips.filter_map(|line| line.strip_prefix("tip: type prune "));
+    let typed = typed.next();
+    typed
+        .unwrap_or_else(|| panic!("{line}: {}", ran.stderr))
+        .to_string()
+}
+
+#[test]
+fn command_lines_of_other_programs_get_a_tip_that_works_when_it_is_typed() {
+    let place = Place::new();
+    let texts = "--nsamples 2 --seqlen 64 --dataset train.txt --eval none";
+    for line in [
+        format!("main.py --model m --prune_method wanda --sparsity_ratio 0.5 {texts}"),
+        format!("python main.py --model m --prune_method magnitude --sparsity_type 2:4 {texts}"),
+        format!("--model m --sparsity_ratio 50% {texts}"),
+        format!(
+            "--model m --prune_method DSnoT --initial_method wanda --sparsity_ratio 0.5 --max_cycle_time 50 --update_threshold 0.1 {texts}"
+        ),
+        format!(
+            "--model m --prune_method wanda_owl --sparsity_ratio 0.5 --Lamda 0.08 --Hyper_m 5 {texts}"
+        ),
+        "llama.py m train.txt --sparsity 0.5 --nsamples 2 --seqlen 64 --eval none".to_string(),
+        "opt.py m train.txt --prunen 2 --prunem 4 --nsamples 2 --seqlen 64 --eval none".to_string(),
+        format!("prune m {texts}"),
+        "evaluate m --eval-dataset test.txt --seqlen 64".to_string(),
+        "generate --model_path m --prompt hello --max_new_tokens 2".to_string(),
+        "use_pruned_model.py --model_path m --prompt hello --max_tokens 2".to_string(),
+    ] {
+        let typed = typed(&place, &line);
+        let ran = place.run(&typed);
+        assert_eq!(ran.code, 0, "{line}: {typed}\n{}", ran.stderr);
+    }
+}
+
+#[test]
+fn every_command_of_one_model_takes_it_as_a_word_and_as_a_flag() {
+    let place = Place::new();
+    for (command, more) in [
+        (
+            "eval",
+            "--eval-dataset test.txt --seqlen 64 --eval-windows 1",
+        ),
+        ("inspect", ""),
+        ("plan", ""),
+        ("generate", "--prompt hello --max-tokens 1"),
+        ("quantize", "--to nf4 --force --save q"),
+    ] {
+        for model in ["m", "--model m"] {
+            let ran = place.run(&format!("{command} {model} {more}"));
+            assert_eq!(ran.code, 0, "{command} {model}\n{}", ran.stderr);
+        }
+        let ran = place.run(&format!("{command} m --model m {more}"));
+        assert_eq!(ran.code, 2, "{command}\n{}", ran.stderr);
+        assert!(
+            ran.stderr.contains("two models are named"),
+            "{}",
+            ran.stderr
+        );
+    }
+}
+
 #[test]
 fn a_model_without_its_flag_is_answered_with_the_command_to_type() {
     for (line, flagged) in [
