@@ -163,6 +163,26 @@ impl StoredMatrix {
         }
     }
 
+    /// Replaces all elements, rounding each once. Takes memory only where a copy of the matrix shares its elements.
+    ///
+    /// # Panics
+    /// Panics when there is not a value for every element.
+    pub fn set_f32(&mut self, values: &[f32]) {
+        assert_eq!(values.len(), self.elements(), "a value for every element");
+        let rounded = values.par_iter();
+        match Arc::make_mut(&mut self.values) {
+            StoredValues::F32(stored) => stored.copy_from_slice(values),
+            StoredValues::F16(stored) => {
+                let pairs = stored.par_iter_mut().zip(rounded);
+                pairs.for_each(|(stored, value)| *stored = f16::from_f32(*value));
+            }
+            StoredValues::Bf16(stored) => {
+                let pairs = stored.par_iter_mut().zip(rounded);
+                pairs.for_each(|(stored, value)| *stored = bf16::from_f32(*value));
+            }
+        }
+    }
+
     /// Output features.
     pub fn rows(&self) -> usize {
         self.rows

@@ -22,7 +22,7 @@
 use anyhow::Result;
 
 use super::admm::Admm;
-use super::dense::{Keeps, mask_of, store, widened};
+use super::dense::{Keeps, mask_of, widened};
 use super::input_gram::{InputGram, InputGramKind};
 use super::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
 use super::mask::Mask;
@@ -93,7 +93,7 @@ impl PruningMethod for Alps {
         schedule(&mut admm, &scaled, kept(request.target, rows * columns))?;
         let (target, mut b, is_kept) = admm.into_largest();
         refit(&gram, &target, &mut b, &is_kept, STEPS);
-        store(weight, &gram.unscaled(b));
+        weight.set_f32(&gram.unscaled(b));
         mask_of(&is_kept, rows, columns)
     }
 }

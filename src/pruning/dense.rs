@@ -28,11 +28,6 @@ pub(super) fn widened(weight: &StoredMatrix, request: &Request<'_>) -> Result<Ve
     Ok(wide)
 }
 
-/// Stores changed weights, rounding each once.
-pub(super) fn store(weight: &mut StoredMatrix, values: &[f32]) {
-    *weight = StoredMatrix::from_f32(weight.dtype(), weight.rows(), weight.columns(), values);
-}
-
 /// The weights that a mask keeps, `[rows, columns]`.
 pub(super) fn kept_of(mask: &Mask) -> Vec<bool> {
     let (rows, columns) = (mask.rows(), mask.columns());

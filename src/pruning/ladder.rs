@@ -22,7 +22,7 @@ use anyhow::Result;
 use rayon::prelude::*;
 
 use super::admm::Admm;
-use super::dense::{Keeps, mask_of, store, widened};
+use super::dense::{Keeps, mask_of, widened};
 use super::input_gram::{InputGram, InputGramKind};
 use super::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
 use super::mask::Mask;
@@ -143,7 +143,7 @@ impl PruningMethod for Ladder {
         b.par_chunks_mut(columns)
             .zip(&divisors)
             .for_each(|(row, divisor)| row.iter_mut().for_each(|value| *value *= divisor));
-        store(weight, &gram.unscaled(b));
+        weight.set_f32(&gram.unscaled(b));
         mask_of(&is_kept, rows, columns)
     }
 }

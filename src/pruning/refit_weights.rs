@@ -5,7 +5,7 @@
 
 use anyhow::Result;
 
-use super::dense::{kept_of, mask_of, store, unmark, widened, zeros_of};
+use super::dense::{kept_of, mask_of, unmark, widened, zeros_of};
 use super::input_gram::{InputGram, InputGramKind};
 use super::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
 use super::mask::Mask;
@@ -68,7 +68,7 @@ impl Refinement for RefitWeights {
         drop(scaled);
         let mut x = gram.scaled(widened(weight, request)?);
         refit(&gram, &target, &mut x, &is_kept, STEPS);
-        store(weight, &gram.unscaled(x));
+        weight.set_f32(&gram.unscaled(x));
         mask_of(&is_kept, mask.rows(), mask.columns())
     }
 }

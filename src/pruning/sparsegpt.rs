@@ -23,7 +23,7 @@ use anyhow::Result;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::dense::{mask_of, score_at, store, widened, zeros_of};
+use super::dense::{mask_of, score_at, widened, zeros_of};
 use super::input_gram::{InputGram, InputGramKind};
 use super::mask::Mask;
 use super::method::{PruningMethod, Removes, Request};
@@ -133,7 +133,7 @@ impl PruningMethod for SparseGpt {
             let behind = &factor.u[first * columns + last..];
             subtract_product(&mut values, columns, last, &errors, behind, &mut update);
         }
-        store(weight, &values);
+        weight.set_f32(&values);
         mask_of(&is_kept, rows, columns)
     }
 }
