@@ -17,13 +17,13 @@ use crate::run::plan::{
 use crate::run::{HiddenStatesStorage, MemorySettings, Phase, Plan};
 
 /// The program with opened models: thread stacks, headers.
-const PROGRAM: u64 = 8 << 20;
+const PROGRAM: u64 = 6 << 20;
 
 /// Bytes of the lists of tensors and their sources, per source of a tensor: names, shapes, values, the record.
 const LISTED: u64 = 1 << 10;
 
-/// Freed pieces that the allocator keeps for its threads while the files are read back.
-const LEFT_OVER: u64 = 1 << 20;
+/// Freed pieces that the allocator keeps while the files are read back, in small parts between others.
+const LEFT_OVER: u64 = 2 << 20;
 
 /// Bytes of the counts of one expert in a read, at most: two tables of 65,536 counts.
 const COUNTS: u64 = 2 * 65_536 * 8;

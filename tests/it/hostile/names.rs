@@ -151,7 +151,7 @@ fn no_control_character_of_a_name_reaches_the_terminal() {
                 "--chat",
                 "--prompt",
                 "x",
-                "--max-new-tokens",
+                "--max-tokens",
                 "4",
             ],
         );
@@ -249,7 +249,7 @@ fn runs_in_a_folder_that_is_not_utf8_finish_and_continue() {
         "inspect out/model --against m",
         "report out e merged --out page",
         "quantize --to nf4 m --save q",
-        "generate --model m --prompt x --max-new-tokens 4",
+        "generate --model m --prompt x --max-tokens 4",
     ] {
         let (code, stderr) = run(line, "");
         assert_eq!(code, Some(0), "{line}\n{stderr}");

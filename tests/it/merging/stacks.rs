@@ -131,7 +131,7 @@ fn a_stack_whose_settings_cannot_be_listed_is_refused() {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     // Two layers of different kinds become one.
     let recipe = "merge_method: linear\nparameters: {weight: 1}\nslices:\n\
-        - sources: [{model: m, layer_range: [0, 2]}, {model: m, layer_range: [1, 3]}]\n";
+        - sources: [{model: m, layer_range: [0, 2]}, {model: out/model, layer_range: [1, 3]}]\n";
     let (place, _) = stack("gemma2", &[[0, 4]], |_| {}).expect("it is there");
     fs::write(place.path("r.yml"), recipe).expect("a new file");
     let ran = place.run("merge r.yml --save mixed");
