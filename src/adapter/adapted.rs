@@ -25,6 +25,8 @@ const CACHED_BYTES: usize = 64 << 20;
 pub struct AdaptedSource {
     base: Arc<dyn WeightSource>,
     adapter: Adapter,
+    /// The head that the adapter separates from the embedding.
+    own_head: Option<TensorEntry>,
     /// Changes in use, the latest last.
     cached: Mutex<VecDeque<Arc<TensorChange>>>,
 }
@@ -36,9 +38,16 @@ impl AdaptedSource {
     /// Fails when the adapter does not fit, as [`Adapter::check`] says.
     pub fn new(base: Arc<dyn WeightSource>, adapter: Adapter) -> Result<Self> {
         adapter.check(&*base)?;
+        let own_head = adapter.own_head.as_ref().and_then(|own| {
+            Some(TensorEntry {
+                name: own.head.clone(),
+                ..base.entry(&own.embedding)?.clone()
+            })
+        });
         Ok(Self {
             base,
             adapter,
+            own_head,
             cached: Mutex::default(),
         })
     }
@@ -97,12 +106,18 @@ impl AdaptedSource {
 
 impl WeightSource for AdaptedSource {
     fn entry(&self, name: &str) -> Option<&TensorEntry> {
-        self.base.entry(name)
+        let own_head = self.own_head.as_ref().filter(|head| head.name == name);
+        own_head.or_else(|| self.base.entry(name))
     }
 
     fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> Result<()> {
         let end = start.saturating_add(buffer.len() as u64);
         let change = self.change(&entry.name)?;
+        let stored = self.adapter.stored_in_base(&entry.name);
+        let entry = match stored == entry.name {
+            true => entry,
+            false => self.base.entry(stored).unwrap_or(entry),
+        };
         // The base refuses a range that leaves the tensor.
         let (Some(change), 1..) = (change, buffer.len()) else {
             return self.base.read(entry, start, buffer);

@@ -60,12 +60,7 @@ impl TensorChange {
             "rows of {} columns",
             self.columns
         );
-        if let Some(whole) = &self.whole {
-            whole.read_rows(rows.clone(), self.columns, values)?;
-        }
-        if let Some(tokens) = &self.tokens {
-            tokens.put(rows.clone(), self.columns, values);
-        }
+        self.replace(rows.clone(), values)?;
         if let Some(product) = &self.product {
             product.add_to(rows.start, values);
         }
@@ -73,6 +68,20 @@ impl TensorChange {
             for (row, values) in rows.zip(values.chunks_mut(self.columns)) {
                 self.rescale(row, magnitude[row], values)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Changes some rows, without factors and magnitudes: the result is W₀ of [`TensorChange::apply`].
+    ///
+    /// # Errors
+    /// Fails when the adapter's file cannot be read, and for elements there that are not finite.
+    pub fn replace(&self, rows: Range<usize>, values: &mut [f32]) -> Result<()> {
+        if let Some(whole) = &self.whole {
+            whole.read_rows(rows.clone(), self.columns, values)?;
+        }
+        if let Some(tokens) = &self.tokens {
+            tokens.put(rows, self.columns, values);
         }
         Ok(())
     }

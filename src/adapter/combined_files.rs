@@ -141,7 +141,7 @@ impl Combination {
         let patterns: BTreeMap<String, usize> = others
             .map(|(module, rank)| (regex::escape(module), *rank))
             .collect();
-        json!({
+        let mut config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.adapters[0].base_model_name(),
@@ -157,7 +157,11 @@ impl Combination {
             "lora_dropout": 0.0,
             "fan_in_fan_out": false,
             "init_lora_weights": true,
-        })
+        });
+        if self.adapters.iter().all(|adapter| adapter.keeps_tie) {
+            config["ensure_weight_tying"] = true.into();
+        }
+        config
     }
 }
 

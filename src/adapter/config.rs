@@ -12,10 +12,10 @@ use std::fmt;
 use std::path::Path;
 
 use anyhow::Result;
-use regex::Regex;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
+use super::patterns::{MOST_KEYS, Patterns};
 use crate::bytes::read_settings;
 use crate::failure::Failure;
 
@@ -59,6 +59,7 @@ struct Raw {
     lora_alpha: Option<f64>,
     use_rslora: Option<bool>,
     use_dora: Option<bool>,
+    ensure_weight_tying: Option<bool>,
     init_lora_weights: Option<Value>,
     rank_pattern: Option<InOrder<usize>>,
     alpha_pattern: Option<InOrder<f64>>,
@@ -107,11 +108,13 @@ pub(super) struct AdapterConfig {
     pub(super) base_model: Option<String>,
     /// Every module with factors has a magnitude vector.
     pub(super) use_dora: bool,
+    /// `ensure_weight_tying`: of a tied base, embedding and head were trained as one.
+    pub(super) ensure_weight_tying: bool,
     use_rslora: bool,
     rank: usize,
     alpha: f64,
-    ranks: Vec<(Regex, usize)>,
-    alphas: Vec<(Regex, f64)>,
+    ranks: Patterns<usize>,
+    alphas: Patterns<f64>,
     tokens: Option<Tokens>,
 }
 
@@ -159,34 +162,31 @@ impl AdapterConfig {
         if let Some(failure) = changed_base(raw.init_lora_weights.as_ref(), &refused) {
             return Err(failure.into());
         }
-        let compiled = |patterns: &str, key: &str| {
-            // As peft's `get_pattern_key`, whose match begins at the start of the path.
-            Regex::new(&format!(r"^(?:(.*\.)?({key})$)")).map_err(|error| {
-                let last = error.to_string();
-                let last = last.lines().last().unwrap_or_default().to_owned();
-                refused(
-                    format!("the pattern `{key}` of `{patterns}` cannot be matched"),
-                    &last,
-                )
-            })
+        let unusable = |key: &str, why: String| {
+            let hint = "take the adapter from its author again; peft writes a key per module or a few expressions";
+            refused(format!("its `{key}` cannot be used"), &why).hint(hint)
         };
-        let mut ranks = Vec::new();
-        for (key, rank) in raw.rank_pattern.map_or(Vec::new(), |all| all.0) {
-            ranks.push((compiled("rank_pattern", &key)?, rank));
-        }
-        let mut alphas = Vec::new();
-        for (key, alpha) in raw.alpha_pattern.map_or(Vec::new(), |all| all.0) {
-            alphas.push((compiled("alpha_pattern", &key)?, alpha));
+        let ranks = raw.rank_pattern.map_or(Vec::new(), |all| all.0);
+        let alphas = raw.alpha_pattern.map_or(Vec::new(), |all| all.0);
+        if let Some(Tokens::ByModule(modules)) = &raw.trainable_token_indices
+            && modules.len() > MOST_KEYS
+        {
+            let why = format!(
+                "it names {} modules; up to {MOST_KEYS} are read",
+                modules.len()
+            );
+            return Err(unusable("trainable_token_indices", why).into());
         }
         Ok(Self {
             base_model: raw.base_model_name_or_path,
             use_dora: raw.use_dora.unwrap_or(false),
+            ensure_weight_tying: raw.ensure_weight_tying.unwrap_or(false),
             use_rslora: raw.use_rslora.unwrap_or(false),
             // The defaults of peft.
             rank: raw.r.unwrap_or(8),
             alpha: raw.lora_alpha.unwrap_or(8.0),
-            ranks,
-            alphas,
+            ranks: Patterns::new(ranks).map_err(|why| unusable("rank_pattern", why))?,
+            alphas: Patterns::new(alphas).map_err(|why| unusable("alpha_pattern", why))?,
             tokens: raw.trainable_token_indices,
         })
     }
@@ -196,8 +196,8 @@ impl AdapterConfig {
     /// # Errors
     /// Fails when r is zero or impossibly large, and when s is not a positive number.
     pub(super) fn rank_and_scale(&self, module: &str) -> Result<(usize, f32), Failure> {
-        let rank = first_match(&self.ranks, module).unwrap_or(self.rank);
-        let alpha = first_match(&self.alphas, module).unwrap_or(self.alpha);
+        let rank = self.ranks.first_match(module).unwrap_or(self.rank);
+        let alpha = self.alphas.first_match(module).unwrap_or(self.alpha);
         if rank == 0 || rank > MAX_RANK {
             return Err(
                 Failure::new(format!("`{module}` of the adapter has rank {rank}"))
@@ -232,11 +232,6 @@ impl AdapterConfig {
             }
         }
     }
-}
-
-fn first_match<T: Copy>(patterns: &[(Regex, T)], module: &str) -> Option<T> {
-    let mut found = patterns.iter().filter(|(key, _)| key.is_match(module));
-    found.next().map(|(_, value)| *value)
 }
 
 fn is_set(value: &Value) -> bool {

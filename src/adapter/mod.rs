@@ -13,6 +13,7 @@
 //! | `config` | `adapter_config.json`: rank and scale of a module, refusals |
 //! | `identity` | the hash of an adapter, and the memory of its factors |
 //! | `keys` | keys of the file: tensor of the base, part of its change |
+//! | `patterns` | the keys of rank and alpha patterns, matched within bounds |
 //! | `stored` | one tensor of the file, widened to f32 |
 //! | `parts` | the parts of one change, checked against one another and the base |
 //! | `opened` | [`Adapter`], an opened folder |
@@ -21,6 +22,7 @@
 //! | `adapted` | [`AdaptedSource`], base and adapter read as one model |
 //! | `combine` | [`Combination`], several adapters into one, factor by factor |
 //! | `combined_files` | a combination as a folder that peft loads |
+//! | `tied` | an adapter of a base whose head is its embedding |
 //! | `trained_files` | [`TrainedAdapter`], trained factors as such a folder |
 
 mod adapted;
@@ -33,7 +35,9 @@ mod keys;
 mod low_rank;
 mod opened;
 mod parts;
+mod patterns;
 mod stored;
+mod tied;
 mod trained_files;
 
 #[cfg(test)]

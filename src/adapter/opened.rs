@@ -12,6 +12,7 @@ use super::keys::{self, ChangePart};
 use super::low_rank::LowRank;
 use super::parts::Parts;
 use super::stored::Stored;
+use super::tied::OwnHead;
 use crate::checkpoint::{CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource};
 use crate::failure::Failure;
 
@@ -26,8 +27,12 @@ const PICKLE_FILE: &str = "adapter_model.bin";
 pub struct Adapter {
     place: PathBuf,
     base_model: Option<String>,
+    /// `ensure_weight_tying` of the config.
+    pub(super) keeps_tie: bool,
     /// Changes by the name of the base's tensor.
-    parts: BTreeMap<String, Parts>,
+    pub(super) parts: BTreeMap<String, Parts>,
+    /// The head that the adapter separates from the embedding of a tied base.
+    pub(super) own_head: Option<OwnHead>,
 }
 
 impl Adapter {
@@ -85,7 +90,9 @@ impl Adapter {
         Ok(Self {
             place: folder.to_path_buf(),
             base_model: config.base_model,
+            keeps_tie: config.ensure_weight_tying,
             parts,
+            own_head: None,
         })
     }
 
@@ -116,7 +123,7 @@ impl Adapter {
                     base.place()
                 ))
             };
-            match base.entry(tensor) {
+            match base.entry(self.stored_in_base(tensor)) {
                 Some(entry) => parts.check(entry).map_err(here)?,
                 None => return Err(here(missing(tensor)).into()),
             }
@@ -156,8 +163,6 @@ fn missing(tensor: &str) -> Failure {
     ));
     if tensor.ends_with(".bias") {
         failure.detail("a bias cannot be merged into a layer without one")
-    } else if tensor == "lm_head.weight" {
-        failure.detail("the head of this base is its embedding (`tie_word_embeddings`); with a head of its own, the model would be another one")
     } else {
         failure.hint("check that the adapter was trained on this base")
     }

@@ -20,7 +20,7 @@ pub(super) struct Parts {
     pub(super) product: Option<ProductSource>,
     magnitude: Option<Stored>,
     /// Rows in place of the base's: `[tokens, columns]`, and where they belong.
-    tokens: Option<(Stored, Vec<usize>)>,
+    pub(super) tokens: Option<(Stored, Vec<usize>)>,
 }
 
 /// Factors in a file.

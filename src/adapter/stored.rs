@@ -11,6 +11,9 @@ use crate::failure::Failure;
 use crate::linalg::select::first_not_finite;
 use crate::linalg::{StoredDtype, StoredMatrix};
 
+/// Bytes of each tensor that are compared at once.
+const COMPARED: usize = 1 << 18;
+
 /// A tensor of an open file.
 #[derive(Debug, Clone)]
 pub(super) struct Stored {
@@ -61,6 +64,27 @@ impl Stored {
     /// Fails when the file cannot be read.
     pub(super) fn read_bytes(&self, start: u64, bytes: &mut [u8]) -> Result<()> {
         self.file.read(&self.entry, start, bytes)
+    }
+
+    /// Returns whether `other` has the same dtype, shape and bytes.
+    ///
+    /// # Errors
+    /// Fails when a file cannot be read.
+    pub(super) fn has_bytes_of(&self, other: &Self) -> Result<bool> {
+        if self.dtype != other.dtype || self.entry.shape != other.entry.shape {
+            return Ok(false);
+        }
+        let mut buffers = [vec![0; COMPARED], vec![0; COMPARED]];
+        for start in (0..self.entry.bytes).step_by(COMPARED) {
+            let length = (self.entry.bytes - start).min(COMPARED as u64) as usize;
+            for (stored, buffer) in [self, other].into_iter().zip(&mut buffers) {
+                stored.read_bytes(start, &mut buffer[..length])?;
+            }
+            if buffers[0][..length] != buffers[1][..length] {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Reads some rows of `columns` elements.

@@ -10,6 +10,7 @@ use serde_json::json;
 use super::args::{MessageArgs, ProgressArg};
 use super::ending::Ending;
 use super::interrupt;
+use super::plain_text::visible;
 use super::progress::{Bars, JSON_INTERVAL, PLAIN_INTERVAL, Progress};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
@@ -110,7 +111,7 @@ impl Console {
     /// A result, on standard output.
     pub fn result(&self, text: &str) {
         self.clear();
-        self.write(text);
+        self.write(&visible(text));
     }
 
     /// Writes to standard output and says whether somebody reads it. A reader who has left (`prune eval | true`) does not turn a finished
@@ -142,9 +143,13 @@ impl Console {
         }
     }
 
-    /// A part of a text that is written as it comes, on standard output. Says whether anybody reads it still.
+    /// A part of a generated text that is written as it comes, on standard output. Says whether anybody reads it still.
     pub(super) fn stream(&self, part: &str) -> bool {
-        let is_read = self.write(part);
+        // A file or a pipe gets the characters of the model.
+        let is_read = match std::io::stdout().is_terminal() {
+            true => self.write(&visible(part)),
+            false => self.write(part),
+        };
         if let Some(last) = part.chars().last() {
             self.state().is_within_line = last != '\n';
         }
@@ -276,7 +281,7 @@ impl Console {
 
 /// One line on standard error. Whoever read it may be gone (`2> >(head -1)`): that must not end a run of hours.
 pub(super) fn print_line(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = writeln!(std::io::stderr(), "{}", visible(text));
 }
 
 impl State {

@@ -18,6 +18,7 @@ pub mod merge;
 mod mistake;
 pub mod model;
 pub mod outcome;
+mod plain_text;
 pub mod plan;
 mod progress;
 pub mod prune;
@@ -33,7 +34,8 @@ mod terminal;
 mod values;
 mod width_drop;
 
-use std::ffi::OsString;
+use std::borrow::Cow;
+use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -46,6 +48,7 @@ use crate::runtime::memory;
 use args::MessageArgs;
 use console::{Console, print_line};
 use outcome::Outcome;
+use plain_text::{visible, with_bytes};
 
 /// Prune Llama-family language models layer by layer, and measure what it cost.
 ///
@@ -178,6 +181,13 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         print_line(&newcomer());
         return ExitCode::from(2);
     }
+    if let Some(other) = arguments
+        .iter()
+        .find(|argument| argument.to_str().is_none())
+    {
+        print_line(&describe(&not_utf8(other).into()));
+        return ExitCode::from(2);
+    }
     let parsed = command()
         .try_get_matches_from(&arguments)
         .and_then(|matches| Cli::from_arg_matches(&matches));
@@ -186,7 +196,12 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Err(error) => {
             let error = mistake::explain(error, &arguments);
             // Help and version are printed this way too, with exit code 0.
-            let _ = error.print();
+            let text = error.render().to_string();
+            match visible(&text) {
+                Cow::Borrowed(_) => drop(error.print()),
+                // A name that the shell found is no text for a terminal.
+                Cow::Owned(text) => print_line(text.trim_end()),
+            }
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
@@ -214,6 +229,13 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             ExitCode::from(if is_usage { 2 } else { 1 })
         }
     }
+}
+
+/// The refusal of an argument that no record could hold, and no printed command could repeat.
+fn not_utf8(argument: &OsStr) -> Failure {
+    Failure::usage(format!("`{}` is not UTF-8", with_bytes(argument)))
+        .detail("records and the command that continues a run hold paths as text")
+        .hint("rename the file or folder, or name it by a link: ln -s OLD NEW")
 }
 
 fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Result<Outcome> {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
+use super::plain_text::visible;
 use super::terminal;
 use crate::report::three_digits;
 
@@ -217,11 +218,12 @@ impl Bars {
     /// Moves them.
     pub(super) fn update(&self, progress: &Progress) {
         if let Some(bar) = &self.phase {
-            bar.set_message(progress.pace());
+            bar.set_message(visible(&progress.pace()).into_owned());
             bar.set_position(progress.done);
         }
         if let (Some(bar), Some((fraction, _))) = (&self.run, progress.run()) {
-            bar.set_message(progress.run_text().unwrap_or_default());
+            let text = progress.run_text().unwrap_or_default();
+            bar.set_message(visible(&text).into_owned());
             bar.set_position((fraction * 1000.0) as u64);
         }
     }

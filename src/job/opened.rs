@@ -167,9 +167,9 @@ impl OpenedModel {
 
     /// Checks that the embedding, the last norm and the head can be read, and says where another head is passed over.
     pub(super) fn check_ends(&self, events: &dyn Events) -> Result<()> {
-        Embedding::open(&*self.checkpoint, &self.config)?;
-        Head::check(&*self.checkpoint, &self.config)?;
-        if Head::is_passed_over(&*self.checkpoint, &self.config)? {
+        Embedding::open(&*self.source, &self.config)?;
+        Head::check(&*self.source, &self.config)?;
+        if Head::is_passed_over(&*self.source, &self.config)? {
             events.warn(
                 "config.json says that the embedding is the head (`tie_word_embeddings`), and this checkpoint has another `lm_head.weight`: \
                  the embedding is used. Other programs may use the head (transformers 5 does); `\"tie_word_embeddings\": false` in \

@@ -172,6 +172,7 @@ impl OpenedModel {
             commit: hub.map(|model| model.commit.clone()),
             identity: checkpoint.identity(),
             config: serde_json::to_value(&**config)?,
+            quantization: self.quantized.as_ref().map(|_| "nf4".to_string()),
             parameters: match &self.quantized {
                 Some(quantized) => quantized
                     .tensors()

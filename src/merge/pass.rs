@@ -25,8 +25,11 @@ use crate::recipe::TensorRecipe;
 use crate::run::merging::MergedTensor;
 use crate::run::{Event, Events};
 
-/// Seconds between two records of finished tensors.
-const RECORD_SECONDS: f64 = 1.0;
+/// The longest time between two records of finished tensors.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// A pause is this many times as long as the last record took: records are a tenth of the time.
+const PAUSES_PER_RECORD: u32 = 9;
 
 /// One tensor of the output.
 #[derive(Debug, Clone)]
@@ -260,15 +263,19 @@ impl MergePass<'_> {
         })
     }
 
-    /// Records finished tensors from time to time, until there are no more.
+    /// Records finished tensors, until there are no more: each at once, unless the last record took long. A killed merge repeats the
+    /// tensors in progress, and those that were finished in the last pause.
     fn record(
         &self,
         finished: &mpsc::Receiver<MergedTensor>,
         journal: &mut dyn MergeJournal,
     ) -> Result<()> {
-        let (mut waiting, mut last) = (Vec::new(), Instant::now());
+        let (mut waiting, mut next) = (Vec::new(), Instant::now());
         loop {
-            let pause = Duration::from_secs_f64(RECORD_SECONDS).saturating_sub(last.elapsed());
+            let pause = match waiting.is_empty() {
+                true => LONGEST_PAUSE,
+                false => next.saturating_duration_since(Instant::now()),
+            };
             let is_over = match finished.recv_timeout(pause) {
                 Ok(tensor) => {
                     waiting.push(tensor);
@@ -277,15 +284,14 @@ impl MergePass<'_> {
                 Err(RecvTimeoutError::Timeout) => false,
                 Err(RecvTimeoutError::Disconnected) => true,
             };
-            let is_due = last.elapsed().as_secs_f64() >= RECORD_SECONDS;
-            if !waiting.is_empty() && (is_due || is_over) {
+            let began = Instant::now();
+            if !waiting.is_empty() && (began >= next || is_over) {
                 waiting.extend(finished.try_iter());
                 // The digests are of tensors that were complete before the sync, so all that wait are among them.
                 let digests = self.writer.sync()?;
                 journal.tensors_done(std::mem::take(&mut waiting), digests)?;
-            }
-            if is_due {
-                last = Instant::now();
+                let pause = (began.elapsed() * PAUSES_PER_RECORD).min(LONGEST_PAUSE);
+                next = Instant::now() + pause;
             }
             if is_over {
                 return Ok(());

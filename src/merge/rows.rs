@@ -17,6 +17,20 @@ pub trait SourceRows: Send + Sync {
     /// # Errors
     /// Fails when the rows cannot be read.
     fn read(&self, rows: Range<usize>, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()>;
+
+    /// Fills `values` as [`SourceRows::read`] does, before factors of an adapter are added: the zeros of these rows are those of the
+    /// model. Returns false, and reads nothing, where this is no other result.
+    ///
+    /// # Errors
+    /// Fails when the rows cannot be read.
+    fn read_before_factors(
+        &self,
+        _rows: Range<usize>,
+        _values: &mut [f32],
+        _bytes: &mut Vec<u8>,
+    ) -> Result<bool> {
+        Ok(false)
+    }
 }
 
 /// The input models of a merge.
@@ -87,5 +101,16 @@ impl SourceRows for AdaptedRows<'_> {
     fn read(&self, rows: Range<usize>, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()> {
         self.base.read(rows.clone(), values, bytes)?;
         self.change.apply(rows, values)
+    }
+
+    fn read_before_factors(
+        &self,
+        rows: Range<usize>,
+        values: &mut [f32],
+        bytes: &mut Vec<u8>,
+    ) -> Result<bool> {
+        self.base.read(rows.clone(), values, bytes)?;
+        self.change.replace(rows, values)?;
+        Ok(true)
     }
 }

@@ -33,6 +33,8 @@ pub(super) struct Worker<'p> {
     /// Per source the rows of the current piece.
     sources: Vec<Vec<f32>>,
     merged: Vec<f32>,
+    /// Rows of an adapted source before its factors, with `--keep-zeros`.
+    before_factors: Vec<f32>,
     bytes: Vec<u8>,
 }
 
@@ -52,6 +54,7 @@ impl<'p> Worker<'p> {
             stored: Vec::new(),
             sources: Vec::new(),
             merged: Vec::new(),
+            before_factors: Vec::new(),
             bytes: Vec::new(),
         }
     }
@@ -202,7 +205,10 @@ impl<'p> Worker<'p> {
             merge.merge(&block, mixer, &mut self.merged)?;
             damp(tensor, &block, columns, &mut self.merged);
             if self.pass.keep_zeros {
-                counts.kept_zeros += keep_zeros(&sources, &mut self.merged);
+                let rows = first..first + self.merged.len() / columns;
+                let mut scratch = (&mut self.before_factors, &mut self.stored);
+                counts.kept_zeros +=
+                    keep_zeros(opened, rows, &sources, &mut self.merged, &mut scratch)?;
             }
             check_merged(tensor, first, columns, &self.merged)?;
             counts.add(tensor, &block, columns, &self.merged);
@@ -260,16 +266,35 @@ fn damp(tensor: &MergeTensor, rows: &RowBlock<'_>, columns: usize, merged: &mut 
     }
 }
 
-/// Sets weights to zero that are zero in every source, and returns their number.
-fn keep_zeros(sources: &[&[f32]], merged: &mut [f32]) -> u64 {
+/// Sets weights to zero that are zero in every source, and returns their number. An adapter knows no mask: the zeros of a source with
+/// factors are those before the factors. `scratch` holds rows and stored bytes.
+fn keep_zeros(
+    opened: &OpenedSources<'_>,
+    rows: std::ops::Range<usize>,
+    sources: &[&[f32]],
+    merged: &mut [f32],
+    scratch: &mut (&mut Vec<f32>, &mut Vec<u8>),
+) -> Result<u64> {
+    let mut is_zero = vec![true; merged.len()];
+    for (source, adapted) in opened.iter().zip(sources) {
+        let (before, stored) = scratch;
+        before.resize(merged.len(), 0.0);
+        let values = match source.read_before_factors(rows.clone(), before, stored)? {
+            true => before.as_slice(),
+            false => adapted,
+        };
+        for (is_zero, value) in is_zero.iter_mut().zip(values) {
+            *is_zero &= *value == 0.0;
+        }
+    }
     let mut zeros = 0;
-    for (at, merged) in merged.iter_mut().enumerate() {
-        if sources.iter().all(|source| source[at] == 0.0) {
+    for (merged, is_zero) in merged.iter_mut().zip(is_zero) {
+        if is_zero {
             *merged = 0.0;
             zeros += 1;
         }
     }
-    zeros
+    Ok(zeros)
 }
 
 /// Refuses merged values that the output's dtype cannot hold.

@@ -6,6 +6,8 @@
 //!   slices. The depth of a layer in its slice of n layers is t = i / (n − 1), or 1 for n = 1.
 //! - Tensors outside the layers have t = 0. The embedding has the sources and parameters of the first slice; the final norm and the
 //!   head have those of the last. (mergekit takes from the last slice only as many sources as the first one has; here it has all.)
+//! - The head of a tied model is its embedding. The output is tied if all its heads are embeddings, and head and embedding have the same
+//!   sources and values. Else it has a head of its own.
 //! - The narrowest scope that has a value decides: source, slice, module, recipe. Values per model are looked up with the name of the
 //!   input tensor, shared ones with that of the output.
 
@@ -16,7 +18,7 @@ use anyhow::Result;
 use super::contents::{MergeInputs, Recipe, SliceRecipe};
 use super::model_spec::ModelSpec;
 use super::parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, ParameterValues};
-use super::place::{Place, listed};
+use super::place::Place;
 use super::setting::Parameters;
 use crate::failure::Failure;
 
@@ -36,10 +38,25 @@ const LISTED: usize = 10;
 pub struct ModelShape {
     /// Layers, of the config.
     pub num_hidden_layers: usize,
-    /// The head is the embedding, of the config.
+    /// The head is the embedding, of the config. An adapter can end this.
     pub tie_word_embeddings: bool,
     /// Names and shapes of all tensors.
     pub tensors: BTreeMap<String, Vec<usize>>,
+}
+
+impl ModelShape {
+    /// Returns whether the head is a tensor of its own.
+    pub fn has_head(&self) -> bool {
+        !self.tie_word_embeddings && self.tensors.contains_key(HEAD)
+    }
+
+    /// The shape of a tensor outside the layers.
+    fn outside(&self, name: &str) -> Option<&Vec<usize>> {
+        self.tensors.get(match name {
+            HEAD if !self.has_head() => EMBEDDING,
+            name => name,
+        })
+    }
 }
 
 /// The tensors of the output.
@@ -66,12 +83,25 @@ pub struct TensorRecipe {
     pub shared: ParameterValues,
 }
 
+impl TensorRecipe {
+    /// Returns whether two tensors have the same sources and values; their names do not count.
+    fn is_merged_like(&self, other: &Self) -> bool {
+        let sources = self.sources.iter().zip(&other.sources);
+        self.sources.len() == other.sources.len()
+            && self.base == other.base
+            && self.shared == other.shared
+            && sources
+                .into_iter()
+                .all(|(own, other)| own.model == other.model && own.values == other.values)
+    }
+}
+
 /// An input of a tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorSource {
     /// The index in [`Recipe::models`].
     pub model: usize,
-    /// The name of the tensor in that model.
+    /// The name of the tensor in that model. The head of a tied model has its usual name, and the elements of the embedding.
     pub tensor: String,
     /// The values of the declaration's parameters per model; none for a base model that the method subtracts.
     pub values: ParameterValues,
@@ -91,8 +121,8 @@ impl Recipe {
     /// Returns the tensors of the output. `shapes` are those of [`Recipe::models`], in that order.
     ///
     /// # Errors
-    /// Fails as [`Recipe::num_hidden_layers`]; for tensors that only some models have, and tensors of different shapes, with a list; for
-    /// a head that only some models have; and for a parameter that is required and has no value.
+    /// Fails as [`Recipe::num_hidden_layers`]; for tensors that only some models have, and tensors of different shapes, with a list; and
+    /// for a parameter that is required and has no value.
     pub fn resolve(&self, declaration: &Declaration, shapes: &[ModelShape]) -> Result<Resolved> {
         let models = self.models();
         let models = by_model(&models, shapes);
@@ -113,16 +143,13 @@ impl Recipe {
                 left_out: BTreeSet::new(),
             });
         };
-        let has_head = resolver.has_head(first, last)?;
-        resolver.outside(EMBEDDING, first)?;
+        resolver.outside(EMBEDDING, EMBEDDING, first)?;
         let mut layer = 0;
         for slice in slices.iter() {
             resolver.slice(slice, &mut layer)?;
         }
-        resolver.outside(NORM, last)?;
-        if has_head {
-            resolver.outside(HEAD, last)?;
-        }
+        resolver.outside(NORM, NORM, last)?;
+        resolver.head(last)?;
         resolver.mismatches.refuse(layer)?;
         Ok(Resolved {
             left_out: left_out(shapes),
@@ -191,17 +218,44 @@ struct Resolver<'a> {
 }
 
 impl Resolver<'_> {
-    /// Adds a tensor outside the layers.
-    fn outside(&mut self, name: &str, slice: &SliceRecipe) -> Result<(), Failure> {
+    /// Adds a tensor outside the layers, with the values that the recipe has for the tensor `valued`.
+    fn outside(&mut self, name: &str, valued: &str, slice: &SliceRecipe) -> Result<(), Failure> {
         for source in &slice.sources {
             let (_, shape) = self.models[&source.model];
-            match shape.tensors.get(name) {
+            match shape.outside(name) {
                 Some(shape) => self.mismatches.compare(name, name, &source.model, shape),
                 None => self.mismatches.lacks(name, &source.model),
             }
         }
-        let names = vec![name.to_string(); slice.sources.len()];
-        self.tensor(name.to_string(), None, 0.0, slice, names)
+        let names = vec![valued.to_string(); slice.sources.len()];
+        self.tensor(valued.to_string(), None, 0.0, slice, names)?;
+        if let Some(tensor) = self.tensors.last_mut() {
+            tensor.name = name.to_string();
+            for source in &mut tensor.sources {
+                source.tensor = name.to_string();
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the head, unless it is the embedding of the output.
+    fn head(&mut self, last: &SliceRecipe) -> Result<(), Failure> {
+        let mut sources = last.sources.iter();
+        if sources.any(|source| self.models[&source.model].1.has_head()) {
+            return self.outside(HEAD, HEAD, last);
+        }
+        // A tied head has the embedding's values, so filters by name do not untie it.
+        self.outside(HEAD, EMBEDDING, last)?;
+        let embedding = self.tensors.first();
+        if self
+            .tensors
+            .last()
+            .zip(embedding)
+            .is_some_and(|(head, of)| head.is_merged_like(of))
+        {
+            self.tensors.pop();
+        }
+        Ok(())
     }
 
     /// Adds the layers of a slice, from layer `layer` of the output on.
@@ -327,29 +381,6 @@ impl Resolver<'_> {
             }
         })
     }
-
-    /// Returns whether the output has a head of its own.
-    fn has_head(&self, first: &SliceRecipe, last: &SliceRecipe) -> Result<bool, Failure> {
-        let sources = first.sources.iter().chain(&last.sources);
-        let models: BTreeSet<&ModelSpec> = sources.map(|source| &source.model).collect();
-        let (with, without): (Vec<_>, Vec<_>) = models.into_iter().partition(|model| {
-            let (_, shape) = self.models[*model];
-            !shape.tie_word_embeddings && shape.tensors.contains_key(HEAD)
-        });
-        if with.is_empty() || without.is_empty() {
-            return Ok(without.is_empty());
-        }
-        let names = |models: Vec<&ModelSpec>| {
-            let names: Vec<String> = models.iter().map(ToString::to_string).collect();
-            listed(names.iter().map(String::as_str))
-        };
-        Err(Failure::new("some models have a head of their own and some use the embedding")
-            .detail(format!("with `{HEAD}`: {}", names(with)))
-            .detail(format!("with the embedding as head: {}", names(without)))
-            .hint(format!(
-                "save the latter with `tie_word_embeddings: false` and a copy of the embedding as `{HEAD}`"
-            )))
-    }
 }
 
 /// Tensors that models do not share.
@@ -445,7 +476,7 @@ fn is_buffer(name: &str) -> bool {
 fn left_out(shapes: &[ModelShape]) -> BTreeSet<String> {
     let is_used = |shape: &ModelShape, name: &str| match name {
         EMBEDDING | NORM => true,
-        HEAD => !shape.tie_word_embeddings,
+        HEAD => shape.has_head(),
         _ => {
             let layer = name
                 .strip_prefix(LAYERS)

@@ -438,7 +438,7 @@ fn vocabularies_may_differ_in_rows_only() {
 }
 
 #[test]
-fn heads_are_tied_in_all_models_or_in_none() {
+fn a_head_is_tied_where_it_is_the_embedding_of_the_output() {
     let recipe = read(TWO).unwrap();
     let linear = method("linear");
     let mut tied = shape(2);
@@ -449,12 +449,36 @@ fn heads_are_tied_in_all_models_or_in_none() {
         .unwrap();
     assert!(resolved.tensors.iter().all(|tensor| tensor.name != HEAD));
     assert_eq!(resolved.left_out.iter().collect::<Vec<_>>(), [HEAD]);
-    let refused = refusal(TWO, &[shape(2), tied]);
-    assert_eq!(
-        refused,
-        "some models have a head of their own and some use the embedding\n  with `lm_head.weight`: `a`\n  \
-         with the embedding as head: `b`\nhint: save the latter with `tie_word_embeddings: false` and a copy of the embedding as `lm_head.weight`"
-    );
+    // With a model that has a head, the embedding of the tied one stands in for its head.
+    for shapes in [[shape(2), tied.clone()], [tied.clone(), shape(2)]] {
+        let resolved = recipe.resolve(&linear, &shapes).unwrap();
+        let head = resolved.tensors.last().unwrap();
+        assert_eq!(head.name, HEAD);
+        assert!(head.sources.iter().all(|source| source.tensor == HEAD));
+    }
+    // A filter by name does not untie.
+    let filtered = "merge_method: linear\nmodels:\n- {model: a, parameters: {weight: [{filter: embed_tokens, value: 3}, {value: 1}]}}\n\
+        - {model: b, parameters: {weight: 1}}";
+    let resolved = read(filtered).unwrap();
+    let resolved = resolved
+        .resolve(&linear, &[tied.clone(), tied.clone()])
+        .unwrap();
+    assert!(resolved.tensors.iter().all(|tensor| tensor.name != HEAD));
+    // A stack whose head is the embedding of its last model has another embedding.
+    let stack = "merge_method: passthrough\nslices:\n- sources: [{model: a, layer_range: [0, 2]}]\n- sources: [{model: MODEL, layer_range: [1, 2]}]";
+    for (model, shapes, is_tied) in [
+        ("a", vec![tied.clone()], true),
+        ("b", vec![tied.clone(), tied.clone()], false),
+        ("b", vec![shape(2), tied.clone()], false),
+    ] {
+        let recipe = read(&stack.replace("MODEL", model)).unwrap();
+        let resolved = recipe.resolve(&method("passthrough"), &shapes).unwrap();
+        let head = resolved.tensors.iter().find(|tensor| tensor.name == HEAD);
+        assert_eq!(head.is_none(), is_tied, "{model}");
+        if let Some(head) = head {
+            assert_eq!(head.sources[0].model, 1);
+        }
+    }
 }
 
 #[test]

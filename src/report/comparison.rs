@@ -180,7 +180,7 @@ impl<'a> ComparableRuns<'a> {
 /// The method and every setting except the ratio that decides the removed weights.
 pub(super) fn method_label(manifest: &Manifest) -> String {
     let Some(pruning) = &manifest.pruning else {
-        return "none".into();
+        return label_without_pruning(manifest);
     };
     if let (Some(drop), true) = (&manifest.width_drop, pruning.prunes_nothing()) {
         return format!("{} of the width dropped", drop.asked);
@@ -205,6 +205,20 @@ pub(super) fn method_label(manifest: &Manifest) -> String {
         );
     }
     label
+}
+
+/// The way to the weights of a run that prunes nothing.
+fn label_without_pruning(manifest: &Manifest) -> String {
+    if let Some(merge) = &manifest.merge {
+        return format!("merged by {}", merge.method);
+    }
+    if let Some(recovery) = &manifest.recovery {
+        return format!("recovered by {}", recovery.how);
+    }
+    match &manifest.model.quantization {
+        Some(format) => format!("4 bits, {format}"),
+        None => "none".to_string(),
+    }
 }
 
 /// The calibration in a few words; empty where there was none.

@@ -166,6 +166,9 @@ pub struct ModelReport {
     pub identity: String,
     /// `config.json` as understood.
     pub config: Value,
+    /// The format of a 4-bit checkpoint: `nf4`; absent for any other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantization: Option<String>,
     /// Weights in all tensors.
     pub parameters: u64,
     /// Bytes in all tensors.

@@ -1,6 +1,8 @@
 //! [`ModelTokens`]: the tokens of one model, from its `tokenizer.json`.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
@@ -16,6 +18,9 @@ pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
 /// The largest `tokenizer.json` that is read. Those of 256,000 tokens have 34 MB.
 const LARGEST: ByteSize = ByteSize(128 << 20);
+
+/// Bytes that are hashed at once.
+const PIECE: usize = 1 << 18;
 
 /// The tokens of one model.
 #[derive(Debug, Clone)]
@@ -66,6 +71,24 @@ pub(super) fn read_tokenizer(name: &str, folder: &Path) -> Result<Vec<u8>> {
     Ok(read_whole(&path, LARGEST).map_err(|error| cannot_read(name, &path, &error.to_string()))?)
 }
 
+/// SHA-256 of a regular file of at most [`LARGEST`], which is read in pieces.
+fn sha256_of(path: &Path) -> io::Result<String> {
+    let metadata = std::fs::metadata(path)?;
+    if !metadata.is_file() || metadata.len() > LARGEST.0 {
+        return Err(io::Error::other(format!(
+            "it is no file of up to {LARGEST}"
+        )));
+    }
+    let (mut hasher, mut piece) = (Sha256::new(), vec![0; PIECE]);
+    let mut file = File::open(path)?.take(LARGEST.0);
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(hex(&hasher.finalize())),
+            length => hasher.update(&piece[..length]),
+        }
+    }
+}
+
 fn cannot_read(name: &str, path: &Path, why: &str) -> Failure {
     Failure::new(format!(
         "cannot read the tokens of `{name}` from `{}`: {why}",
@@ -80,7 +103,8 @@ impl ModelTokens {
     /// # Errors
     /// Fails when the file cannot be read.
     pub fn digest(name: &str, folder: &Path) -> Result<String> {
-        Ok(hex(&Sha256::digest(&read_tokenizer(name, folder)?)))
+        let path = folder.join(TOKENIZER_FILE);
+        Ok(sha256_of(&path).map_err(|error| cannot_read(name, &path, &error.to_string()))?)
     }
 
     /// Reads the tokens of the model in a folder, whose embedding has `rows` rows.

@@ -6,6 +6,7 @@
 mod combined;
 mod goldens;
 mod hostile;
+mod tied;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -104,6 +105,14 @@ pub(crate) fn write_adapter(
     let mut file = encode_header(&BTreeMap::new(), &infos);
     file.extend(data);
     fs::write(folder.join("adapter_model.safetensors"), file).expect("a new file");
+}
+
+/// A tensor of these values.
+pub(crate) fn tensor(shape: &[usize], values: Vec<f32>) -> Tensor {
+    Tensor {
+        shape: shape.to_vec(),
+        values,
+    }
 }
 
 /// Elements that all differ, in `[-0.1, 0.1]`; `seed` moves them.

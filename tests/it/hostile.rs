@@ -6,6 +6,8 @@
 mod checkpoints;
 mod mutations;
 mod mutators;
+#[cfg(unix)]
+mod names;
 mod texts;
 
 use std::fs;

@@ -6,7 +6,9 @@ mod devices;
 mod goldens;
 mod interrupted;
 mod memory;
+mod pruned;
 mod random;
+mod stacks;
 mod vocabulary;
 
 use std::collections::BTreeMap;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::models::{InputModelFiles, InputModels};
+use super::models::{InputModelFiles, InputModels, open_adapter};
 use super::settle::MergeJob;
 use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind, MajoritySign};
 use crate::checkpoint::refuse_source_folder;
@@ -340,8 +340,9 @@ impl MergeJob {
             .clock
             .measure(Phase::Merge, || job.combination.write(&job.folder, &draws))?;
         events.note(format!("adapter      {}", job.folder.display()));
-        let adapter = Adapter::open(&job.folder)?;
-        adapter.check(&*self.inputs.models[0].checkpoint)?;
+        let base = &self.inputs.models[0];
+        let adapter = open_adapter(&job.folder, base.is_tied)?;
+        adapter.check(&*base.checkpoint)?;
         let majority = job.majority_sign.map(MajorityOf::name);
         Ok(Some(CombinedInputs {
             base: &self.inputs,

@@ -9,8 +9,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 
 use super::devices::DeviceRecords;
+use super::models::open_adapter;
 use super::settle::MergeJob;
-use crate::adapter::{AdaptedSource, Adapter};
+use crate::adapter::AdaptedSource;
 use crate::job::folder::state_file::StateFile;
 use crate::job::given::Given;
 use crate::job::opened::OpenedModel;
@@ -18,6 +19,7 @@ use crate::job::outputs::Outputs;
 use crate::job::recorder::Recorder;
 use crate::job::settle::{Job, Settled};
 use crate::job::streams::Streams;
+use crate::model::ModelConfig;
 use crate::run::Events;
 use crate::run::merging::ModelPerplexity;
 use crate::settings::{
@@ -117,7 +119,13 @@ impl MergeJob {
         let mut model =
             OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
         if let Some(adapter) = adapter {
-            let adapter = Adapter::open(adapter)?;
+            let adapter = open_adapter(adapter, model.config.tie_word_embeddings)?;
+            if adapter.unties() {
+                model.config = Arc::new(ModelConfig {
+                    tie_word_embeddings: false,
+                    ..(*model.config).clone()
+                });
+            }
             let adapted = AdaptedSource::new(model.checkpoint.clone(), adapter)?;
             model.source = Arc::new(adapted);
         }

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use super::models::InputModels;
 use crate::bytes::ByteSize;
+use crate::checkpoint::CHUNK_BYTES;
 use crate::failure::Failure;
 use crate::merge::MergeTensor;
 use crate::merging::Scope;
@@ -15,11 +16,14 @@ use crate::run::plan::{
 };
 use crate::run::{HiddenStatesStorage, MemorySettings, Phase, Plan};
 
-/// The program before it opens a model: thread stacks, lists of tensors.
-const PROGRAM: ByteSize = ByteSize(8 << 20);
+/// The program with opened models: thread stacks, headers.
+const PROGRAM: u64 = 6 << 20;
 
-/// Bytes of the read-back: a few pieces of files per thread.
-const READ_BACK: ByteSize = ByteSize(64 << 20);
+/// Bytes of the lists of tensors and their sources, per source of a tensor: names, shapes, values, the record.
+const LISTED: u64 = 1 << 10;
+
+/// Freed pieces that the allocator keeps while the files are read back, in small parts between others.
+const LEFT_OVER: u64 = 2 << 20;
 
 /// Bytes of the counts of one expert in a read, at most: two tables of 65,536 counts.
 const COUNTS: u64 = 2 * 65_536 * 8;
@@ -62,6 +66,16 @@ pub(super) struct MergeShape {
     pub(super) longest_row: usize,
     /// The most sources of a tensor.
     pub(super) sources: usize,
+    /// The most sources of a tensor without its base.
+    pub(super) experts: usize,
+    /// Sources of all tensors.
+    pub(super) listed: usize,
+    /// Bytes of an element as it is read, at most, and as it is written.
+    pub(super) stored_bytes: u64,
+    /// Bytes of the largest tensor that is written.
+    pub(super) largest_tensor: u64,
+    /// Zeros are compared with those of all sources.
+    pub(super) keeps_zeros: bool,
     /// True if magnitudes are counted.
     pub(super) searches: bool,
     /// Groups of tensors that are counted together; 0 where each is counted by itself.
@@ -72,6 +86,10 @@ pub(super) struct MergeShape {
     pub(super) statistics_bytes: u64,
     /// Bytes of the rules of rows.
     pub(super) vocabulary_bytes: u64,
+    /// Bytes of the tokenizers that are compared or joined before the merge.
+    pub(super) tokenizer_bytes: u64,
+    /// Bytes of the files beside the weights, while they are written.
+    pub(super) published_bytes: u64,
 }
 
 impl MergeShape {
@@ -81,6 +99,7 @@ impl MergeShape {
         declaration: &Declaration,
         scope: Scope,
         inputs: &InputModels,
+        keeps_zeros: bool,
     ) -> Self {
         let trims = |parameter| declaration.per_model.iter().any(|(of, _)| *of == parameter);
         let groups = match scope {
@@ -102,57 +121,102 @@ impl MergeShape {
                 .map(|tensor| tensor.recipe.sources.len())
                 .max()
                 .unwrap_or(1),
+            experts: tensors
+                .iter()
+                .map(|tensor| {
+                    let bases = usize::from(tensor.recipe.base.is_some());
+                    tensor.recipe.sources.len() - bases
+                })
+                .max()
+                .unwrap_or(1),
+            listed: tensors
+                .iter()
+                .map(|tensor| tensor.recipe.sources.len())
+                .sum(),
+            stored_bytes: 4 + tensors
+                .iter()
+                .map(|tensor| tensor.dtype.bytes() as u64)
+                .max()
+                .unwrap_or(4),
+            largest_tensor: tensors
+                .iter()
+                .map(|tensor| tensor.elements() * tensor.dtype.bytes() as u64)
+                .max()
+                .unwrap_or(0),
+            keeps_zeros,
             searches: trims(Parameter::Density),
             groups,
             factor_bytes: inputs.factor_bytes(),
             statistics_bytes: 0,
             vocabulary_bytes: 0,
+            tokenizer_bytes: 0,
+            published_bytes: 0,
         }
+    }
+
+    /// The program with its lists.
+    fn program(&self) -> u64 {
+        PROGRAM + LISTED * self.listed as u64
     }
 
     /// The memory of a pass.
     ///
     /// ```text
-    /// worker = piece · (4 B · (sources + experts + 1) + 4 B read + 4 B written) + counts + factors
+    /// worker = piece · (4 B · (sources + experts + 2) + stored + written) + counts + factors
     /// ```
     fn parts(&self, size: PassSize) -> Vec<MemoryPart> {
         let piece = size.piece_elements.max(self.longest_row) as u64;
-        // Sources, trimmed differences, the merged rows; stored bytes that are read and written.
-        let floats = 2 * self.sources as u64 + 3;
-        let pieces = size.workers as u64 * piece * 4 * floats;
+        // Sources, trimmed differences, the merged rows, random words; stored bytes that are read and written.
+        let floats = (self.sources + self.experts + 2) as u64;
+        // Rows before factors, and a mark per element.
+        let zeros = if self.keeps_zeros { 5 } else { 0 };
+        let pieces = size.workers as u64 * piece * (4 * floats + self.stored_bytes + zeros);
         let searches = if self.searches {
-            self.sources as u64
+            self.experts as u64
         } else {
             0
         };
         // Each worker counts, and so does each group.
         let counts = COUNTS * searches * (size.workers as u64 + self.groups as u64);
         let factors = size.workers as u64 * self.factor_bytes;
-        let part = |kind, bytes| MemoryPart {
-            kind,
-            bytes: ByteSize(bytes),
-        };
         [
-            part(PartKind::Program, PROGRAM.0),
+            part(PartKind::Program, self.program()),
             part(PartKind::TensorPieces, pieces),
             part(PartKind::MagnitudeCounts, counts),
             part(PartKind::AdapterFactors, factors),
             part(PartKind::Statistics, self.statistics_bytes),
             part(PartKind::Vocabulary, self.vocabulary_bytes),
         ]
-        .into_iter()
-        .filter(|part| part.bytes > ByteSize::ZERO)
-        .collect()
+        .into()
     }
 
     fn bytes(&self, size: PassSize) -> ByteSize {
-        self.parts(size).iter().map(|part| part.bytes).sum()
+        sum(&self.parts(size))
+    }
+
+    /// The memory while the tokens of the models are compared or joined.
+    fn reading(&self) -> Vec<MemoryPart> {
+        vec![
+            part(PartKind::Program, self.program()),
+            part(PartKind::Tokenizer, self.tokenizer_bytes),
+        ]
+    }
+
+    /// The memory while the files are read back and published.
+    fn read_back(&self) -> Vec<MemoryPart> {
+        let piece = self.largest_tensor.min(CHUNK_BYTES as u64);
+        vec![
+            part(PartKind::Program, self.program() + LEFT_OVER),
+            part(PartKind::FilePieces, piece + self.published_bytes),
+            part(PartKind::Vocabulary, self.vocabulary_bytes),
+            part(PartKind::Statistics, self.statistics_bytes),
+        ]
     }
 
     /// The largest pass that fits: fewer workers first, then smaller pieces.
     ///
     /// # Errors
-    /// Fails where one worker with single rows does not fit, with the numbers.
+    /// Fails where one worker with single rows does not fit, or another phase, with the numbers.
     pub(super) fn fit(
         &self,
         wanted: PassSize,
@@ -162,6 +226,8 @@ impl MergeShape {
             return Ok(wanted);
         };
         let mut size = wanted;
+        // Nothing makes these phases smaller.
+        let fixed = sum(&self.reading()).max(sum(&self.read_back()));
         while self.bytes(size) > budget {
             if size.workers > 1 {
                 size.workers -= 1;
@@ -169,17 +235,19 @@ impl MergeShape {
                 size.piece_elements /= 2;
             } else {
                 let needed = self.bytes(size);
-                // A budget is printed in whole MiB, rounded up.
-                let enough = Budget::default().with_cpu(needed);
-                return Err(
-                    Failure::new(format!("this merge does not fit into {budget}"))
-                        .detail(format!(
-                            "one worker with one row of {} elements per model needs {needed}",
-                            self.longest_row
-                        ))
-                        .hint(format!("use --max-memory {enough}")),
+                let why = format!(
+                    "one worker with one row of {} elements per model needs {needed}",
+                    self.longest_row
                 );
+                return Err(too_little(budget, needed.max(fixed), why));
             }
+        }
+        if fixed > budget {
+            let phase = match sum(&self.reading()) > sum(&self.read_back()) {
+                true => "reading the tokenizers",
+                false => "reading the output back",
+            };
+            return Err(too_little(budget, fixed, format!("{phase} needs {fixed}")));
         }
         Ok(size)
     }
@@ -191,28 +259,29 @@ impl MergeShape {
         budget: Option<ByteSize>,
         time: TimeEstimate,
     ) -> Plan {
-        let parts = self.parts(size);
-        let bytes: ByteSize = parts.iter().map(|part| part.bytes).sum();
-        let phase = |phase, bytes, parts| PhasePlan {
+        let phase = |phase, parts: Vec<MemoryPart>| PhasePlan {
             phase,
             device: "cpu".to_string(),
-            bytes,
-            parts,
+            bytes: sum(&parts),
+            parts: parts
+                .into_iter()
+                .filter(|part| part.bytes > ByteSize::ZERO)
+                .collect(),
         };
-        let read_back = PROGRAM + READ_BACK;
-        let pieces = MemoryPart {
-            kind: PartKind::FilePieces,
-            bytes: READ_BACK,
-        };
+        let mut phases = vec![
+            phase(Phase::Merge, self.parts(size)),
+            phase(Phase::SaveAndVerify, self.read_back()),
+        ];
+        if self.tokenizer_bytes > 0 {
+            phases.insert(0, phase(Phase::Tokenize, self.reading()));
+        }
+        let most = phases.iter().max_by_key(|phase| phase.bytes);
         Plan {
             devices: vec![DevicePlan {
                 device: "cpu".to_string(),
                 budget,
-                peak: bytes.max(read_back),
-                peak_phase: Some(match bytes > read_back {
-                    true => Phase::Merge,
-                    false => Phase::SaveAndVerify,
-                }),
+                peak: most.map_or(ByteSize::ZERO, |phase| phase.bytes),
+                peak_phase: most.map(|phase| phase.phase),
             }],
             layers: Vec::new(),
             hidden_states: HiddenStatesPlan {
@@ -220,10 +289,7 @@ impl MergeShape {
                 bytes: ByteSize::ZERO,
             },
             memory_settings: MemorySettings::default(),
-            phases: vec![
-                phase(Phase::Merge, bytes, parts),
-                phase(Phase::SaveAndVerify, read_back, vec![pieces]),
-            ],
+            phases,
             time,
             notes: vec![format!(
                 "{} workers, pieces of {} elements",
@@ -231,4 +297,23 @@ impl MergeShape {
             )],
         }
     }
+}
+
+fn part(kind: PartKind, bytes: u64) -> MemoryPart {
+    MemoryPart {
+        kind,
+        bytes: ByteSize(bytes),
+    }
+}
+
+fn sum(parts: &[MemoryPart]) -> ByteSize {
+    parts.iter().map(|part| part.bytes).sum()
+}
+
+/// The refusal of a budget. A budget is printed in whole MiB, rounded up.
+fn too_little(budget: ByteSize, needed: ByteSize, why: String) -> Failure {
+    let enough = Budget::default().with_cpu(needed);
+    Failure::new(format!("this merge does not fit into {budget}"))
+        .detail(why)
+        .hint(format!("use --max-memory {enough}"))
 }

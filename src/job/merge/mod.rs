@@ -14,6 +14,7 @@
 //! | `saliency`, `saliency_file` | activation statistics: what is measured, and the file |
 //! | `measuring`, `weighing` | the sweeps that measure, and tensors with their statistics |
 //! | `outputs` | the files of the output, new or continued |
+//! | `layer_settings` | settings of single layers in the configuration of a stack |
 //! | `published` | the files beside the weights |
 //! | `record` | `run.json` |
 
@@ -21,6 +22,7 @@ mod combined;
 mod deciding;
 mod devices;
 mod evaluation;
+mod layer_settings;
 mod measuring;
 mod memory;
 mod models;

@@ -7,17 +7,24 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use crate::adapter::Adapter;
+use crate::adapter::{Adapter, TensorChange};
 use crate::bytes::read_settings;
-use crate::checkpoint::{CONFIG_FILE, Checkpoint, WeightSource};
+use crate::checkpoint::{CONFIG_FILE, Checkpoint, TensorEntry, WeightSource};
 use crate::failure::Failure;
 use crate::job::located::{self, HubModel};
 use crate::linalg::StoredDtype;
 use crate::merge::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
+use crate::model::{EMBEDDING, HEAD};
 use crate::recipe::{ModelShape, ModelSpec, TensorSource};
 use crate::run::Events;
 use crate::settings::{ComputeDtype, ModelSettings};
 use crate::vocabulary::RowMap;
+
+/// Rows of a matrix that show that a base is pruned.
+const LOOKED_AT: usize = 16;
+
+/// The share of zeros from which on a base counts as pruned. Matrices of dense models have none.
+const SPARSE: f64 = 0.1;
 
 /// One input of a merge.
 pub(super) struct InputModelFiles {
@@ -28,6 +35,8 @@ pub(super) struct InputModelFiles {
     pub(super) hub_model: Option<HubModel>,
     pub(super) checkpoint: Arc<Checkpoint>,
     pub(super) config: Value,
+    /// The head of the folder's model is its embedding. An adapter can end this.
+    pub(super) is_tied: bool,
     pub(super) adapter: Option<Arc<Adapter>>,
 }
 
@@ -68,10 +77,11 @@ impl InputModels {
                 None => open_model(&spec, cache_dir, events)
                     .with_context(|| format!("in the model `{spec}` of the recipe"))?,
             };
+            let is_tied = is_tied(&config, &checkpoint);
             let adapter = match &spec.adapter {
                 Some((path, revision)) => {
                     let folder = located::adapter(path, revision.as_deref(), cache_dir, events)?;
-                    let adapter = Adapter::open(&folder)?;
+                    let adapter = open_adapter(&folder, is_tied)?;
                     adapter.check(&*checkpoint)?;
                     Some(Arc::new(adapter))
                 }
@@ -84,6 +94,7 @@ impl InputModels {
                 hub_model,
                 checkpoint,
                 config,
+                is_tied,
                 adapter,
             });
         }
@@ -117,10 +128,36 @@ impl InputModels {
 
     /// Stored bytes of one source of a tensor.
     pub(super) fn stored_bytes(&self, source: &TensorSource) -> u64 {
-        let checkpoint = &self.models[source.model].checkpoint;
-        checkpoint
-            .entry(&source.tensor)
-            .map_or(0, |entry| entry.bytes)
+        let entry = self.models[source.model].entry(&source.tensor);
+        entry.map_or(0, |entry| entry.bytes)
+    }
+
+    /// A model whose adapter fills zeros of its base: the model, a matrix, and the share of zeros in the first rows of the matrix.
+    ///
+    /// # Errors
+    /// Fails when the rows cannot be read.
+    pub(super) fn filled_zeros(&self) -> Result<Option<(&ModelSpec, &str, f64)>> {
+        for model in &self.models {
+            let adapter = model.adapter.as_ref();
+            let linear = adapter.and_then(|adapter| adapter.linears().next());
+            let Some((tensor, entry)) = linear.and_then(|of| Some((of, model.entry(of)?))) else {
+                continue;
+            };
+            let rows = entry.shape.first().map_or(1, |&rows| rows.min(LOOKED_AT));
+            let columns = entry.shape.last().copied().unwrap_or(1);
+            let mut values = vec![1.0; rows * columns];
+            StoredRows::new(&*model.checkpoint, entry, None)?.read(
+                0..rows,
+                &mut values,
+                &mut Vec::new(),
+            )?;
+            let zeros = values.iter().filter(|value| **value == 0.0).count();
+            let share = zeros as f64 / values.len().max(1) as f64;
+            if share >= SPARSE {
+                return Ok(Some((&model.spec, tensor, share)));
+            }
+        }
+        Ok(None)
     }
 
     /// The shapes of all models.
@@ -142,14 +179,40 @@ impl InputModelFiles {
             ))
             .detail("expected `num_hidden_layers`, a positive integer")
         })?;
-        let tied = self.config.get("tie_word_embeddings");
         let tensors = self.checkpoint.tensors();
+        let mut tensors: BTreeMap<String, Vec<usize>> = tensors
+            .map(|entry| (entry.name.clone(), entry.shape.clone()))
+            .collect();
+        let unties = self
+            .adapter
+            .as_ref()
+            .is_some_and(|adapter| adapter.unties());
+        if unties && let Some(entry) = self.entry(HEAD) {
+            tensors.insert(HEAD.to_string(), entry.shape.clone());
+        }
         Ok(ModelShape {
             num_hidden_layers: layers as usize,
-            tie_word_embeddings: tied.and_then(Value::as_bool).unwrap_or(false),
-            tensors: tensors
-                .map(|entry| (entry.name.clone(), entry.shape.clone()))
-                .collect(),
+            tie_word_embeddings: self.is_tied && !unties,
+            tensors,
+        })
+    }
+
+    /// The stored tensor that `tensor` of the model is, or that its adapter changes. The head of a tied model is its embedding.
+    pub(super) fn entry(&self, tensor: &str) -> Option<&TensorEntry> {
+        self.checkpoint.entry(match tensor {
+            HEAD if self.is_tied => EMBEDDING,
+            tensor => tensor,
+        })
+    }
+
+    /// The adapter's change of `tensor`.
+    fn change(&self, tensor: &str) -> Result<Option<TensorChange>> {
+        let Some(adapter) = &self.adapter else {
+            return Ok(None);
+        };
+        adapter.change(match tensor {
+            HEAD if self.is_tied && !adapter.unties() => EMBEDDING,
+            tensor => tensor,
         })
     }
 
@@ -167,17 +230,12 @@ impl InputModels {
     /// Opens a tensor with the rows of its model.
     fn open_own(&self, model: usize, tensor: &str) -> Result<Box<dyn SourceRows + '_>> {
         let model = &self.models[model];
-        let checkpoint = &*model.checkpoint;
-        let entry = checkpoint
+        let entry = model
             .entry(tensor)
             .with_context(|| format!("tensor `{tensor}` is not in `{}`", model.folder.display()))?;
         let base: Box<dyn SourceRows + '_> =
-            Box::new(StoredRows::new(checkpoint, entry, self.dtype)?);
-        let change = match &model.adapter {
-            Some(adapter) => adapter.change(tensor)?,
-            None => None,
-        };
-        Ok(match change {
+            Box::new(StoredRows::new(&*model.checkpoint, entry, self.dtype)?);
+        Ok(match model.change(tensor)? {
             None => base,
             Some(change) => Box::new(AdaptedRows { base, change }),
         })
@@ -191,7 +249,7 @@ impl MergeSources for InputModels {
         };
         let sources = map.rules.keys();
         let sources = sources.map(|&of| Ok((of, self.open_own(of, tensor)?)));
-        let entry = self.models[model].checkpoint.entry(tensor);
+        let entry = self.models[model].entry(tensor);
         let columns = entry.and_then(|entry| entry.shape.last().copied());
         Ok(Box::new(MappedRows::new(
             Arc::clone(map),
@@ -199,6 +257,24 @@ impl MergeSources for InputModels {
             sources.collect::<Result<_>>()?,
             columns.with_context(|| format!("`{tensor}` has no columns"))?,
         )))
+    }
+}
+
+/// Returns whether the head of a model is its embedding.
+fn is_tied(config: &Value, checkpoint: &Checkpoint) -> bool {
+    let tied = config.get("tie_word_embeddings").and_then(Value::as_bool);
+    tied == Some(true) || checkpoint.entry(HEAD).is_none()
+}
+
+/// Opens an adapter of a base, which may be tied.
+///
+/// # Errors
+/// Fails as [`Adapter::open`].
+pub(super) fn open_adapter(folder: &Path, base_is_tied: bool) -> Result<Adapter> {
+    let adapter = Adapter::open(folder)?;
+    match base_is_tied {
+        true => adapter.on_tied_base(EMBEDDING, HEAD),
+        false => Ok(adapter),
     }
 }
 

@@ -14,6 +14,7 @@ use crate::run::manifest::OutputReport;
 use crate::run::merging::{MergeReport, MergedTensor};
 use crate::run::state::SCHEMA;
 use crate::run::{Events, Moment, Phase, RunState};
+use crate::runtime::memory;
 
 /// The files of a merge and the state of its run.
 pub(super) struct MergeOutputs<'a> {
@@ -50,6 +51,8 @@ impl<'a> MergeOutputs<'a> {
         events: &dyn Events,
     ) -> Result<(StateFile<'a>, OutputReport)> {
         job.clock.mark(Moment::BeforeSaving, events);
+        // The pieces of the workers, and what a measurement of activations left.
+        memory::release_freed();
         let published = job.published(report)?;
         let verification = job.clock.measure(Phase::SaveAndVerify, || {
             self.writer.finish(published, &[], events)

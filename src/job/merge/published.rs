@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
+use super::layer_settings;
 use super::models::InputModels;
 use super::settle::MergeJob;
 use super::vocabulary::OutputVocabulary;
@@ -13,7 +14,7 @@ use crate::checkpoint::{
 };
 use crate::linalg::StoredDtype;
 use crate::merge::MergeTensor;
-use crate::model::EMBEDDING;
+use crate::model::{EMBEDDING, HEAD};
 use crate::recipe::{Recipe, without_folders};
 use crate::report::merge_card;
 use crate::run::merging::MergeReport;
@@ -47,16 +48,11 @@ impl Donor {
         })?;
         let layers = tensors.iter().filter_map(|tensor| tensor.recipe.layer);
         let layers = layers.max().map_or(0, |last| last + 1);
+        layer_settings::write(object, tensors, inputs)?;
         object.insert("num_hidden_layers".to_string(), layers.into());
-        // One entry per layer in the configurations of some families.
-        let per_layer = object.get("layer_types").and_then(Value::as_array).cloned();
-        if let Some(types) = per_layer {
-            let types: Option<Vec<Value>> = (0..layers)
-                .map(|layer| types.get(layer_of_donor(tensors, layer)?).cloned())
-                .collect();
-            if let Some(types) = types {
-                object.insert("layer_types".to_string(), types.into());
-            }
+        let has_head = tensors.iter().any(|tensor| tensor.recipe.name == HEAD);
+        if has_head == donor.is_tied {
+            object.insert("tie_word_embeddings".to_string(), (!has_head).into());
         }
         let embedding = tensors
             .iter()
@@ -82,16 +78,6 @@ impl Donor {
             config,
         })
     }
-}
-
-/// The layer of the first source of a layer of the output.
-fn layer_of_donor(tensors: &[MergeTensor], layer: usize) -> Option<usize> {
-    let tensor = tensors
-        .iter()
-        .find(|tensor| tensor.recipe.layer == Some(layer))?;
-    let name = &tensor.recipe.sources.first()?.tensor;
-    let number = name.strip_prefix("model.layers.")?.split('.').next()?;
-    number.parse().ok()
 }
 
 /// The widest dtype of the output.

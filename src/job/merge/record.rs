@@ -152,6 +152,7 @@ impl MergeJob {
                 commit: donor.hub_model.as_ref().map(|hub| hub.commit.clone()),
                 identity: donor.checkpoint.identity(),
                 config: self.donor.config.clone(),
+                quantization: None,
                 parameters,
                 bytes: self.output_bytes(),
             },

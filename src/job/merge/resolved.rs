@@ -6,7 +6,6 @@ use super::combined::{self, CombinedJob};
 use super::models::InputModels;
 use super::published::Donor;
 use super::vocabulary::OutputVocabulary;
-use crate::checkpoint::WeightSource;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::merge::MergeTensor;
@@ -128,7 +127,7 @@ fn merge_tensor(
     let mut dtype: Option<StoredDtype> = None;
     for source in &tensor.sources {
         let model = &inputs.models[source.model];
-        let entry = model.checkpoint.entry(&source.tensor);
+        let entry = model.entry(&source.tensor);
         let entry = entry.with_context(|| format!("tensor `{}` is missing", source.tensor))?;
         let own = stored_dtype(entry)?;
         dtype = Some(dtype.map_or(own, |dtype| promoted(dtype, own)));

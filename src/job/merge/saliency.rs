@@ -195,10 +195,10 @@ impl Saliency {
 
     /// Bytes of the statistics in memory during the merge.
     pub(super) fn bytes(&self) -> ByteSize {
-        // The file as it was read, and the vectors that tensors share.
+        // The file as it was read, other models included, and the vectors that tensors share.
         let all = self.configs.iter().map(|config| bytes_of(config, true));
         let bytes: ByteSize = all.sum();
-        bytes + bytes
+        bytes + bytes.max(found_bytes(&self.found))
     }
 
     /// The statistics, in the record. `used` are those that the merge used.
@@ -382,19 +382,24 @@ fn bytes_of(config: &ModelConfig, has_magnitudes: bool) -> ByteSize {
 
 /// Bytes of the statistics of all models, and of the file while it is written.
 fn kept_bytes(found: &SaliencyFile, wishes: &[Wish], configs: &[ModelConfig]) -> ByteSize {
+    let wishes = wishes
+        .iter()
+        .map(|wish| bytes_of(&configs[wish.model], wish.has_magnitudes));
+    let bytes = found_bytes(found) + wishes.sum();
+    bytes + bytes
+}
+
+/// Bytes of the vectors of a file.
+fn found_bytes(found: &SaliencyFile) -> ByteSize {
     let vectors = found
         .models
         .iter()
         .flat_map(|model| model.layers.iter().flatten());
-    let found = vectors.map(|means| {
+    let bytes = vectors.map(|means| {
         let magnitudes = means.magnitudes.as_ref().map_or(0, Vec::len);
         ByteSize::of(means.squares.len() + magnitudes, size_of::<f32>())
     });
-    let wishes = wishes
-        .iter()
-        .map(|wish| bytes_of(&configs[wish.model], wish.has_magnitudes));
-    let bytes: ByteSize = found.chain(wishes).sum();
-    bytes + bytes
+    bytes.sum()
 }
 
 /// The kind of statistics of a model.

@@ -106,12 +106,19 @@ impl MergeJob {
             &method.declaration(),
             method.scope(&method_settings),
             &inputs,
+            settings.keep_zeros,
         );
+        shape.tokenizer_bytes = vocabulary.tokenizer_bytes();
         let wanted = PassSize {
             workers: threads * WORKERS_PER_THREAD,
             piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
         };
-        // A pass that does not fit fails before texts are found.
+        let statistics = settings
+            .saliency_file
+            .as_ref()
+            .and_then(|file| file.metadata().ok());
+        shape.statistics_bytes = statistics.map_or(0, |file| file.len());
+        // A pass that does not fit fails before statistics are read and texts are found.
         shape.fit(wanted, budget)?;
         let folders: Vec<&Path> = inputs.folders();
         let mut folder = RunFolder::at(&folders, &settings.output, true)?;
@@ -139,6 +146,7 @@ impl MergeJob {
             }
         }
         shape.vocabulary_bytes = vocabulary.bytes();
+        shape.published_bytes = vocabulary.published_bytes();
         shape.statistics_bytes = saliency.as_ref().map_or(0, |of| of.bytes().0);
         let size = shape.fit(wanted, budget)?;
         let time = work.time(layout.bytes(), threads, &inventory.rates);
@@ -223,6 +231,16 @@ impl MergeJob {
             events.note(format!(
                 "left out     {} tensors that are no part of a decoder, `{first}` among them",
                 self.left_out.len()
+            ));
+        }
+        // What cannot be read ends the pass, with its reason.
+        if let (false, Ok(Some((model, tensor, share)))) =
+            (self.settings.keep_zeros, self.inputs.filled_zeros())
+        {
+            events.warn(format!(
+                "the base of `{model}` is pruned ({:.1} % of the first rows of `{tensor}` are zero), and the adapter fills its zeros: \
+                 --keep-zeros keeps them",
+                100.0 * share
             ));
         }
         self.vocabulary.announce(events);

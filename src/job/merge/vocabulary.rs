@@ -2,7 +2,7 @@
 //!
 //! Without any of them the embeddings of all models must have as many rows.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::models::InputModels;
 use crate::bytes::{hex, read_settings};
-use crate::checkpoint::{CONFIG_FILE, WeightSource};
+use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
 use crate::job::located;
 use crate::merge::MergeTensor;
@@ -46,6 +46,8 @@ pub(super) struct OutputVocabulary {
     pub(super) report: Option<VocabularyReport>,
     /// SHA-256 of all tokenizers that decide on the result.
     digest: Option<String>,
+    /// Bytes of all `tokenizer.json` whose tokens were read.
+    read_bytes: u64,
 }
 
 impl OutputVocabulary {
@@ -103,8 +105,10 @@ impl OutputVocabulary {
             return Ok(Self::kept());
         };
         if least == most {
-            warn_of_other_tokens(inputs, &rows, events);
-            return Ok(Self::kept());
+            return Ok(Self {
+                read_bytes: warn_of_other_tokens(inputs, &rows, events),
+                ..Self::kept()
+            });
         }
         if !settings.truncates_embeddings {
             let failure = Failure::new("the models have different vocabularies");
@@ -152,6 +156,7 @@ impl OutputVocabulary {
             maps: BTreeMap::new(),
             report: None,
             digest: None,
+            read_bytes: 0,
         }
     }
 
@@ -247,6 +252,7 @@ impl OutputVocabulary {
                 zero_tokens: first(without, RECORDED),
             }),
             digest: Some(hex(&digest.finalize())),
+            read_bytes: tokens.iter().map(|of| tokenizer_size(&of.folder)).sum(),
         })
     }
 
@@ -270,6 +276,19 @@ impl OutputVocabulary {
         let mut maps: Vec<&Arc<RowMap>> = self.maps.values().collect();
         maps.dedup_by(|one, other| Arc::ptr_eq(one, other));
         maps.iter().map(|map| map.bytes()).sum()
+    }
+
+    /// Bytes that the tokens of all models take while they are compared or joined: texts and numbers in a table, and a file at a time.
+    pub(super) fn tokenizer_bytes(&self) -> u64 {
+        3 * self.read_bytes
+    }
+
+    /// Bytes of the files of the tokenizer while they are written: a changed `tokenizer.json`, as it was and as it is.
+    pub(super) fn published_bytes(&self) -> u64 {
+        match self.edit.added.is_empty() && self.edit.removed.is_empty() {
+            true => 0,
+            false => 2 * self.tokenizer.as_deref().map_or(0, tokenizer_size),
+        }
     }
 
     /// Writes the ids of special tokens into the configuration of the output.
@@ -371,7 +390,7 @@ fn rows_by_model(inputs: &InputModels, tensors: &[MergeTensor]) -> Result<BTreeM
     for tensor in tensors.iter().filter(|tensor| has_tokens(tensor)) {
         for source in &tensor.recipe.sources {
             let model = &inputs.models[source.model];
-            let entry = model.checkpoint.entry(&source.tensor);
+            let entry = model.entry(&source.tensor);
             let entry = entry.with_context(|| format!("tensor `{}` is missing", source.tensor))?;
             let own = entry.shape.first().copied().unwrap_or(0);
             let known = *rows.entry(source.model).or_insert(own);
@@ -397,9 +416,27 @@ fn set_rows(tensors: &mut [MergeTensor], rows: usize) {
     }
 }
 
-/// Warns where models have as many rows and other tokens in them. A merge of weights alone needs no tokenizer, so one that cannot be
-/// read is passed over.
-fn warn_of_other_tokens(inputs: &InputModels, rows: &BTreeMap<usize, usize>, events: &dyn Events) {
+/// Bytes of the `tokenizer.json` in a folder.
+fn tokenizer_size(folder: &Path) -> u64 {
+    let file = std::fs::metadata(folder.join(TOKENIZER_FILE));
+    file.map_or(0, |file| file.len())
+}
+
+/// Warns where models have as many rows and other tokens in them, and returns the bytes that were read for it. A merge of weights alone
+/// needs no tokenizer, so one that cannot be read is passed over.
+fn warn_of_other_tokens(
+    inputs: &InputModels,
+    rows: &BTreeMap<usize, usize>,
+    events: &dyn Events,
+) -> u64 {
+    let folders: BTreeSet<&Path> = rows.keys().map(|&of| &*inputs.models[of].folder).collect();
+    let digests: BTreeSet<Option<String>> = folders
+        .iter()
+        .map(|folder| ModelTokens::digest(&folder.display().to_string(), folder).ok())
+        .collect();
+    if digests.len() < 2 {
+        return 0;
+    }
     let mut others: BTreeMap<String, ModelTokens> = BTreeMap::new();
     for (&model, &rows) in rows {
         let model = &inputs.models[model];
@@ -412,8 +449,11 @@ fn warn_of_other_tokens(inputs: &InputModels, rows: &BTreeMap<usize, usize>, eve
             others.insert(tokens.sha256.clone(), tokens);
         }
     }
+    let read = others.values().map(|of| tokenizer_size(&of.folder)).sum();
     let mut tokens = others.values();
-    let Some(first) = tokens.next() else { return };
+    let Some(first) = tokens.next() else {
+        return read;
+    };
     for other in tokens {
         let differing = first.first_difference(other);
         if let Some(token) = differing.or_else(|| other.first_difference(first)) {
@@ -425,6 +465,7 @@ fn warn_of_other_tokens(inputs: &InputModels, rows: &BTreeMap<usize, usize>, eve
             ));
         }
     }
+    read
 }
 
 /// Reads the configuration of a model.

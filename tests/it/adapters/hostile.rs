@@ -228,3 +228,72 @@ fn a_folder_that_is_no_adapter_is_refused() {
     refuses_command(&place, &line("train.txt"), 1, first, "");
     assert!(!Path::new("out").exists());
 }
+
+/// Patterns that took 672 MiB for 300 keys and minutes for 3,000; and one large expression among names.
+#[test]
+fn patterns_made_to_do_harm_are_refused_at_once() {
+    let many = |count: usize, key: &dyn Fn(usize) -> String| -> Value {
+        let keys = (0..count).map(|at| (key(at), json!(2)));
+        keys.collect::<serde_json::Map<_, _>>().into()
+    };
+    let place = Place::new();
+    for (key, keys, why) in [
+        (
+            "rank_pattern",
+            many(3000, &|at| format!(r"\w{{70}}{at}")),
+            "3000 of its keys",
+        ),
+        (
+            "rank_pattern",
+            many(300, &|at| format!(r"\w{{70}}{at}")),
+            "300 of its keys",
+        ),
+        (
+            "alpha_pattern",
+            many(1, &|_| "(.{1,500}){1,500}q".to_string()),
+            "256 KiB",
+        ),
+        (
+            "alpha_pattern",
+            many(5000, &|at| format!("layers.{at}")),
+            "5000 keys",
+        ),
+        (
+            "rank_pattern",
+            many(1, &|_| "q".repeat(100_000)),
+            "100000 bytes",
+        ),
+    ] {
+        write_adapter(
+            &place,
+            "a",
+            &config(json!({key: keys})),
+            &pair(Q, 2, 64, 64),
+        );
+        let began = std::time::Instant::now();
+        let first = format!("error: the adapter `a` cannot be merged: its `{key}` cannot be used");
+        let error = refused_in(&place, &first);
+        assert!(error.contains(why), "{error}");
+        assert!(error.contains("hint: "), "{error}");
+        assert!(
+            began.elapsed().as_secs() < 10,
+            "{key}: {:?}",
+            began.elapsed()
+        );
+    }
+    // As many names as there may be are matched.
+    let names = many(4096, &|at| {
+        format!(r"layers\.{}\.self_attn.q_proj", 4095 - at)
+    });
+    let tensors = pair(Q, 2, 64, 64);
+    write_adapter(
+        &place,
+        "a",
+        &config(json!({"r": 4, "rank_pattern": names})),
+        &tensors,
+    );
+    let ran = place.run(LINE);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let peak = place.manifest("out").peak_anonymous.expect("measured");
+    assert!(peak.mib() < 24.0, "{peak}");
+}

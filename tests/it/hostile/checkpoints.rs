@@ -28,7 +28,23 @@ fn headers_that_lie_are_refused_before_they_are_believed() {
         let both = [tensor("a", "[2]", first), tensor(name, "[2]", second)];
         file(None, &format!("{{{}}}", both.join(",")), 16)
     };
+    let many: Vec<String> = (0..200_000)
+        .map(|at| tensor(&at.to_string(), "[0]", "[0,0]"))
+        .collect();
+    let dimensions = format!("[0{}]", ",1".repeat(2_000_000));
     for (bytes, why) in [
+        (
+            file(None, &format!("{{{}}}", many.join(",")), 0),
+            "its header holds too much",
+        ),
+        (
+            file(
+                None,
+                &format!("{{{}}}", tensor("a", &dimensions, "[0,0]")),
+                0,
+            ),
+            "its header holds too much",
+        ),
         (
             file(Some(u64::MAX), "{}", 8),
             "it is not a safetensors file",

@@ -8,6 +8,8 @@ use prune::linalg::StoredDtype;
 use prune::synthetic::RandomCheckpoint;
 
 use super::place;
+#[cfg(unix)]
+use crate::resume::signal;
 use crate::resume::{assert_same, outcome};
 use crate::support::Place;
 
@@ -98,23 +100,39 @@ fn slow() -> Place {
     place
 }
 
+/// Linears that a merge with `--progress json --verbose` finished, and tensors that it found finished.
+fn work(stderr: &str) -> (usize, Option<usize>) {
+    let merged = stderr
+        .lines()
+        .filter(|line| line.contains(r#""event":"matrix_merged""#));
+    let note = stderr.split("continuing an unfinished merge: ").nth(1);
+    let found = note.and_then(|rest| rest.split(' ').next()?.parse().ok());
+    (merged.count(), found)
+}
+
+/// Signals at random moments, also while files are published. `PRUNE_KILLS` sets their number.
+#[cfg(unix)]
 #[test]
-fn killed_at_any_time_a_merge_goes_on_to_the_same_end() {
-    const MOMENTS: u32 = 50;
-    let line =
-        "merge --base m --model e1 --model e2 --method della --density 0.5 --quiet --save out";
+fn ended_at_any_time_a_merge_goes_on_to_the_same_end() {
+    const LINEARS: usize = 4 * 7;
+    const TENSORS: usize = LINEARS + 4 * 2 + 3;
+    // Linears that are finished and not recorded: of two workers, and of the pause after a record.
+    const REPEATED: usize = 6;
+    let moments = std::env::var("PRUNE_KILLS").map_or(16, |of| of.parse().expect("a number"));
+    let line = "merge --base m --model e1 --model e2 --method della --density 0.5 --threads 1 --progress json --verbose --save out";
     let place = slow();
     let began = Instant::now();
     assert_eq!(place.run(line).code, 0);
     let whole = began.elapsed();
     let expected = outcome(&place.path("out"));
-    let (mut kills, mut random) = (0, 1u32);
-    for moment in 0..MOMENTS {
+    let (mut ended, mut continued, mut published, mut random) = (0, 0, 0, 1u32);
+    for moment in 0..moments {
         fs::remove_dir_all(place.path("out")).expect("removed");
+        let log = place.path("log");
         let mut command = place.command(line);
         let mut child = command
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(fs::File::create(&log).expect("a new file"))
             .spawn()
             .expect("the binary");
         // A moment in the moment-th part of the run.
@@ -122,15 +140,28 @@ fn killed_at_any_time_a_merge_goes_on_to_the_same_end() {
         let part = f64::from(moment) + f64::from(random >> 8) / f64::from(1u32 << 24);
         std::thread::sleep(
             whole
-                .mul_f64(part / f64::from(MOMENTS))
+                .mul_f64(part / f64::from(moments))
                 .min(Duration::from_secs(60)),
         );
-        let _ = child.kill();
-        kills += u32::from(child.wait().expect("a child").code().is_none());
+        signal(&child, if moment % 2 == 0 { "KILL" } else { "TERM" });
+        let status = child.wait().expect("a child");
+        ended += u32::from(status.code() != Some(0));
         let is_finished = place.path("out/run.json").exists();
         if !is_finished || place.path("out/unfinished.json").exists() {
+            let (first, _) = work(&fs::read_to_string(&log).expect("a log"));
             let second = place.run(line);
             assert_eq!(second.code, 0, "{}", second.stderr);
+            let (again, found) = work(&second.stderr);
+            let repeated = (first + again).saturating_sub(LINEARS);
+            assert!(
+                repeated <= REPEATED,
+                "moment {moment}: {first} linears, then {again}: {repeated} twice"
+            );
+            continued += u32::from(found.is_some());
+            if found == Some(TENSORS) {
+                published += 1;
+                assert_eq!(again, 0, "moment {moment}: publishing merges nothing");
+            }
         } else {
             // The locks go last. One that a killed process left is stale, and the next run here takes it over.
             for lock in ["out/prune.lock", "out/model/prune.lock"] {
@@ -143,7 +174,45 @@ fn killed_at_any_time_a_merge_goes_on_to_the_same_end() {
             &format!("after moment {moment}"),
         );
     }
-    assert!(kills >= MOMENTS / 2, "{kills} of {MOMENTS} came in time");
+    println!(
+        "{ended} of {moments} ended, {continued} continued, {published} of them in publishing"
+    );
+    assert!(ended >= moments / 2, "{ended} of {moments} came in time");
+    assert!(continued > 0, "no merge was continued");
+}
+
+/// The end of a merge, operation by operation: all tensors are recorded, and none is merged again.
+#[test]
+fn killed_while_it_publishes_a_merge_starts_over_without_computing() {
+    let place = place(1);
+    let line = format!("{TIES} --progress json --verbose");
+    assert_eq!(place.run(&line).code, 0);
+    let expected = outcome(&place.path("out"));
+    let mut killed = 0;
+    for at in (1..2000).step_by(3) {
+        fs::remove_dir_all(place.path("out")).expect("removed");
+        let first = place
+            .command(&line)
+            .env("PRUNE_FAULT", format!("kill:{at}"))
+            .output();
+        let first = first.expect("the binary");
+        if first.status.code() == Some(0) {
+            break;
+        }
+        let second = place.run(&line);
+        assert_eq!(second.code, 0, "{}", second.stderr);
+        let (again, found) = work(&second.stderr);
+        if found == Some(7 + 2 + 3) {
+            killed += 1;
+            assert_eq!(again, 0, "operation {at}");
+        }
+        assert_same(
+            &outcome(&place.path("out")),
+            &expected,
+            &format!("after operation {at}"),
+        );
+    }
+    assert!(killed >= 5, "{killed} kills after the last tensor");
 }
 
 #[test]

@@ -81,3 +81,42 @@ fn a_merge_that_cannot_fit_is_refused_with_the_limit_that_is_enough() {
     let ran = place.run(&format!("{line} {enough}"));
     assert_eq!(ran.code, 0, "{enough}\n{}", ran.stderr);
 }
+
+/// Every phase is planned, near to what it takes, and within the limit: also the read-back, at the least limit that works.
+#[test]
+#[cfg(target_os = "linux")]
+fn no_phase_of_a_merge_takes_more_than_its_limit() {
+    let place = place(120_000);
+    let line =
+        "merge --base m --model e1 --model e2 --method ties --density 0.5 --force --save out";
+    let ran = place.run(&format!("{line} --max-memory cpu=2MiB"));
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    let hint = ran
+        .stderr
+        .lines()
+        .find_map(|line| line.strip_prefix("hint: use "));
+    let least = hint.unwrap_or_else(|| panic!("{}", ran.stderr)).to_string();
+    assert!(ran.stderr.contains("does not fit into"), "{}", ran.stderr);
+    for limit in [&least[..], "--max-memory cpu=1GiB"] {
+        for more in ["--threads 1", "--threads 2", "--threads 2 --keep-zeros"] {
+            let ran = place.run(&format!("{line} {limit} {more}"));
+            assert_eq!(ran.code, 0, "{}", ran.stderr);
+            let manifest = place.manifest("out");
+            let plan = manifest.plan.expect("planned");
+            let (device, peak) = (&plan.devices[0], manifest.peak_anonymous.expect("measured"));
+            let budget = device.budget.expect("given");
+            assert!(peak <= budget, "{limit} {more}: {peak} of {budget}");
+            assert!(
+                device.peak <= budget,
+                "{limit} {more}: {} planned",
+                device.peak
+            );
+            let difference = device.peak.mib() - peak.mib();
+            assert!(
+                (-1.0..8.0).contains(&difference),
+                "{limit} {more}: {} planned, {peak} measured",
+                device.peak
+            );
+        }
+    }
+}
