@@ -16,7 +16,7 @@ use regex::Regex;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
-use crate::bytes::read_settings;
+use crate::input::{cannot_read, read_settings};
 use crate::failure::Failure;
 
 /// The name of the file in an adapter's folder.
@@ -122,13 +122,14 @@ impl AdapterConfig {
     /// Fails when the file is missing or not valid, is not of a LoRA, or has a setting that no change of weights can follow.
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
-        let cannot = |why: String| {
+        const AGAIN: &str = "download the adapter again";
+        let text =
+            read_settings(&path).map_err(|error| cannot_read(&path, &error).or_hint(AGAIN))?;
+        let raw = serde_json::from_str(&text).map_err(|error| {
             Failure::new(format!("cannot read `{}`", path.display()))
-                .detail(why)
-                .hint("download the adapter again")
-        };
-        let text = read_settings(&path).map_err(|error| cannot(error.to_string()))?;
-        let raw = serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?;
+                .detail(error.to_string())
+                .hint(AGAIN)
+        })?;
         Self::check(raw, folder)
     }
 

@@ -9,7 +9,8 @@ use std::path::{Component, Path};
 use serde::Deserialize;
 
 use super::names::{INDEX_FILE, SINGLE_FILE};
-use crate::bytes::{ByteSize, read_whole};
+use crate::bytes::ByteSize;
+use crate::input::{self, Expected};
 use crate::failure::Failure;
 
 /// The largest index that is read. An index has a line of JSON per tensor; the largest published ones have 10 MB.
@@ -92,8 +93,8 @@ pub(super) fn broken_link(path: &Path) -> Failure {
 fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
     let path = folder.join(INDEX_FILE);
     let bad = |why: &str| Failure::new(format!("cannot read `{}`: {why}", path.display()));
-    let text =
-        read_whole(&path, LARGEST_INDEX).map_err(|error| bad(&error.to_string()).hint(AGAIN))?;
+    let text = input::read(&path, LARGEST_INDEX, Expected::Json)
+        .map_err(|error| input::cannot_read(&path, &error).or_hint(AGAIN))?;
     let Index { weight_map } = serde_json::from_slice(&text).map_err(|error| {
         bad("it is not a valid index")
             .detail(error.to_string())

@@ -17,6 +17,7 @@ use super::header::{Header, OutputHeader, TensorEntry};
 use crate::bytes::{ByteSize, hex};
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// Bytes that [`Checkpoint::fingerprint`] hashes at each of three places of a tensor.
 const FINGERPRINT_BYTES: usize = 512;
@@ -407,11 +408,12 @@ fn open_shard(
     file_name: String,
     index: usize,
 ) -> anyhow::Result<(Shard, Vec<TensorEntry>)> {
-    let cannot = |error: std::io::Error| {
+    let cannot = |error: &std::io::Error| {
         Failure::new(format!("cannot open `{}`", path.display())).detail(error.to_string())
     };
-    let file = File::open(path).map_err(cannot)?;
-    let file_bytes = file.metadata().map_err(cannot)?.len();
+    let file = input::open(path, Expected::Weights)
+        .map_err(|error| input::with_remedy(cannot(&error), &error))?;
+    let file_bytes = file.metadata().map_err(|error| cannot(&error))?.len();
     let header = Header::read(&file, file_bytes, path)?;
     let data_start = header.data_start();
     let output_header = header.with_format();

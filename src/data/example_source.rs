@@ -69,7 +69,10 @@ impl Source {
             (Ok(TrainingLine::Conversation(_)), None) => Err(no_template()),
             (parsed, _) => parsed.map(drop),
         };
-        Ok(checked.map_err(|failure| at_line(failure, &format!("line {number}"), &shown))?)
+        Ok(checked.map_err(|failure| {
+            let failure = at_line(failure, &format!("line {number}"), &shown);
+            documents::of_array(failure, path, &line)
+        })?)
     }
 }
 

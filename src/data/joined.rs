@@ -22,6 +22,7 @@ use super::text_file::{for_each_line, for_each_portion};
 use super::{Tokenizer, demo_text};
 use crate::bytes::hex;
 use crate::failure::Failure;
+use crate::input::Expected;
 use crate::run::{Event, Events, TextProtocol};
 
 /// Documents joined for evaluation: the reference's slice of C4's validation shard.
@@ -277,7 +278,7 @@ impl<'a> Joiner<'a> {
 
 /// Adds the rows of one WikiText-2 file: unchanged parquet rows, or the lines of a raw file by the hub's rule.
 fn read_rows(path: &Path, joiner: &mut Joiner<'_>) -> Result<()> {
-    if Format::of(path)? == Format::Parquet {
+    if Format::of(path, Expected::Rows)? == Format::Parquet {
         return TextColumn::open(path)?.for_each(&mut |row| joiner.push(row));
     }
     // The rule of the hub's loader: a line of white space becomes the empty row, any other line keeps its newline.

@@ -9,7 +9,7 @@
 mod answers;
 mod cache;
 mod calibration;
-mod chat;
+pub mod chat;
 mod dataset;
 mod demo_text;
 mod digest;
@@ -35,6 +35,7 @@ mod text_cut;
 mod text_file;
 mod text_stream;
 mod tokenizer;
+mod tokenizer_config;
 mod training_line;
 mod unpacked;
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::Value;
 
-use crate::bytes::read_settings;
+use crate::input::{cannot_read, read_settings};
 use crate::failure::Failure;
 
 /// The ids that end a text of this model: `eos_token_id` of `generation_config.json`, else of `config.json`, which is a number or a
@@ -20,11 +20,7 @@ pub fn stop_ids(folder: &Path, of_tokenizer: Option<u32>) -> Result<Vec<u32>> {
         let text = match read_settings(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            Err(error) => {
-                return Err(
-                    Failure::new(format!("cannot read `{}`: {error}", path.display())).into(),
-                );
-            }
+            Err(error) => return Err(cannot_read(&path, &error).into()),
         };
         let config: Value = serde_json::from_str(&text)
             .map_err(|error| Failure::new(format!("`{}` is not JSON: {error}", path.display())))?;

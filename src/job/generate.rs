@@ -116,7 +116,7 @@ impl Writer {
     ) -> Result<Self> {
         let model = OpenedModel::open(model, &settings.device, None, events)?;
         model.check_ends(events)?;
-        let tokenizer = model.tokenizer()?;
+        let tokenizer = model.tokenizer(events)?;
         let of_model = stop_ids(&model.folder, tokenizer.id_of("</s>"))?;
         let prompt = settings.prompt.as_str();
         let (prompt, prompt_ids) = if settings.chat {

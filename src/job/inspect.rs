@@ -8,6 +8,7 @@ use anyhow::Result;
 use super::record::parameters;
 use super::{located, published};
 use crate::bytes::{LARGEST_RECORD, read_whole};
+use crate::input::{self, Expected};
 use crate::checkpoint::{Checkpoint, MERGING_FILE};
 use crate::eval::{self, Inspected};
 use crate::failure::Failure;
@@ -167,7 +168,7 @@ fn run_record(model: &Path) -> Option<Manifest> {
 fn merge(model: &Path, events: &dyn Events) -> Option<String> {
     let record = model.join(MERGING_FILE);
     record.symlink_metadata().ok()?;
-    let bytes = read_whole(&record, LARGEST_RECORD).ok()?;
+    let bytes = input::read(&record, LARGEST_RECORD, Expected::Json).ok()?;
     let report: MergeReport = match serde_json::from_slice(&bytes) {
         Ok(report) => report,
         Err(why) => {

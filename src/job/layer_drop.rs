@@ -15,7 +15,7 @@ use super::outputs::Outputs;
 use super::record::parameters;
 use super::settle::{Job, Settled};
 use super::streams::Streams;
-use crate::bytes::read_settings;
+use crate::input::{cannot_read, read_settings};
 use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
 use crate::model::{KeptLayers, ModelConfig};
@@ -303,7 +303,7 @@ fn part_of(
     layer_drop.bytes = [model.checkpoint.total_bytes(), checkpoint.total_bytes()];
     let path = model.folder.join(CONFIG_FILE);
     let reading = || format!("reading `{}`", path.display());
-    let text = read_settings(&path).with_context(reading)?;
+    let text = read_settings(&path).map_err(|error| cannot_read(&path, &error))?;
     let mut json = serde_json::from_str(&text).with_context(reading)?;
     kept.edit_json(&mut json);
     let mut config_json = serde_json::to_vec_pretty(&json)?;

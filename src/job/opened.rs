@@ -159,10 +159,15 @@ impl OpenedModel {
         self.dtypes().layers
     }
 
-    /// Loads the tokenizer, as part of the tokenize phase.
-    pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
-        self.clock
-            .measure(Phase::Tokenize, || Tokenizer::load(&self.folder))
+    /// Loads the tokenizer, as part of the tokenize phase, and warns where its two files disagree.
+    pub(super) fn tokenizer(&self, events: &dyn Events) -> Result<Tokenizer> {
+        let loaded = self
+            .clock
+            .measure(Phase::Tokenize, || Tokenizer::load(&self.folder))?;
+        for warning in loaded.warnings() {
+            events.warn(warning.clone());
+        }
+        Ok(loaded)
     }
 
     /// Checks that the embedding, the last norm and the head can be read, and says where another head is passed over.

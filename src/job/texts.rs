@@ -137,8 +137,14 @@ impl TextSources {
     }
 
     /// Loads the tokenizer; `None` without texts.
-    pub(super) fn tokenizer(&self, model: &OpenedModel) -> Result<Option<Tokenizer>> {
-        (!self.is_empty()).then(|| model.tokenizer()).transpose()
+    pub(super) fn tokenizer(
+        &self,
+        model: &OpenedModel,
+        events: &dyn Events,
+    ) -> Result<Option<Tokenizer>> {
+        (!self.is_empty())
+            .then(|| model.tokenizer(events))
+            .transpose()
     }
 
     fn is_empty(&self) -> bool {

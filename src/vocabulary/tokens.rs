@@ -8,7 +8,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::bytes::{ByteSize, hex, read_whole};
+use crate::bytes::{ByteSize, hex};
+use crate::input::{self, Expected};
 use crate::failure::Failure;
 
 /// The tokenizer of a model, as the library `tokenizers` writes it.
@@ -63,7 +64,11 @@ enum TokenList {
 /// Fails when the file is missing, larger than 128 MiB or unreadable.
 pub(super) fn read_tokenizer(name: &str, folder: &Path) -> Result<Vec<u8>> {
     let path = folder.join(TOKENIZER_FILE);
-    Ok(read_whole(&path, LARGEST).map_err(|error| cannot_read(name, &path, &error.to_string()))?)
+    let bytes = input::read(&path, LARGEST, Expected::Json);
+    Ok(bytes.map_err(|error| {
+        let failure = cannot_read(name, &path, &error.to_string());
+        input::with_remedy(failure, &error)
+    })?)
 }
 
 fn cannot_read(name: &str, path: &Path, why: &str) -> Failure {
