@@ -12,7 +12,7 @@ use super::keys::{self, ChangePart};
 use super::low_rank::LowRank;
 use super::parts::Parts;
 use super::stored::Stored;
-use crate::checkpoint::{CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource};
+use crate::checkpoint::{CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource, not_a_model};
 use crate::failure::Failure;
 
 /// The weights of an adapter.
@@ -175,6 +175,9 @@ fn find_files(folder: &Path) -> Result<(), Failure> {
     }
     let has = |name: &str| folder.join(name).is_file();
     if !has(CONFIG_FILE) {
+        if let Some(failure) = not_a_model(folder) {
+            return Err(failure);
+        }
         let failure = Failure::new(format!("`{shown}` is not an adapter"))
             .detail(format!("`{CONFIG_FILE}` is not there"));
         return Err(match has(MODEL_CONFIG) {

@@ -9,6 +9,7 @@ use std::path::{Component, Path};
 use serde::Deserialize;
 
 use super::names::{INDEX_FILE, SINGLE_FILE};
+use super::not_a_model::not_a_model;
 use crate::bytes::ByteSize;
 use crate::input::{self, Expected};
 use crate::failure::Failure;
@@ -42,14 +43,8 @@ pub(super) fn find_weights(folder: &Path) -> anyhow::Result<FolderWeights> {
     if !folder.exists() {
         return Err(Failure::new(format!("there is no folder `{shown}`")).into());
     }
-    if !folder.is_dir() {
-        let parent = folder.parent().filter(|parent| *parent != Path::new(""));
-        let parent = parent.unwrap_or(Path::new("."));
-        return Err(
-            Failure::new(format!("`{shown}` is a file, not a checkpoint folder"))
-                .hint(format!("pass its folder: `{}`", parent.display()))
-                .into(),
-        );
+    if let Some(failure) = not_a_model(folder) {
+        return Err(failure.into());
     }
     if folder.join(INDEX_FILE).is_file() {
         let weights = from_index(folder)?;

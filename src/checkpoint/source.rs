@@ -13,6 +13,7 @@ use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::folder::{FolderWeights, find_weights};
+use super::missing::missing;
 use super::header::{Header, OutputHeader, TensorEntry};
 use crate::bytes::{ByteSize, hex};
 use crate::disk::positioned::read_exact_at;
@@ -49,10 +50,7 @@ pub trait WeightSource: Send + Sync {
     /// Fails when the tensor is missing, has another shape or another dtype; the message names both.
     fn require(&self, name: &str, shape: &[usize]) -> anyhow::Result<&TensorEntry> {
         let Some(entry) = self.entry(name) else {
-            return Err(Failure::new(format!("tensor `{name}` is missing in `{}`", self.place()))
-                .detail(format!("expected a tensor of shape {shape:?}"))
-                .hint("check that config.json and the weights belong together, or download them again")
-                .into());
+            return Err(missing(self, name, shape).into());
         };
         if entry.shape != shape {
             return Err(Failure::new(format!(

@@ -190,7 +190,9 @@ fn remove_prefix(
     let normalizer = (!normalizer.is_null())
         .then(|| part::<tokenizers::NormalizerWrapper>(normalizer))
         .transpose()?;
-    tokenizer.with_normalizer(normalizer);
+    tokenizer
+        .with_normalizer(normalizer)
+        .map_err(|error| anyhow::anyhow!("changing a normalizer: {error}"))?;
     let mut decoder = value_of(tokenizer.get_decoder())?;
     if pre_tokenizer["type"] == "Metaspace" {
         pre_tokenizer["prepend_scheme"] = json!("never");

@@ -109,6 +109,7 @@ impl OpenedModel {
         let seqlen = check_seqlen(seqlen, &config)?;
         let threads = machine::start_workers(device.threads)?;
         let stored = crate::model::stored_dtypes(&*source, &config).layers;
+        located::warn_of_config(&folder, stored, events)?;
         Ok(Self {
             source,
             quantized,

@@ -119,8 +119,9 @@ fn stored_dtype(keys: &Keys<'_>, stored: StoredDtype) -> Option<String> {
     };
     (!is_exact).then(|| {
         format!(
-            "config.json says {name}, and the weights are stored as {stored}: they are computed with and written as they are stored; \
-             transformers rounds them to {name} when it loads them"
+            "config.json says {name}, and the weights are stored as {}: they are computed with and written as they are stored; \
+             transformers rounds them to {name} when it loads them",
+            stored.name()
         )
     })
 }
