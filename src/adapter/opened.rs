@@ -56,6 +56,10 @@ impl Adapter {
             if part == ChangePart::Original {
                 continue;
             }
+            if part.is_factor() {
+                let module = tensor.rsplit_once('.').map_or(&*tensor, |(module, _)| module);
+                config.check_target(module).map_err(in_file)?;
+            }
             let stored = Stored::new(&file, entry)?;
             let parts = found.entry(tensor).or_default();
             if let Some(other) = parts.insert(part, stored) {

@@ -18,7 +18,7 @@ use super::digest;
 use super::line_index::{self, LineIndex, LineIndexer, WriteFailed};
 use super::parquet_text::TextColumn;
 use super::staged::{self, Staged};
-use super::text_file::{LONGEST_LINE, open};
+use super::text_file::open;
 use super::unpacked::Unpacked;
 use crate::bytes::hex;
 use crate::failure::Failure;
@@ -78,9 +78,20 @@ pub(super) struct Documents {
 
 impl Documents {
     /// Opens a file of documents. Reads all of it once, and unpacks it if it is packed and the cache has no copy.
-    /// Fails when the file cannot be read or is damaged, has a line of more than 64 MiB or no document, and when neither the cache
+    /// Fails when the file cannot be read or is damaged, has a line of more than 64 MiB or the memory budget allows, or no document, and when neither the cache
     /// nor the folder for temporary files can hold the unpacked text.
     pub(super) fn open(
+        path: &Path,
+        format: Format,
+        cache: &TextCache,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        let documents = Self::indexed(path, format, cache, events)?;
+        cache.lines().check(path, documents.index.longest)?;
+        Ok(documents)
+    }
+
+    fn indexed(
         path: &Path,
         format: Format,
         cache: &TextCache,
@@ -309,28 +320,43 @@ pub(super) fn check(path: &Path, format: Format) -> Result<()> {
     if format == Format::Parquet {
         return TextColumn::open(path).map(drop);
     }
-    let Some((number, line)) = first_line(path, format)? else {
+    let Some(first) = first_line(path, format)? else {
         return Err(
             Failure::new(format!("no documents in `{}`", path.display()))
                 .hint(ONE_OBJECT)
                 .into(),
         );
     };
-    let parsed = serde_json::from_slice::<Document>(&line);
-    Ok(parsed
-        .map(drop)
-        .map_err(|error| not_a_document(path, &format!("line {number}"), &line, &error))?)
+    match serde_json::from_slice::<Document>(&first.bytes) {
+        Err(error) if first.is_whole || is_array(&first.bytes) => {
+            let place = format!("line {}", first.number);
+            Err(not_a_document(path, &place, &first.bytes, &error).into())
+        }
+        _ => Ok(()),
+    }
 }
 
-/// Reads the first line that is not blank, of a file of lines. Returns its number, from 1, and its bytes, without the mark of UTF-8 at
-/// the beginning of a file; `None` if there is no such line. Fails when the file cannot be read.
-pub(super) fn first_line(path: &Path, format: Format) -> Result<Option<(u64, Vec<u8>)>> {
+/// The longest first line that is checked before any work. A longer one is checked when its turn comes.
+const LONGEST_FIRST: u64 = 1 << 20;
+
+/// The first line of a file that is not blank.
+pub(super) struct FirstLine {
+    /// Its number, from 1.
+    pub(super) number: u64,
+    /// Its bytes, without the mark of UTF-8 at the beginning of a file.
+    pub(super) bytes: Vec<u8>,
+    /// False for a line of more than [`LONGEST_FIRST`], of which only the beginning is there.
+    pub(super) is_whole: bool,
+}
+
+/// Reads the first line that is not blank, of a file of lines; `None` if there is none. Fails when the file cannot be read.
+pub(super) fn first_line(path: &Path, format: Format) -> Result<Option<FirstLine>> {
     let file = open(path, Expected::Documents)?;
     let reader: Box<dyn Read> = match format {
         Format::Lines | Format::Parquet => Box::new(file),
         Format::GzippedLines => Box::new(MultiGzDecoder::new(BufReader::new(file))),
     };
-    let mut reader = BufReader::new(reader.take(LONGEST_LINE));
+    let mut reader = BufReader::new(reader.take(LONGEST_FIRST));
     if format == Format::GzippedLines {
         let start = reader
             .fill_buf()
@@ -352,7 +378,12 @@ pub(super) fn first_line(path: &Path, format: Format) -> Result<Option<(u64, Vec
             line.drain(..BYTE_ORDER_MARK.len());
         }
         if !line.trim_ascii().is_empty() {
-            return Ok(Some((number, line)));
+            let is_whole = line.ends_with(b"\n") || (line.len() as u64) < LONGEST_FIRST;
+            return Ok(Some(FirstLine {
+                number,
+                bytes: line,
+                is_whole,
+            }));
         }
     }
 }
@@ -368,7 +399,7 @@ fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Err
 
 /// Adds to the failure of a line, if it begins a list, the command that writes the entries of the list as lines.
 pub(super) fn of_array(failure: Failure, path: &Path, line: &[u8]) -> Failure {
-    if !line.trim_ascii_start().starts_with(b"[") {
+    if !is_array(line) {
         return failure;
     }
     let lines = path.with_extension("jsonl");
@@ -379,6 +410,10 @@ pub(super) fn of_array(failure: Failure, path: &Path, line: &[u8]) -> Failure {
             path.display(),
             lines.display()
         ))
+}
+
+fn is_array(line: &[u8]) -> bool {
+    line.trim_ascii_start().starts_with(b"[")
 }
 
 /// Checks the first bytes of the text inside a gzip file. Fails for an archive, or a file that is no text.

@@ -255,7 +255,7 @@ fn pieces(text: ByteSize, threads: usize) -> ByteSize {
 }
 
 /// The memory of a loaded tokenizer.
-fn kept(tokenizer: TokenizerSize) -> ByteSize {
+pub(super) fn kept(tokenizer: TokenizerSize) -> ByteSize {
     ByteSize::of(tokenizer.entries, KEPT)
 }
 

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use super::line_memory::LineMemory;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::input::{self, Expected, cannot_read};
@@ -72,18 +73,24 @@ pub(super) fn for_each_portion(
 }
 
 /// Gives every line of a file to `take`, with its newline. The last line may have no newline.
-/// Fails when the file cannot be read, is not UTF-8 or has a line of more than [`LONGEST_LINE`] bytes, and when `take` fails.
-pub(super) fn for_each_line(path: &Path, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
+/// Fails when the file cannot be read, is not UTF-8 or has a line that is too long for the memory budget or [`LONGEST_LINE`], and when `take` fails.
+pub(super) fn for_each_line(
+    path: &Path,
+    lines: LineMemory,
+    take: &mut dyn FnMut(&str) -> Result<()>,
+) -> Result<()> {
     let reading = || format!("cannot read `{}`", path.display());
     let mut reader = BufReader::new(open(path, Expected::Rows)?);
     let (mut line, mut offset) = (Vec::new(), 0);
     while (&mut reader)
-        .take(LONGEST_LINE + 1)
+        .take(lines.longest() + 1)
         .read_until(b'\n', &mut line)
         .with_context(reading)?
         > 0
     {
-        if line.len() as u64 > LONGEST_LINE {
+        if line.len() as u64 > lines.longest() {
+            let whole = line.len() as u64 + reader.skip_until(b'\n').with_context(reading)? as u64;
+            lines.check(path, whole.min(LONGEST_LINE))?;
             return Err(line_too_long(path)
                 .detail(format!("it begins at byte {offset}"))
                 .hint("check that it is a text of lines; one without them is read by its path alone, as a .txt file")
