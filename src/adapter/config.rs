@@ -17,8 +17,8 @@ use regex::Regex;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
-use crate::input::{cannot_read, read_settings};
 use crate::failure::Failure;
+use crate::input::{cannot_read, read_settings};
 
 /// The name of the file in an adapter's folder.
 pub(super) const CONFIG_FILE: &str = "adapter_config.json";

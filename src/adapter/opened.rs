@@ -57,7 +57,9 @@ impl Adapter {
                 continue;
             }
             if part.is_factor() {
-                let module = tensor.rsplit_once('.').map_or(&*tensor, |(module, _)| module);
+                let module = tensor
+                    .rsplit_once('.')
+                    .map_or(&*tensor, |(module, _)| module);
                 config.check_target(module).map_err(in_file)?;
             }
             let stored = Stored::new(&file, entry)?;

@@ -11,8 +11,8 @@ use serde::Deserialize;
 use super::names::{INDEX_FILE, SINGLE_FILE};
 use super::not_a_model::not_a_model;
 use crate::bytes::ByteSize;
-use crate::input::{self, Expected};
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// The largest index that is read. An index has a line of JSON per tensor; the largest published ones have 10 MB.
 const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);

@@ -24,7 +24,6 @@ pub(super) const LENGTH_BYTES: u64 = 8;
 /// The largest header, as in the `safetensors` library; a model of 405B has less than 1 MB.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-
 /// The JSON key that holds free text instead of a tensor.
 pub(super) const METADATA_KEY: &str = "__metadata__";
 

@@ -8,10 +8,19 @@ use crate::failure::Failure;
 
 /// Beginnings of names that a wrapper adds, and the wrapper.
 const WRAPPERS: &[(&str, &str)] = &[
-    ("_orig_mod.module.", "torch.compile over a parallel training"),
-    ("module._orig_mod.", "a parallel training of a compiled model"),
+    (
+        "_orig_mod.module.",
+        "torch.compile over a parallel training",
+    ),
+    (
+        "module._orig_mod.",
+        "a parallel training of a compiled model",
+    ),
     ("_orig_mod.", "torch.compile"),
-    ("module.", "a parallel training (DistributedDataParallel, DeepSpeed)"),
+    (
+        "module.",
+        "a parallel training (DistributedDataParallel, DeepSpeed)",
+    ),
     ("base_model.model.", "peft, which trained an adapter"),
     ("model.language_model.", "a model of several media"),
     ("language_model.", "a model of several media"),
@@ -22,7 +31,11 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 
 /// The failure for the missing tensor `name`, which should have this `shape`.
-pub(super) fn missing(source: &(impl WeightSource + ?Sized), name: &str, shape: &[usize]) -> Failure {
+pub(super) fn missing(
+    source: &(impl WeightSource + ?Sized),
+    name: &str,
+    shape: &[usize],
+) -> Failure {
     let place = source.place();
     let failure = Failure::new(format!("tensor `{name}` is missing in `{place}`"))
         .detail(format!("expected a tensor of shape {shape:?}"));
@@ -43,10 +56,14 @@ pub(super) fn missing(source: &(impl WeightSource + ?Sized), name: &str, shape: 
         }
         _ => {}
     }
-    let layer = |name: &str| name.strip_suffix(".weight").map(|module| format!("{module}.base_layer.weight"));
+    let layer = |name: &str| {
+        name.strip_suffix(".weight")
+            .map(|module| format!("{module}.base_layer.weight"))
+    };
     for &(prefix, wrapper) in WRAPPERS {
         let wrapped = format!("{prefix}{name}");
-        let is_adapted = prefix.starts_with("base_model") && layer(&wrapped).is_some_and(|name| has(&name));
+        let is_adapted =
+            prefix.starts_with("base_model") && layer(&wrapped).is_some_and(|name| has(&name));
         if !has(&wrapped) && !is_adapted {
             continue;
         }

@@ -135,9 +135,10 @@ pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
             false => Expected::Copied,
         };
         input::open(&path, expected).map_err(|error| {
-            let failure = Failure::new(format!("cannot open `{}`", path.display()))
-                .detail(error.to_string());
-            input::with_remedy(failure, &error).or_hint("it is copied with the weights: make it readable, or remove it")
+            let failure =
+                Failure::new(format!("cannot open `{}`", path.display())).detail(error.to_string());
+            input::with_remedy(failure, &error)
+                .or_hint("it is copied with the weights: make it readable, or remove it")
         })?;
     }
     Ok(())

@@ -13,8 +13,8 @@ use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::folder::{FolderWeights, find_weights};
-use super::missing::missing;
 use super::header::{Header, OutputHeader, TensorEntry};
+use super::missing::missing;
 use crate::bytes::{ByteSize, hex};
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;

@@ -10,10 +10,10 @@ use super::args::{DeviceArgs, MessageArgs};
 use super::console::Console;
 use super::model::ModelWordArgs;
 use crate::bytes::{LARGEST_SETTINGS, read_up_to};
-use crate::input::{self, Expected};
 use crate::failure::Failure;
 use crate::generation::Sampling;
 use crate::hub::HubRepo;
+use crate::input::{self, Expected};
 use crate::job;
 use crate::settings::{GenerateSettings, ModelSettings};
 

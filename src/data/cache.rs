@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-use super::line_memory::LineMemory;
 use super::digest;
+use super::line_memory::LineMemory;
 use super::staged::{self, Staged};
 use crate::run::Events;
 

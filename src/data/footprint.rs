@@ -97,10 +97,11 @@ impl TokenizerSize {
     /// Fails when the file cannot be read or is not JSON with a `model`.
     pub fn of(model_folder: &Path) -> Result<Self> {
         let path = model_folder.join("tokenizer.json");
-        let bytes = input::read(&path, LARGEST, Expected::Json).map_err(|error| match error.kind() {
-            ErrorKind::NotFound => no_tokenizer(model_folder),
-            _ => unreadable(&path, &error),
-        })?;
+        let bytes =
+            input::read(&path, LARGEST, Expected::Json).map_err(|error| match error.kind() {
+                ErrorKind::NotFound => no_tokenizer(model_folder),
+                _ => unreadable(&path, &error),
+            })?;
         let file: CountedFile = serde_json::from_slice(&bytes)
             .with_context(|| format!("`{}` is not a tokenizer we can read", path.display()))?;
         let CountedModel { vocab, merges } = file.model;

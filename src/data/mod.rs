@@ -36,6 +36,7 @@ mod text_cut;
 mod text_file;
 mod text_stream;
 mod tokenizer;
+mod tokenizer_bounds;
 mod tokenizer_config;
 mod training_line;
 mod unpacked;

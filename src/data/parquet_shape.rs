@@ -425,7 +425,41 @@ mod tests {
             "a dictionary of 40 bytes announces 2147483647 values"
         );
         let empty = tempfile::tempfile().unwrap();
-        assert!(check_pages(&empty, 8, 5, Compression::UNCOMPRESSED).unwrap_err().contains("byte 13"));
+        assert!(
+            check_pages(&empty, 8, 5, Compression::UNCOMPRESSED)
+                .unwrap_err()
+                .contains("byte 13")
+        );
+    }
+
+    #[test]
+    fn a_page_that_unpacks_beyond_its_size_is_refused_before_it_is_unpacked() {
+        let text = vec![b'a'; 3 << 20];
+        let mut gzipped = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzipped.write_all(&text).unwrap();
+        let mut brotlied = brotli::CompressorWriter::new(Vec::new(), 4096, 1, 20);
+        brotlied.write_all(&text).unwrap();
+        for (packed, packing) in [
+            (
+                gzipped.finish().unwrap(),
+                Compression::GZIP(Default::default()),
+            ),
+            (
+                brotlied.into_inner(),
+                Compression::BROTLI(Default::default()),
+            ),
+        ] {
+            let refused = |announced: i64| {
+                let mut bytes = page(announced, packed.len() as i64, 0);
+                bytes.extend(&packed);
+                let mut file = tempfile::tempfile().unwrap();
+                file.write_all(&bytes).unwrap();
+                check_pages(&file, 0, bytes.len() as u64, packing).err()
+            };
+            assert_eq!(refused(text.len() as i64), None, "{packing}");
+            let why = refused(text.len() as i64 - 1).unwrap();
+            assert!(why.contains("unpacks to more than"), "{packing}: {why}");
+        }
     }
 
     #[test]

@@ -56,7 +56,7 @@ impl<'a> TextColumn<'a> {
             let options = ReadOptionsBuilder::new().with_reader_properties(properties.build());
             SerializedFileReader::new_with_options(file, options.build())
         })?
-            .map_err(|error| damaged(path, &error))?;
+        .map_err(|error| damaged(path, &error))?;
         let schema = reader.metadata().file_metadata().schema_descr_ptr();
         let is_text = |at: &usize| {
             let column = schema.column(*at);
@@ -177,7 +177,7 @@ fn library_panicked(path: &Path) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::testing::{write_nullable_parquet, write_parquet};
+    use crate::data::testing::{write_nullable_parquet, write_packed_parquet, write_parquet};
 
     #[test]
     fn rows_come_in_order_across_row_groups_and_batches() {
@@ -202,6 +202,35 @@ mod tests {
             })
             .expect("read");
         assert_eq!(read, rows);
+    }
+
+    #[test]
+    fn every_codec_that_the_docs_name_is_read() {
+        use parquet::basic::Compression;
+
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("x.parquet");
+        let rows: Vec<String> = (0..500).map(|row| format!("row {row} of a text")).collect();
+        let group = vec![rows.iter().map(|row| Some(row.as_str())).collect()];
+        for packing in [
+            Compression::UNCOMPRESSED,
+            Compression::SNAPPY,
+            Compression::ZSTD(Default::default()),
+            Compression::GZIP(Default::default()),
+            Compression::BROTLI(Default::default()),
+            Compression::LZ4,
+            Compression::LZ4_RAW,
+        ] {
+            write_packed_parquet(&path, "text", &group, packing);
+            let mut read = Vec::new();
+            let column = TextColumn::open(&path).expect("open");
+            let take = &mut |row: &str| {
+                read.push(row.to_owned());
+                Ok(())
+            };
+            column.for_each(take).expect("read");
+            assert_eq!(read, rows, "{packing}");
+        }
     }
 
     #[test]

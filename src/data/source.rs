@@ -82,10 +82,14 @@ impl Source {
                 text_file::check_beginning(path, Expected::Text)
             }
             Files::Demo => Ok(()),
-            Files::Rows(parts) => parts.iter().try_for_each(|part| match Format::of(part, Expected::Rows)? {
-                Format::Parquet => documents::check(part, Format::Parquet),
-                _ => text_file::check_beginning(part, Expected::Rows),
-            }),
+            Files::Rows(parts) => {
+                parts
+                    .iter()
+                    .try_for_each(|part| match Format::of(part, Expected::Rows)? {
+                        Format::Parquet => documents::check(part, Format::Parquet),
+                        _ => text_file::check_beginning(part, Expected::Rows),
+                    })
+            }
         }
     }
 

@@ -15,13 +15,13 @@ use tokenizers::{
     PreTokenizerWrapper, Token, TokenizerImpl,
 };
 
-use super::digest;
 use super::encoder::Encoder;
 use super::text_cut::CutRule;
 use super::tokenizer_config::{PrefixSpace, TokenizerConfig};
+use super::{digest, tokenizer_bounds};
 use crate::bytes::{ByteSize, hex};
-use crate::input::{self, Expected, cannot_read};
 use crate::failure::{Failure, blaming};
+use crate::input::{self, Expected, cannot_read};
 
 /// The library's stream, for a tokenizer of any kind.
 pub(super) type DecodeStream<'t> = tokenizers::DecodeStream<
@@ -93,6 +93,13 @@ impl Tokenizer {
         // The library panics on some values of the wrong type.
         let parsed = blaming(damaged(FAILED.into()), || parse(&bytes))?;
         let mut inner = parsed.map_err(|error| damaged(error.to_string()))?;
+        let parts = [
+            ("normalizer", serde_json::to_value(inner.get_normalizer())?),
+            ("decoder", serde_json::to_value(inner.get_decoder())?),
+        ];
+        for (name, part) in parts {
+            tokenizer_bounds::check(&part, name, &path)?;
+        }
         let sha256 = digest::of_bytes(&bytes);
         drop(bytes);
         // Some files are saved with truncation or padding. A plain call of transformers uses neither.
@@ -374,7 +381,8 @@ impl Tokenizer {
         let mut hasher = Sha256::new();
         let path = model_folder.join("tokenizer.json");
         match input::open(&path, Expected::Json)
-            .and_then(|mut file| io::copy(&mut file, &mut hasher)) {
+            .and_then(|mut file| io::copy(&mut file, &mut hasher))
+        {
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(no_tokenizer(model_folder).into());

@@ -88,17 +88,27 @@ impl TokenizerConfig {
             return None;
         }
         let used_here = self.flag("add_bos_token").is_some();
-        let keys = [("add_bos_token", true, "before"), ("add_eos_token", false, "after")];
-        let differing = keys.iter().zip(of_file).find(|((key, default, _), is_added)| {
-            self.flag(key).unwrap_or(*default) != *is_added
-        });
+        let keys = [
+            ("add_bos_token", true, "before"),
+            ("add_eos_token", false, "after"),
+        ];
+        let differing = keys
+            .iter()
+            .zip(of_file)
+            .find(|((key, default, _), is_added)| self.flag(key).unwrap_or(*default) != *is_added);
         let ((key, default, place), is_added) = differing?;
         let asked = match self.flag(key) {
             Some(flag) => format!("`{key}` is {flag} in tokenizer_config.json"),
-            None => format!("tokenizer_config.json has no `{key}`, which means {default} to transformers 4"),
+            None => format!(
+                "tokenizer_config.json has no `{key}`, which means {default} to transformers 4"
+            ),
         };
         let found = if is_added { "adds" } else { "does not add" };
-        let side = if used_here { "tokenizer_config.json" } else { "tokenizer.json" };
+        let side = if used_here {
+            "tokenizer_config.json"
+        } else {
+            "tokenizer.json"
+        };
         Some(format!(
             "{asked}, and `post_processor` of tokenizer.json {found} a token {place} each text: {side} is used; other programs may \
              use the other file (transformers 4 follows tokenizer_config.json, 5 tokenizer.json), so make the two agree"
@@ -196,7 +206,9 @@ fn remove_prefix(
     let mut decoder = value_of(tokenizer.get_decoder())?;
     if pre_tokenizer["type"] == "Metaspace" {
         pre_tokenizer["prepend_scheme"] = json!("never");
-        tokenizer.with_pre_tokenizer(Some(part::<tokenizers::PreTokenizerWrapper>(pre_tokenizer)?));
+        tokenizer.with_pre_tokenizer(Some(part::<tokenizers::PreTokenizerWrapper>(
+            pre_tokenizer,
+        )?));
         if decoder["type"] == "Metaspace" {
             decoder["prepend_scheme"] = json!("never");
         }

@@ -6,8 +6,8 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::Value;
 
-use crate::input::{cannot_read, read_settings};
 use crate::failure::Failure;
+use crate::input::{cannot_read, read_settings};
 
 /// The warning for an `eos_token_id` of `config.json` that `generation_config.json` does not have; `None` where they agree.
 pub fn stop_warning(folder: &Path) -> Option<String> {
@@ -83,7 +83,10 @@ mod tests {
         write("generation_config.json", json!({"eos_token_id": [3, 5]}));
         assert_eq!(stops().unwrap(), [3, 5]);
         let warning = stop_warning(folder.path()).unwrap();
-        assert!(warning.contains("[3, 5]") && warning.contains("[7]"), "{warning}");
+        assert!(
+            warning.contains("[3, 5]") && warning.contains("[7]"),
+            "{warning}"
+        );
         write("config.json", json!({"eos_token_id": 5}));
         assert_eq!(stop_warning(folder.path()), None, "one of several");
         write("config.json", json!({"eos_token_id": 7}));

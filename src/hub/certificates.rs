@@ -17,8 +17,8 @@ use ureq::tls::{Certificate, PemItem, RootCerts, parse_pem};
 
 use super::settings::Lookup;
 use crate::bytes::ByteSize;
-use crate::input::{self, Expected};
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// Variables that name certificates; the first one that is set counts. Each names a file, or a folder of files.
 const VARIABLES: [&str; 4] = [

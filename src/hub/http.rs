@@ -176,7 +176,9 @@ impl Hub {
                 is_final: false,
             };
             if wait > MAX_WAIT {
-                return Err(is_busy(failure.detail(format!("it asks to wait {} s", wait.as_secs()))));
+                return Err(is_busy(
+                    failure.detail(format!("it asks to wait {} s", wait.as_secs())),
+                ));
             }
             if failed > retries {
                 let times = if failed == 1 { "time" } else { "times" };

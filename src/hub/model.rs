@@ -17,8 +17,8 @@ use super::refusal::not_a_hub;
 use super::transfer::Transfer;
 use super::{Hub, ModelFiles, Snapshot};
 use crate::bytes::ByteSize;
-use crate::input::{self, Expected};
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 use crate::run::{Events, Meter};
 
 const CONFIG: &str = "config.json";
@@ -237,7 +237,8 @@ fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>, Failure> {
             .detail(format!("`{}`: {why}", path.display()))
             .hint("remove that file to download it again, or use another --revision")
     };
-    let text = input::read(&path, LARGEST_INDEX, Expected::Json).map_err(|error| unusable(error.to_string()))?;
+    let text = input::read(&path, LARGEST_INDEX, Expected::Json)
+        .map_err(|error| unusable(error.to_string()))?;
     let index: ShardIndex =
         serde_json::from_slice(&text).map_err(|error| unusable(error.to_string()))?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();

@@ -22,12 +22,12 @@ use super::record::parameters;
 use super::settle::{Job, Settled};
 use super::streams::Streams;
 use crate::bytes::ByteSize;
-use crate::input::{cannot_read, read_settings};
 use crate::checkpoint::{
     CONFIG_FILE, Checkpoint, Layout, MergedWriter, PlannedTensor, Published, WeightSource,
     output_bytes,
 };
 use crate::failure::Failure;
+use crate::input::{cannot_read, read_settings};
 use crate::model::{DecoderLayer, ModelConfig, Width};
 use crate::pipeline::Observed;
 use crate::pipeline::width_drop::{

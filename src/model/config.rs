@@ -18,8 +18,8 @@ use serde_json::Value;
 
 use super::family::{self, Bias, Family, SlidingWindow};
 use super::projection::Projection;
-use crate::input::{cannot_read, read_settings};
 use crate::failure::Failure;
+use crate::input::{cannot_read, read_settings};
 use crate::linalg::attention::Heads;
 use keys::{Keys, LARGEST_SIZE};
 pub use pairs::disagreements;

@@ -9,8 +9,8 @@ use serde::Serialize;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
-use crate::input::{Expected, read_given, with_remedy};
 use crate::failure::Failure;
+use crate::input::{Expected, read_given, with_remedy};
 
 /// Per-layer ratios as read: a list for all layers, or some layers by index.
 #[derive(Debug, Clone, PartialEq, Serialize)]

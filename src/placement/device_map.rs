@@ -12,8 +12,8 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::{Map, Value};
 
-use crate::input::{Expected, read_given, with_remedy};
 use crate::failure::Failure;
+use crate::input::{Expected, read_given, with_remedy};
 
 /// A device that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

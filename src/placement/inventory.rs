@@ -10,8 +10,8 @@ use anyhow::Result;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::bytes::ByteSize;
-use crate::input::{Expected, read_given, with_remedy};
 use crate::failure::Failure;
+use crate::input::{Expected, read_given, with_remedy};
 
 /// The properties of a machine that a plan needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -14,8 +14,8 @@ use super::place::{Place, listed};
 use super::setting::Parameters;
 use super::tokenizer::{TokenizerRecipe, TokenizerSource};
 use super::yaml::{self, Node};
-use crate::input::{Expected, read_given, with_remedy};
 use crate::failure::Failure;
+use crate::input::{Expected, read_given, with_remedy};
 
 /// Methods of mergekit and peft that this version does not have.
 pub const OTHER_METHODS: [&str; 13] = [

@@ -6,8 +6,8 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::bytes::ByteSize;
-use crate::input::{self, Expected};
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// Tokens of the byte tokenizer: 256 bytes and four special tokens.
 pub(super) const BYTE_TOKENS: usize = 260;

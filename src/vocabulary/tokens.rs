@@ -9,8 +9,8 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::bytes::{ByteSize, hex};
-use crate::input::{self, Expected};
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// The tokenizer of a model, as the library `tokenizers` writes it.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";

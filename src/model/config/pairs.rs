@@ -158,7 +158,9 @@ mod tests {
                 json!({"rope_scaling": {"rope_type": "linear", "factor": 4}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
                 1e4,
                 linear(4.0),
-                Some("config.json has `rope_scaling` and `rope_parameters`, which differ (`factor` is 4 and absent)"),
+                Some(
+                    "config.json has `rope_scaling` and `rope_parameters`, which differ (`factor` is 4 and absent)",
+                ),
             ),
             (
                 json!({"rope_scaling": {"type": "linear", "factor": 4}, "rope_theta": 5e5,
@@ -172,7 +174,9 @@ mod tests {
                 json!({"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
                 1e4,
                 RopeScaling::Default,
-                Some("config.json has `rope_scaling` and `rope_parameters`, which differ (`rope_theta`"),
+                Some(
+                    "config.json has `rope_scaling` and `rope_parameters`, which differ (`rope_theta`",
+                ),
             ),
             (
                 json!({"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7e4}}),
@@ -190,7 +194,9 @@ mod tests {
                 json!({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
                 5e5,
                 RopeScaling::Default,
-                Some("`rope_theta` is 10000.0 in config.json and 500000.0 in its `rope_parameters`"),
+                Some(
+                    "`rope_theta` is 10000.0 in config.json and 500000.0 in its `rope_parameters`",
+                ),
             ),
             (
                 json!({"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2}}),
@@ -214,7 +220,11 @@ mod tests {
         ] {
             let (found_theta, found_scaling, warnings) = llama(keys.clone(), f32);
             assert_eq!((found_theta, found_scaling), (theta, scaling), "{keys}");
-            assert_eq!(warnings.len(), usize::from(warning.is_some()), "{keys}: {warnings:?}");
+            assert_eq!(
+                warnings.len(),
+                usize::from(warning.is_some()),
+                "{keys}: {warnings:?}"
+            );
             if let (Some(found), Some(expected)) = (warnings.first(), warning) {
                 assert!(found.starts_with(expected), "{keys}: {found}");
             }

@@ -12,7 +12,9 @@ const LONGEST: Duration = Duration::from_secs(8);
 fn every_hostile_template_is_one_error_in_time() {
     let place = Place::new();
     let doubled = |steps: usize, end: &str| {
-        format!("{{% set ns = namespace(s='0123456789abcdef') %}}{{% for i in range({steps}) %}}{{% set ns.s = ns.s ~ ns.s %}}{{% endfor %}}{end}")
+        format!(
+            "{{% set ns = namespace(s='0123456789abcdef') %}}{{% for i in range({steps}) %}}{{% set ns.s = ns.s ~ ns.s %}}{{% endfor %}}{end}"
+        )
     };
     let templates = [
         "{{ ([1]*10**12)|last }}".to_owned(),
@@ -35,8 +37,14 @@ fn every_hostile_template_is_one_error_in_time() {
         "{% macro m(x) %}{{ m(x ~ x) }}{% endmacro %}{{ m('0123456789') }}".to_owned(),
         doubled(60, "{{ ns.s }}"),
         // Within memory and fuel, but each step compares megabytes.
-        doubled(22, "{% set a = ns.s ~ 'a' %}{% set b = ns.s ~ 'b' %}{% for i in range(90000) %}{% if a == b %}x{% endif %}{% endfor %}"),
-        doubled(22, "{% for i in range(90000) %}{{ ns.s|length }}{% endfor %}"),
+        doubled(
+            22,
+            "{% set a = ns.s ~ 'a' %}{% set b = ns.s ~ 'b' %}{% for i in range(90000) %}{% if a == b %}x{% endif %}{% endfor %}",
+        ),
+        doubled(
+            22,
+            "{% for i in range(90000) %}{{ ns.s|length }}{% endfor %}",
+        ),
         doubled(20, "{{ ns.s * 4 }}"),
     ];
     for template in templates {
@@ -46,9 +54,17 @@ fn every_hostile_template_is_one_error_in_time() {
         let took = began.elapsed();
         let shown: String = template.chars().take(80).collect();
         assert_eq!(ran.code, 1, "{shown}: {}", ran.stderr);
-        assert_eq!(ran.stderr.matches("error: ").count(), 1, "{shown}: {}", ran.stderr);
+        assert_eq!(
+            ran.stderr.matches("error: ").count(),
+            1,
+            "{shown}: {}",
+            ran.stderr
+        );
         let start = "error: the chat template of `m/chat_template.jinja` cannot be used: ";
-        let error = ran.stderr.find("error: ").map_or("", |at| &ran.stderr[at..]);
+        let error = ran
+            .stderr
+            .find("error: ")
+            .map_or("", |at| &ran.stderr[at..]);
         assert!(error.starts_with(start), "{shown}: {}", ran.stderr);
         assert!(!ran.stderr.contains("memory allocation"), "{}", ran.stderr);
         assert!(took < LONGEST, "{shown}: {took:?}");
@@ -64,7 +80,10 @@ fn the_memory_of_a_template_is_bounded_in_a_process_of_its_own() {
 
     let place = Place::new();
     let mut command = place.command("render-chat-templates");
-    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
     let mut renderer = command.spawn().unwrap();
     // Two lists that grow for ever, step by step, below the fuel: only memory ends it.
     let template = "{% set ns = namespace(s='0123456789abcdef') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}";
@@ -76,8 +95,11 @@ fn the_memory_of_a_template_is_bounded_in_a_process_of_its_own() {
         if let Some(status) = renderer.try_wait().unwrap() {
             break status;
         }
-        let text = fs::read_to_string(format!("/proc/{}/status", renderer.id())).unwrap_or_default();
-        let kib = text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next());
+        let text =
+            fs::read_to_string(format!("/proc/{}/status", renderer.id())).unwrap_or_default();
+        let kib = text
+            .lines()
+            .find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next());
         peak = peak.max(kib.and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0));
     };
     assert!(!status.success(), "{status}");
