@@ -18,7 +18,7 @@ use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
 use crate::failure::Failure;
-use crate::input::{cannot_read, read_settings};
+use crate::input::{read_settings, with_remedy};
 
 /// The name of the file in an adapter's folder.
 pub(super) const CONFIG_FILE: &str = "adapter_config.json";
@@ -126,13 +126,14 @@ impl AdapterConfig {
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
         const AGAIN: &str = "download the adapter again";
-        let text =
-            read_settings(&path).map_err(|error| cannot_read(&path, &error).or_hint(AGAIN))?;
-        let raw = serde_json::from_str(&text).map_err(|error| {
+        let cannot = |why: String| {
             Failure::new(format!("cannot read `{}`", path.display()))
-                .detail(error.to_string())
+                .detail(why)
                 .hint(AGAIN)
-        })?;
+        };
+        let text =
+            read_settings(&path).map_err(|error| with_remedy(cannot(error.to_string()), &error))?;
+        let raw = serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?;
         Self::check(raw, folder)
     }
 

@@ -95,10 +95,7 @@ fn file(path: &Path) -> Failure {
         }
         _ => Failure::new(format!("`{shown}` is a file, not a checkpoint folder")),
     };
-    match parent.join(CONFIG_FILE).is_file() {
-        true => failure.hint(format!("pass its folder: `{}`", parent.display())),
-        false => failure.hint("a model is a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json"),
-    }
+    failure.hint(format!("pass its folder: `{}`", parent.display()))
 }
 
 /// The failure for an adapter, with the command that folds it into its base.

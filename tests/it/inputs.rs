@@ -23,6 +23,7 @@ const OPENED_ELSEWHERE: &[&str] = &[
     "disk/mod.rs",
     "disk/positioned.rs",
     "input.rs",
+    "input/content.rs",
     // Locks, states, records and results of runs.
     "checkpoint/atomic.rs",
     "checkpoint/publish.rs",

@@ -24,6 +24,8 @@ const MEMORY: ByteSize = ByteSize(256 << 20);
 const TOO_SLOW: i32 = 3;
 /// The time between two looks at the clock.
 const TICK: Duration = Duration::from_millis(50);
+/// The longest wait for the end of a process that gave no answer.
+const PATIENCE: Duration = Duration::from_millis(500);
 /// The longest answer that is read. Every rendering is bounded by its conversation.
 const LONGEST_ANSWER: u64 = 1 << 30;
 
@@ -105,8 +107,14 @@ impl Renderer {
 
     /// The reason why a process ended without an answer.
     fn reason(mut self) -> &'static str {
-        let _ = self.process.kill();
-        match self.process.wait().map(|status| status.code()) {
+        // Its pipe closes a moment before its exit code is there.
+        let began = Instant::now();
+        let mut ended = self.process.try_wait();
+        while matches!(ended, Ok(None)) && began.elapsed() < PATIENCE {
+            thread::sleep(TICK / 10);
+            ended = self.process.try_wait();
+        }
+        match ended.map(|status| status.and_then(|status| status.code())) {
             Ok(Some(TOO_SLOW)) => "it takes more than 1.5 seconds",
             _ => "it takes more than 256 MiB of memory, or fails in the template library",
         }
@@ -173,7 +181,12 @@ fn bound_memory() {
         let most = (in_use << 10) + super::rendering::STACK as u64 + MEMORY.0;
         let maximum = getrlimit(Resource::As).maximum;
         let most = maximum.map_or(most, |maximum| maximum.min(most));
-        // A system that refuses has other bounds.
+        // The end of a process that asks for too much leaves no core dump. A system that refuses has other bounds.
+        let none = Rlimit {
+            current: Some(0),
+            maximum: Some(0),
+        };
+        let _ = setrlimit(Resource::Core, none);
         let _ = setrlimit(
             Resource::As,
             Rlimit {
