@@ -1,8 +1,8 @@
 //! Byte counts, and small files that are read whole.
 //!
 //! A [`ByteSize`] prints in binary units ("1.50 GiB"), is parsed from "24GiB", and adds without overflow. Every amount of memory or
-//! disk in plans, errors and reports is one, so that units cannot be mixed up. [`read_whole`] reads a file up to a limit, so that
-//! no input decides the size of an allocation.
+//! disk in plans, errors and reports is one, so that units cannot be mixed up. [`read_whole`] reads a file of the program's own up to a
+//! limit, so that no file decides the size of an allocation. Input files are opened through [`crate::input`].
 
 use std::fmt;
 use std::fs::File;
@@ -50,7 +50,15 @@ pub const LARGEST_RECORD: ByteSize = ByteSize(64 << 20);
 /// # Errors
 /// Fails when the file is missing or cannot be read, is larger, or is a folder, a pipe or a device: these may never end.
 pub fn read_whole(path: &Path, most: ByteSize) -> io::Result<Vec<u8>> {
-    // The kind is checked before the file is opened: opening a pipe waits for a writer.
+    regular_file(path)?;
+    read_up_to(File::open(path)?, most)
+}
+
+/// Checks that a path is a regular file, before it is opened: opening a pipe waits for a writer.
+///
+/// # Errors
+/// Fails when the file is missing, and for a folder, a pipe or a device.
+pub fn regular_file(path: &Path) -> io::Result<()> {
     let metadata = std::fs::metadata(path)?;
     if metadata.is_dir() {
         return Err(io::ErrorKind::IsADirectory.into());
@@ -58,20 +66,7 @@ pub fn read_whole(path: &Path, most: ByteSize) -> io::Result<Vec<u8>> {
     if !metadata.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
-    read_up_to(File::open(path)?, most)
-}
-
-/// Reads a file of settings as text; it must be a regular file.
-pub fn read_settings(path: &Path) -> io::Result<String> {
-    text(read_whole(path, LARGEST_SETTINGS)?)
-}
-
-/// Reads a file of settings that the command line names. It may be a pipe, like `<(command)` in a shell.
-///
-/// # Errors
-/// Fails when it cannot be read or is larger than [`LARGEST_SETTINGS`], and for bytes that are not UTF-8.
-pub fn read_given_settings(path: &Path) -> io::Result<String> {
-    text(read_up_to(File::open(path)?, LARGEST_SETTINGS)?)
+    Ok(())
 }
 
 /// Reads a file, a pipe or standard input to its end.
@@ -89,13 +84,6 @@ pub fn read_up_to(reader: impl Read, most: ByteSize) -> io::Result<Vec<u8>> {
         )));
     }
     Ok(bytes)
-}
-
-fn text(bytes: Vec<u8>) -> io::Result<String> {
-    String::from_utf8(bytes).map_err(|error| {
-        let at = error.utf8_error().valid_up_to();
-        io::Error::other(format!("it is not UTF-8 text from byte {at} on"))
-    })
 }
 
 /// A number of bytes. Sums saturate at `u64::MAX`.
@@ -231,12 +219,6 @@ mod tests {
             says(read_whole(&path, ByteSize(3))),
             "it is larger than 3 B, the most that is read of such a file"
         );
-        for result in [read_settings(&path), read_given_settings(&path)] {
-            assert_eq!(
-                result.unwrap_err().to_string(),
-                "it is not UTF-8 text from byte 3 on"
-            );
-        }
         let kind = |path: &Path| read_whole(path, ByteSize(4)).unwrap_err().kind();
         assert_eq!(kind(folder.path()), io::ErrorKind::IsADirectory);
         assert_eq!(kind(&folder.path().join("y")), io::ErrorKind::NotFound);
@@ -245,11 +227,8 @@ mod tests {
             let endless = Path::new("/dev/zero");
             let refused = says(read_whole(endless, ByteSize(4)));
             assert_eq!(refused, "it is not a regular file");
-            let refused = read_given_settings(endless).unwrap_err().to_string();
-            assert!(
-                refused.starts_with("it is larger than 16.00 MiB"),
-                "{refused}"
-            );
+            let refused = says(read_up_to(File::open(endless).unwrap(), ByteSize(4)));
+            assert!(refused.starts_with("it is larger than 4 B"), "{refused}");
         }
     }
 

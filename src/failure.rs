@@ -84,6 +84,15 @@ impl Failure {
         self.hint = Some(shown(hint.into(), LONGEST_HINT));
         self
     }
+
+    /// Sets the fix to type, if there is none yet.
+    #[must_use]
+    pub fn or_hint(self, hint: impl Into<String>) -> Self {
+        match self.hint {
+            Some(_) => self,
+            None => self.hint(hint),
+        }
+    }
 }
 
 /// Text without characters that a terminal or a page acts on: control characters, marks that turn the direction of text, and

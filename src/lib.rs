@@ -12,6 +12,7 @@ pub mod eval;
 pub mod failure;
 pub mod generation;
 pub mod hub;
+pub mod input;
 pub mod job;
 pub mod linalg;
 pub mod merge;

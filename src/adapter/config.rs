@@ -5,7 +5,8 @@
 //! r and α of a module: the first entry of `rank_pattern` or `alpha_pattern` whose key, a regular expression, matches the end of the
 //! module's path, else `r` and `lora_alpha`. The two patterns are independent of one another, as in peft 0.21.2.
 //!
-//! The tensors in the file say which modules are changed, so `target_modules` and its relatives are not read.
+//! The tensors in the file say which modules are changed. peft passes over factors of a module that a list of `target_modules` does not
+//! name, so an adapter with such factors is refused: the two would make different models.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,8 +17,8 @@ use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
 use super::patterns::{MOST_KEYS, Patterns};
-use crate::bytes::read_settings;
 use crate::failure::Failure;
+use crate::input::{read_settings, with_remedy};
 
 /// The name of the file in an adapter's folder.
 pub(super) const CONFIG_FILE: &str = "adapter_config.json";
@@ -116,6 +117,8 @@ pub(super) struct AdapterConfig {
     ranks: Patterns<usize>,
     alphas: Patterns<f64>,
     tokens: Option<Tokens>,
+    /// The names in a list of `target_modules`; `None` for a pattern, and without the key.
+    targets: Option<Vec<String>>,
 }
 
 impl AdapterConfig {
@@ -125,12 +128,14 @@ impl AdapterConfig {
     /// Fails when the file is missing or not valid, is not of a LoRA, or has a setting that no change of weights can follow.
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
+        const AGAIN: &str = "download the adapter again";
         let cannot = |why: String| {
             Failure::new(format!("cannot read `{}`", path.display()))
                 .detail(why)
-                .hint("download the adapter again")
+                .hint(AGAIN)
         };
-        let text = read_settings(&path).map_err(|error| cannot(error.to_string()))?;
+        let text =
+            read_settings(&path).map_err(|error| with_remedy(cannot(error.to_string()), &error))?;
         let raw = serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?;
         Self::check(raw, folder)
     }
@@ -188,6 +193,7 @@ impl AdapterConfig {
             ranks: Patterns::new(ranks).map_err(|why| unusable("rank_pattern", why))?,
             alphas: Patterns::new(alphas).map_err(|why| unusable("alpha_pattern", why))?,
             tokens: raw.trainable_token_indices,
+            targets: raw.rest.get("target_modules").and_then(names),
         })
     }
 
@@ -218,6 +224,33 @@ impl AdapterConfig {
         Ok((rank, scale))
     }
 
+    /// Checks that a module with factors is one of `target_modules`.
+    ///
+    /// # Errors
+    /// Fails for a module that peft would pass over.
+    pub(super) fn check_target(&self, module: &str) -> Result<(), Failure> {
+        let Some(targets) = &self.targets else {
+            return Ok(());
+        };
+        // As peft's `check_target_module_exists`: a name is the whole path, or its end.
+        let is_named = targets.iter().any(|name| {
+            let before = module.strip_suffix(name.as_str());
+            before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
+        });
+        if is_named {
+            return Ok(());
+        }
+        Err(Failure::new(format!(
+            "the adapter has factors of `{module}`, which its `target_modules` do not name"
+        ))
+        .detail(format!("`target_modules` are {}", targets.join(", ")))
+        .detail("peft passes over such factors, so the merged model would not be the trained one")
+        .hint(format!(
+            "add \"{}\" to `target_modules` in {CONFIG_FILE} if it was trained, or remove its factors",
+            module.rsplit('.').next().unwrap_or(module)
+        )))
+    }
+
     /// The rows of `module` that the adapter replaces.
     pub(super) fn token_rows(&self, module: &str) -> Option<&[usize]> {
         match self.tokens.as_ref()? {
@@ -232,6 +265,12 @@ impl AdapterConfig {
             }
         }
     }
+}
+
+/// The names in a list.
+fn names(value: &Value) -> Option<Vec<String>> {
+    let names = value.as_array()?.iter();
+    names.map(|name| name.as_str().map(str::to_owned)).collect()
 }
 
 fn is_set(value: &Value) -> bool {
@@ -306,6 +345,32 @@ mod tests {
         ] {
             let found = config.rank_and_scale(module).unwrap();
             assert_eq!(found, (rank, scale as f32), "{module}");
+        }
+    }
+
+    #[test]
+    fn factors_of_a_module_that_is_no_target_are_refused_by_name() {
+        let targets = |value: &str| {
+            config(&format!(
+                r#"{{"peft_type": "LORA", "target_modules": {value}}}"#
+            ))
+            .unwrap()
+        };
+        let module = "model.layers.0.self_attn.q_proj";
+        for value in [
+            r#"["v_proj", "q_proj"]"#,
+            r#"["self_attn.q_proj"]"#,
+            r#"["model.layers.0.self_attn.q_proj"]"#,
+            r#""all-linear""#,
+            r#"".*_proj""#,
+            "null",
+        ] {
+            assert_eq!(targets(value).check_target(module), Ok(()), "{value}");
+        }
+        for value in [r#"["v_proj"]"#, r#"["proj"]"#, "[]"] {
+            let refused = targets(value).check_target(module).unwrap_err();
+            assert!(refused.message.contains(module), "{refused}");
+            assert!(refused.hint.unwrap().contains("\"q_proj\""));
         }
     }
 

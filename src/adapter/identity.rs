@@ -1,6 +1,5 @@
 //! The identity of an adapter, and the memory of its factors.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -11,6 +10,7 @@ use super::config::CONFIG_FILE;
 use super::opened::{Adapter, WEIGHTS_FILE};
 use super::parts::ProductSource;
 use crate::bytes::hex;
+use crate::input::{self, Expected};
 
 /// Bytes that are hashed at once.
 const PIECE: usize = 1 << 20;
@@ -30,7 +30,8 @@ impl Adapter {
         for name in [CONFIG_FILE, WEIGHTS_FILE] {
             let path = self.folder().join(name);
             let reading = || format!("reading `{}`", path.display());
-            let mut file = File::open(&path).with_context(reading)?;
+            let mut file = input::open(&path, Expected::Copied)
+                .map_err(|error| input::cannot_read(&path, &error))?;
             loop {
                 let length = file.read(&mut buffer).with_context(reading)?;
                 if length == 0 {

@@ -30,6 +30,16 @@ pub(super) enum ChangePart {
     Tokens,
 }
 
+impl ChangePart {
+    /// Returns whether the part is a factor of a LoRA, which belongs to a target module.
+    pub(super) fn is_factor(self) -> bool {
+        matches!(
+            self,
+            Self::Down | Self::Up | Self::EmbeddingDown | Self::EmbeddingUp
+        )
+    }
+}
+
 /// Beginning of every key.
 pub(super) const PREFIX: &str = "base_model.model.";
 

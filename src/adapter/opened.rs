@@ -13,7 +13,7 @@ use super::low_rank::LowRank;
 use super::parts::Parts;
 use super::stored::Stored;
 use super::tied::OwnHead;
-use crate::checkpoint::{CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource};
+use crate::checkpoint::{CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource, not_a_model};
 use crate::failure::Failure;
 
 /// The weights of an adapter.
@@ -60,6 +60,12 @@ impl Adapter {
             };
             if part == ChangePart::Original {
                 continue;
+            }
+            if part.is_factor() {
+                let module = tensor
+                    .rsplit_once('.')
+                    .map_or(&*tensor, |(module, _)| module);
+                config.check_target(module).map_err(in_file)?;
             }
             let stored = Stored::new(&file, entry)?;
             let parts = found.entry(tensor).or_default();
@@ -180,6 +186,9 @@ fn find_files(folder: &Path) -> Result<(), Failure> {
     }
     let has = |name: &str| folder.join(name).is_file();
     if !has(CONFIG_FILE) {
+        if let Some(failure) = not_a_model(folder) {
+            return Err(failure);
+        }
         let failure = Failure::new(format!("`{shown}` is not an adapter"))
             .detail(format!("`{CONFIG_FILE}` is not there"));
         return Err(match has(MODEL_CONFIG) {

@@ -9,8 +9,10 @@ use std::path::{Component, Path};
 use serde::Deserialize;
 
 use super::names::{INDEX_FILE, SINGLE_FILE};
-use crate::bytes::{ByteSize, read_whole};
+use super::not_a_model::not_a_model;
+use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// The largest index that is read. An index has a line of JSON per tensor; the largest published ones have 10 MB.
 const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);
@@ -41,14 +43,8 @@ pub(super) fn find_weights(folder: &Path) -> anyhow::Result<FolderWeights> {
     if !folder.exists() {
         return Err(Failure::new(format!("there is no folder `{shown}`")).into());
     }
-    if !folder.is_dir() {
-        let parent = folder.parent().filter(|parent| *parent != Path::new(""));
-        let parent = parent.unwrap_or(Path::new("."));
-        return Err(
-            Failure::new(format!("`{shown}` is a file, not a checkpoint folder"))
-                .hint(format!("pass its folder: `{}`", parent.display()))
-                .into(),
-        );
+    if let Some(failure) = not_a_model(folder) {
+        return Err(failure.into());
     }
     if folder.join(INDEX_FILE).is_file() {
         let weights = from_index(folder)?;
@@ -92,8 +88,8 @@ pub(super) fn broken_link(path: &Path) -> Failure {
 fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
     let path = folder.join(INDEX_FILE);
     let bad = |why: &str| Failure::new(format!("cannot read `{}`: {why}", path.display()));
-    let text =
-        read_whole(&path, LARGEST_INDEX).map_err(|error| bad(&error.to_string()).hint(AGAIN))?;
+    let text = input::read(&path, LARGEST_INDEX, Expected::Json)
+        .map_err(|error| input::cannot_read(&path, &error).or_hint(AGAIN))?;
     let Index { weight_map } = serde_json::from_slice(&text).map_err(|error| {
         bad("it is not a valid index")
             .detail(error.to_string())

@@ -28,9 +28,6 @@ pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// a header do not: 98 MB of empty tensors took a minute and 2.7 GB. The largest published files hold a few thousand tensors.
 const MOST_SEPARATORS: usize = 3 << 19;
 
-/// The first eight bytes of a git-lfs pointer, which stand in place of the length.
-const LFS_POINTER: [u8; 8] = *b"version ";
-
 /// The JSON key that holds free text instead of a tensor.
 pub(super) const METADATA_KEY: &str = "__metadata__";
 
@@ -86,11 +83,6 @@ impl Header {
         }
         let mut length = [0; LENGTH_BYTES as usize];
         read_exact_at(file, &mut length, 0).map_err(|error| bad(error.to_string()))?;
-        if length == LFS_POINTER {
-            return Err(bad("it is a git-lfs pointer, not the weights".into())
-                .hint("run `git lfs pull` in that folder")
-                .into());
-        }
         let length = u64::from_le_bytes(length);
         // Checked before allocating: the first eight bytes may hold any number.
         if length > MAX_HEADER_BYTES {

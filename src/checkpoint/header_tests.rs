@@ -70,16 +70,6 @@ fn header_length_is_judged_before_it_is_allocated() {
 }
 
 #[test]
-fn git_lfs_pointer_is_recognised() {
-    let text = message(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n");
-    assert_eq!(
-        text,
-        "cannot read `model.safetensors`: it is a git-lfs pointer, not the weights\n\
-         hint: run `git lfs pull` in that folder"
-    );
-}
-
-#[test]
 fn offsets_that_overlap_leave_holes_or_run_backwards_are_refused() {
     let two = |second: &str| {
         format!(

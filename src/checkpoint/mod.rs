@@ -4,6 +4,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `folder` | the shards of a folder, and the refusal of unusable folders |
+//! | `not_a_model`, `missing` | the refusal of a path that is no model, and of a missing tensor: the reason, and a way out |
 //! | `header` | the header of one shard: parse, check, write |
 //! | `source` | [`Checkpoint`], the [`WeightSource`] over open files |
 //! | `layout` | [`Layout`], the files of an output and the positions of its tensors |
@@ -31,7 +32,9 @@ mod headers_only;
 mod layout;
 mod masks;
 mod merged_writer;
+mod missing;
 mod names;
+mod not_a_model;
 mod output_files;
 mod publish;
 mod scan;
@@ -66,6 +69,7 @@ pub use merged_writer::{MergedWriter, TensorStream};
 #[cfg(feature = "synthetic")]
 pub(crate) use names::CHUNK_BYTES;
 pub use names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
+pub use not_a_model::not_a_model;
 pub use publish::Published;
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sidecars::{

@@ -2,7 +2,7 @@
 //!
 //! Without the tokenizer the output is no usable model; without the licence it may not be distributed.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Read};
 use std::path::Path;
 
@@ -14,6 +14,7 @@ use super::names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE};
 use crate::bytes::hex;
 use crate::disk;
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 use crate::run::pruning_record::PRUNING_FILE;
 
 /// The configuration of a model. It is written last, so that an unfinished folder does not load.
@@ -129,10 +130,15 @@ pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
     let cards = cards_in(folder).unwrap_or_default();
     for name in sidecars_in(folder)?.into_iter().chain(cards) {
         let path = folder.join(name);
-        File::open(&path).map_err(|error| {
-            Failure::new(format!("cannot open `{}`", path.display()))
-                .detail(error.to_string())
-                .hint("it is copied with the weights: make it readable, or remove it")
+        let expected = match path.extension().is_some_and(|ending| ending == "json") {
+            true => Expected::Json,
+            false => Expected::Copied,
+        };
+        input::open(&path, expected).map_err(|error| {
+            let failure =
+                Failure::new(format!("cannot open `{}`", path.display())).detail(error.to_string());
+            input::with_remedy(failure, &error)
+                .or_hint("it is copied with the weights: make it readable, or remove it")
         })?;
     }
     Ok(())
@@ -154,9 +160,8 @@ pub(super) fn copy_sidecar(from: &Path, target: &Path, name: &str) -> anyhow::Re
     let to = target.join(name);
     let temporary = target.join(format!("{name}{}", super::PARTIAL_SUFFIX));
     let cannot = |error: io::Error| cannot_write(&to, &error);
-    let mut reader = File::open(from).map_err(|error| {
-        Failure::new(format!("cannot open `{}`", from.display())).detail(error.to_string())
-    })?;
+    let mut reader =
+        input::open(from, Expected::Copied).map_err(|error| input::cannot_read(from, &error))?;
     // `fs::copy` would also copy a read-only mode.
     let writer = disk::create(&temporary).map_err(cannot)?;
     let (mut hasher, mut buffer) = (Sha256::new(), vec![0; COPY_BYTES]);

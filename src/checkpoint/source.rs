@@ -14,9 +14,11 @@ use sha2::{Digest, Sha256};
 
 use super::folder::{FolderWeights, find_weights};
 use super::header::{Header, OutputHeader, TensorEntry};
+use super::missing::missing;
 use crate::bytes::{ByteSize, hex};
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// Bytes that [`Checkpoint::fingerprint`] hashes at each of three places of a tensor.
 const FINGERPRINT_BYTES: usize = 512;
@@ -48,10 +50,7 @@ pub trait WeightSource: Send + Sync {
     /// Fails when the tensor is missing, has another shape or another dtype; the message names both.
     fn require(&self, name: &str, shape: &[usize]) -> anyhow::Result<&TensorEntry> {
         let Some(entry) = self.entry(name) else {
-            return Err(Failure::new(format!("tensor `{name}` is missing in `{}`", self.place()))
-                .detail(format!("expected a tensor of shape {shape:?}"))
-                .hint("check that config.json and the weights belong together, or download them again")
-                .into());
+            return Err(missing(self, name, shape).into());
         };
         if entry.shape != shape {
             return Err(Failure::new(format!(
@@ -407,11 +406,12 @@ fn open_shard(
     file_name: String,
     index: usize,
 ) -> anyhow::Result<(Shard, Vec<TensorEntry>)> {
-    let cannot = |error: std::io::Error| {
+    let cannot = |error: &std::io::Error| {
         Failure::new(format!("cannot open `{}`", path.display())).detail(error.to_string())
     };
-    let file = File::open(path).map_err(cannot)?;
-    let file_bytes = file.metadata().map_err(cannot)?.len();
+    let file = input::open(path, Expected::Weights)
+        .map_err(|error| input::with_remedy(cannot(&error), &error))?;
+    let file_bytes = file.metadata().map_err(|error| cannot(&error))?.len();
     let header = Header::read(&file, file_bytes, path)?;
     let data_start = header.data_start();
     let output_header = header.with_format();

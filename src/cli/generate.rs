@@ -13,6 +13,7 @@ use crate::bytes::{LARGEST_SETTINGS, read_up_to};
 use crate::failure::Failure;
 use crate::generation::Sampling;
 use crate::hub::HubRepo;
+use crate::input::{self, Expected};
 use crate::job;
 use crate::settings::{GenerateSettings, ModelSettings};
 
@@ -192,9 +193,15 @@ impl PromptArgs {
                 } else {
                     File::open(file).and_then(|file| read_up_to(file, LARGEST_SETTINGS))
                 };
+                let bytes = bytes.and_then(|bytes| {
+                    input::check(&bytes, Expected::Text, file)?;
+                    Ok(bytes)
+                });
                 let bytes = bytes.map_err(|error| {
-                    Failure::new(format!("cannot read the prompt from `{shown}`: {error}"))
-                        .hint("--prompt-file wants a text file, or - for standard input")
+                    let failure =
+                        Failure::new(format!("cannot read the prompt from `{shown}`: {error}"));
+                    input::with_remedy(failure, &error)
+                        .or_hint("--prompt-file wants a text file, or - for standard input")
                 })?;
                 let mut text = String::from_utf8(bytes).map_err(|error| {
                     Failure::new(format!(

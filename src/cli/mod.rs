@@ -36,11 +36,13 @@ mod width_drop;
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
+use crate::data::chat::process;
 use crate::failure::Failure;
 use crate::job::machine;
 use crate::run::{Event, Events, Stopped};
@@ -175,8 +177,17 @@ fn newcomer() -> String {
 
 /// Runs the program with these arguments and returns its exit code.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
-    memory::return_large_blocks();
     let arguments: Vec<OsString> = arguments.into_iter().map(dashes).collect();
+    if arguments.iter().skip(1).eq([process::ARGUMENT]) {
+        return render_chat_templates();
+    }
+    // The file of the program may be replaced while it runs; Linux still finds it here.
+    let itself = PathBuf::from("/proc/self/exe");
+    match itself.exists() {
+        true => process::use_program(itself),
+        false => drop(std::env::current_exe().map(process::use_program)),
+    }
+    memory::return_large_blocks();
     if arguments.len() <= 1 {
         print_line(&newcomer());
         return ExitCode::from(2);
@@ -236,6 +247,12 @@ fn not_utf8(argument: &OsStr) -> Failure {
     Failure::usage(format!("`{}` is not UTF-8", with_bytes(argument)))
         .detail("records and the command that continues a run hold paths as text")
         .hint("rename the file or folder, or name it by a link: ln -s OLD NEW")
+}
+
+/// Works as the process that renders chat templates for another one. Its errors have no reader.
+fn render_chat_templates() -> ExitCode {
+    let served = process::serve(std::io::stdin(), std::io::stdout());
+    ExitCode::from(u8::from(served.is_err()))
 }
 
 fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Result<Outcome> {

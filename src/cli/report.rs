@@ -9,9 +9,10 @@ use serde_json::{Value, json};
 
 use super::args::MessageArgs;
 use super::console::Console;
-use crate::bytes::{LARGEST_RECORD, read_whole};
+use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::write_atomic;
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 use crate::job::folder::MANIFEST;
 use crate::report::comparison::NamedRun;
 use crate::report::page::Report;
@@ -175,7 +176,8 @@ fn read(file: &Path) -> Result<Manifest> {
             .detail(why)
             .hint("name a folder that `prune --save` or `prune eval --save` wrote")
     };
-    let bytes = read_whole(file, LARGEST_RECORD).map_err(|error| no_manifest(error.to_string()))?;
+    let bytes = input::read(file, LARGEST_RECORD, Expected::Json)
+        .map_err(|error| input::with_remedy(no_manifest(error.to_string()), &error))?;
     let value: Value =
         serde_json::from_slice(&bytes).map_err(|error| no_manifest(error.to_string()))?;
     let schema = value.get("schema").and_then(Value::as_u64);

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use super::digest;
+use super::line_memory::LineMemory;
 use super::staged::{self, Staged};
 use crate::run::Events;
 
@@ -25,6 +26,7 @@ const CHUNK: usize = 1 << 16;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextCache {
     folder: Option<PathBuf>,
+    lines: LineMemory,
 }
 
 impl TextCache {
@@ -43,12 +45,29 @@ impl TextCache {
         if let Some(folder) = &folder {
             staged::remove_abandoned(folder);
         }
-        Self { folder }
+        Self {
+            folder,
+            lines: LineMemory::UNBOUNDED,
+        }
+    }
+
+    /// The same cache for texts whose lines are bounded.
+    #[must_use]
+    pub fn with_lines(self, lines: LineMemory) -> Self {
+        Self { lines, ..self }
+    }
+
+    /// The bound of a line.
+    pub(super) fn lines(&self) -> LineMemory {
+        self.lines
     }
 
     /// No cache: token ids are computed in every run, and documents are unpacked into a temporary file.
     pub fn disabled() -> Self {
-        Self { folder: None }
+        Self {
+            folder: None,
+            lines: LineMemory::UNBOUNDED,
+        }
     }
 
     /// The folder, if the cache is enabled.

@@ -4,18 +4,22 @@
 //! which is a string or a list of named templates with a `default`. They are rendered as in `transformers`: blocks are trimmed, strings and
 //! lists have Python's methods, `raise_exception` is an error, and the special tokens of `tokenizer_config.json` are variables. The date of
 //! the day is not given, so a question makes the same text every day; templates that use the date contain a default for it.
+//! `rendering` renders, within bounds that `process` sets.
+
+pub mod process;
+mod rendering;
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
+use std::sync::Arc;
 
-use anyhow::{Context, Result};
-use minijinja::{Environment, Value as Jinja, context};
+use anyhow::Result;
 use serde_json::{Map, Value};
 
-use crate::bytes::{ByteSize, read_settings};
-use crate::failure::{Failure, blaming};
+use crate::failure::Failure;
+use crate::input::{cannot_read, read_settings};
+use process::RenderingPlace;
+use rendering::{Answer, Message, Refusal, Request};
 
 /// A template, and the special tokens that it may use.
 #[derive(Debug, Clone)]
@@ -23,18 +27,12 @@ pub struct ChatTemplate {
     text: String,
     path: PathBuf,
     tokens: Map<String, Value>,
+    place: Arc<RenderingPlace>,
 }
 
 /// The special tokens that are variables of a template.
 const TOKENS: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
 
-/// The largest template. Published templates have up to 30 KB.
-const LARGEST: ByteSize = ByteSize(128 << 10);
-/// Steps of a template at most. Published templates take thousands; a template without an end is refused.
-const FUEL: u64 = 1_000_000;
-/// Stack of the thread that renders. The library follows chains and nested values by recursion. The longest chain of a template of
-/// this size (`x()()()…`) needs between 128 and 256 MiB without optimization. Only the part in use takes memory.
-const STACK: usize = 512 << 20;
 const OWN_PROMPT: &str =
     "leave --chat out, and write the prompt as the model was trained to see it";
 
@@ -80,18 +78,14 @@ impl ChatTemplate {
             .collect();
         let path = folder.join("chat_template.jinja");
         if let Some(text) = read(&path)? {
-            return Ok(Some(Self { text, path, tokens }));
+            return Ok(Some(Self::new(text, path, tokens)));
         }
         let text = match &config["chat_template"] {
             Value::String(text) => text.clone(),
             Value::Array(named) => default_of(named, &config_path)?,
             _ => return Ok(None),
         };
-        Ok(Some(Self {
-            text,
-            path: config_path,
-            tokens,
-        }))
+        Ok(Some(Self::new(text, config_path, tokens)))
     }
 
     /// Checks that a text is a template.
@@ -99,12 +93,21 @@ impl ChatTemplate {
     /// # Errors
     /// Fails for text that is not Jinja, or too large.
     pub fn check(text: &str) -> Result<()> {
-        let template = Self {
-            text: text.to_string(),
-            path: PathBuf::from("chat_template"),
-            tokens: Map::new(),
-        };
-        template.apply(&|template| Environment::new().add_template("chat", &template.text))
+        let path = PathBuf::from("chat_template");
+        let template = Self::new(text.to_string(), path, Map::new());
+        let compiled = template.apply(Vec::new(), &[]);
+        Ok(compiled
+            .map(drop)
+            .map_err(|refusal| template.failure(&refusal))?)
+    }
+
+    fn new(text: String, path: PathBuf, tokens: Map<String, Value>) -> Self {
+        Self {
+            text,
+            path,
+            tokens,
+            place: Arc::default(),
+        }
     }
 
     /// The template.
@@ -115,141 +118,77 @@ impl ChatTemplate {
     /// Renders a conversation of a system message and a user message, up to the place where the model answers.
     ///
     /// # Errors
-    /// Fails when the template is too large, is not valid Jinja, or refuses the conversation; some refuse system messages. The message
-    /// names the file.
+    /// Fails when the template is too large, is not valid Jinja, takes too much time or memory, or refuses the conversation; some refuse
+    /// system messages. The message names the file.
     pub fn render(&self, system: Option<&str>, user: &str) -> Result<String> {
-        let message = |role: &str, content: &str| context! { role, content };
-        let messages: Vec<Jinja> = system
+        let message = |role: &str, content: &str| {
+            let field = |name: &str, value: &str| (name.to_owned(), Value::from(value));
+            vec![field("role", role), field("content", content)]
+        };
+        let messages: Vec<Message> = system
             .map(|system| message("system", system))
             .into_iter()
             .chain([message("user", user)])
             .collect();
-        let rendered = self.apply(&|template| {
-            let environment = template.environment()?;
-            template.try_render(&environment, &messages, true)
-        });
-        rendered.map_err(|error| match error.downcast::<Failure>() {
-            Ok(failure) if failure.hint.is_none() => {
-                let hint = if system.is_some() {
-                    "some templates have no system message: leave --system out"
-                } else {
-                    OWN_PROMPT
-                };
-                failure.hint(hint).into()
-            }
-            Ok(failure) => failure.into(),
-            Err(error) => error,
-        })
+        let whole = [(messages.len(), true)];
+        let rendered = self.apply(messages, &whole).map_err(|refusal| {
+            let hint = match (system, refusal.messages) {
+                (Some(_), Some(_)) => "some templates have no system message: leave --system out",
+                _ => OWN_PROMPT,
+            };
+            self.failure(&refusal).hint(hint)
+        })?;
+        Ok(rendered.concat())
     }
 
     /// Renders beginnings of a conversation, in order. A beginning has a number of messages. If the flag is true, the place at which the
     /// model answers follows.
     ///
     /// # Errors
-    /// Fails when the template is too large, is not valid Jinja, or refuses a beginning. The message names the template's file, a
-    /// detail the beginning.
+    /// Fails when the template is too large, is not valid Jinja, takes too much time or memory, or refuses a beginning. The message
+    /// names the template's file, a detail the beginning.
     pub(super) fn render_beginnings(
         &self,
         messages: &[Value],
         beginnings: &[(usize, bool)],
     ) -> Result<Vec<String>> {
-        let messages: Vec<Jinja> = messages.iter().map(Jinja::from_serialize).collect();
-        let refused = AtomicUsize::new(usize::MAX);
-        let rendered = self.apply(&|template| {
-            let environment = template.environment()?;
-            let render = |&(count, is_answered): &(usize, bool)| {
-                refused.store(count, Ordering::Relaxed);
-                template.try_render(&environment, &messages[..count], is_answered)
-            };
-            beginnings.iter().map(render).collect()
-        });
-        rendered.map_err(|error| match error.downcast::<Failure>() {
-            Ok(mut failure) => {
-                failure.hint = None;
-                match refused.into_inner() {
-                    usize::MAX => failure,
-                    count => failure.detail(format!(
-                        "it was rendering the first {count} of {} messages",
-                        messages.len()
-                    )),
-                }
-                .into()
-            }
-            Err(error) => error,
-        })
-    }
-
-    /// Calls the template library on a thread with a stack that is large enough for any template.
-    fn apply<T: Send>(
-        &self,
-        work: &(dyn Fn(&Self) -> Result<T, minijinja::Error> + Sync),
-    ) -> Result<T> {
-        let unusable = |why: &str| {
-            let path = self.path.display();
-            Failure::new(format!(
-                "the chat template of `{path}` cannot be used: {why}"
-            ))
+        let fields = |message: &Value| {
+            let fields = message.as_object().into_iter().flatten();
+            let fields = fields.map(|(name, value)| (name.clone(), value.clone()));
+            fields.collect()
         };
-        if self.text.len() as u64 > LARGEST.0 {
-            let bytes = ByteSize(self.text.len() as u64);
-            let why = format!("it has {bytes}, the limit is {LARGEST}");
-            return Err(unusable(&why).hint(OWN_PROMPT).into());
-        }
-        let panicked = unusable("the template library failed").hint(OWN_PROMPT);
-        let done = thread::scope(|scope| {
-            let thread = thread::Builder::new()
-                .name("chat-template".to_owned())
-                .stack_size(STACK)
-                .spawn_scoped(scope, || blaming(panicked, || work(self)))
-                .context("cannot start the thread for the chat template")?;
-            let done = thread.join();
-            anyhow::Ok(done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?)
-        })?;
-        done.map_err(|error| {
-            let failure = unusable(error.detail().unwrap_or("the reason is not stated"));
-            match error.line() {
-                Some(line) => {
-                    failure.detail(format!("{} in line {line} of the template", error.kind()))
-                }
+        let all = messages.len();
+        let rendered = self.apply(messages.iter().map(fields).collect(), beginnings);
+        Ok(rendered.map_err(|refusal| {
+            let failure = self.failure(&refusal);
+            match refusal.messages {
                 None => failure,
+                Some(count) => failure.detail(format!(
+                    "it was rendering the first {count} of {all} messages"
+                )),
             }
-            .into()
-        })
+        })?)
     }
 
-    /// The template as `transformers` would compile it.
-    fn environment(&self) -> Result<Environment<'_>, minijinja::Error> {
-        let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_fuel(Some(FUEL));
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", refuse);
-        environment.add_template("chat", &self.text)?;
-        Ok(environment)
-    }
-
-    fn try_render(
-        &self,
-        environment: &Environment<'_>,
-        messages: &[Jinja],
-        add_generation_prompt: bool,
-    ) -> Result<String, minijinja::Error> {
-        environment.get_template("chat")?.render(context! {
+    fn apply(&self, messages: Vec<Message>, beginnings: &[(usize, bool)]) -> Answer {
+        self.place.render(&Request {
+            template: self.text.clone(),
+            tokens: self.tokens.clone(),
             messages,
-            add_generation_prompt,
-            ..Jinja::from_serialize(&self.tokens)
+            beginnings: beginnings.to_vec(),
         })
     }
-}
 
-/// The function `raise_exception` of templates.
-fn refuse(why: String) -> Result<Jinja, minijinja::Error> {
-    Err(minijinja::Error::new(
-        minijinja::ErrorKind::InvalidOperation,
-        why,
-    ))
+    fn failure(&self, Refusal { why, place, .. }: &Refusal) -> Failure {
+        let failure = Failure::new(format!(
+            "the chat template of `{}` cannot be used: {why}",
+            self.path.display()
+        ));
+        match place {
+            Some(place) => failure.detail(place),
+            None => failure,
+        }
+    }
 }
 
 /// The template named `default` in a list.
@@ -276,9 +215,7 @@ fn read(path: &Path) -> Result<Option<String>> {
     match read_settings(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Err(error) => {
-            Err(Failure::new(format!("cannot read `{}`: {error}", path.display())).into())
-        }
+        Err(error) => Err(cannot_read(path, &error).into()),
     }
 }
 
@@ -394,7 +331,7 @@ mod tests {
             "{refused}"
         );
         // The longest chains of each kind that the limit lets in. Some are too many steps, none may end the program.
-        let most = LARGEST.0 as usize - 100;
+        let most = rendering::LARGEST.0 as usize - 100;
         for (begin, link, end) in [
             ("{{ 1", "+1", " }}"),
             ("{{ ", "-", "1 }}"),

@@ -1,12 +1,12 @@
 //! SHA-256 in hex of bytes, files and token ids. The run record states the hashes, so that two runs can be compared.
 
-use std::fs::File;
 use std::io::{self, BufReader};
 use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
 use crate::bytes::hex;
+use crate::input::{self, Expected};
 
 /// SHA-256 of some bytes in lower-case hex, as `sha256sum` prints it.
 pub(super) fn of_bytes(bytes: &[u8]) -> String {
@@ -16,7 +16,7 @@ pub(super) fn of_bytes(bytes: &[u8]) -> String {
 pub(super) fn of_file(path: &Path) -> io::Result<String> {
     let mut hasher = Sha256::new();
     io::copy(
-        &mut BufReader::with_capacity(1 << 20, File::open(path)?),
+        &mut BufReader::with_capacity(1 << 20, input::open(path, Expected::Copied)?),
         &mut hasher,
     )?;
     Ok(hex(&hasher.finalize()))

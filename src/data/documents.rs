@@ -18,10 +18,11 @@ use super::digest;
 use super::line_index::{self, LineIndex, LineIndexer, WriteFailed};
 use super::parquet_text::TextColumn;
 use super::staged::{self, Staged};
-use super::text_file::{LONGEST_LINE, open};
+use super::text_file::open;
 use super::unpacked::Unpacked;
 use crate::bytes::hex;
 use crate::failure::Failure;
+use crate::input::{self, Content, Expected};
 use crate::run::{Event, Events};
 
 /// The remedy for a gzipped file that unpacks to too much.
@@ -45,10 +46,10 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// Reads the first bytes of a file.
-    pub(super) fn of(path: &Path) -> Result<Self> {
+    /// Reads the first bytes of a file. Fails for content that does not agree with its role or its name.
+    pub(super) fn of(path: &Path, expected: Expected) -> Result<Self> {
         let mut start = Vec::new();
-        open(path)?
+        open(path, expected)?
             .take(4)
             .read_to_end(&mut start)
             .with_context(|| format!("cannot read `{}`", path.display()))?;
@@ -77,7 +78,7 @@ pub(super) struct Documents {
 
 impl Documents {
     /// Opens a file of documents. Reads all of it once, and unpacks it if it is packed and the cache has no copy.
-    /// Fails when the file cannot be read or is damaged, has a line of more than 64 MiB or no document, and when neither the cache
+    /// Fails when the file cannot be read or is damaged, has a line of more than 64 MiB or the memory budget allows, or no document, and when neither the cache
     /// nor the folder for temporary files can hold the unpacked text.
     pub(super) fn open(
         path: &Path,
@@ -85,8 +86,19 @@ impl Documents {
         cache: &TextCache,
         events: &dyn Events,
     ) -> Result<Self> {
+        let documents = Self::indexed(path, format, cache, events)?;
+        cache.lines().check(path, documents.index.longest)?;
+        Ok(documents)
+    }
+
+    fn indexed(
+        path: &Path,
+        format: Format,
+        cache: &TextCache,
+        events: &dyn Events,
+    ) -> Result<Self> {
         if format == Format::Lines {
-            let text = open(path)?;
+            let text = open(path, Expected::Documents)?;
             let indexer = LineIndexer::new(path, events);
             let index = index(path, indexer, events, |indexer| indexer.feed_all(&text))?;
             return Ok(Self::new(path, None, text, index));
@@ -253,7 +265,7 @@ fn copy_name(prefix: &str, index: &LineIndex) -> String {
 /// Unpacks a packed file as JSON lines into an empty file.
 fn unpack(path: &Path, format: Format, copy: &File, events: &dyn Events) -> Result<LineIndex> {
     let mut indexer = LineIndexer::new(path, events).copying_to(copy);
-    let file = open(path)?;
+    let file = open(path, Expected::Documents)?;
     if format == Format::Parquet {
         // The reader of parquet limits the rows itself.
         let column = TextColumn::open(path)?;
@@ -308,27 +320,49 @@ pub(super) fn check(path: &Path, format: Format) -> Result<()> {
     if format == Format::Parquet {
         return TextColumn::open(path).map(drop);
     }
-    let Some((number, line)) = first_line(path, format)? else {
+    let Some(first) = first_line(path, format)? else {
         return Err(
             Failure::new(format!("no documents in `{}`", path.display()))
                 .hint(ONE_OBJECT)
                 .into(),
         );
     };
-    let parsed = serde_json::from_slice::<Document>(&line);
-    Ok(parsed
-        .map(drop)
-        .map_err(|error| not_a_document(path, &format!("line {number}"), &line, &error))?)
+    match serde_json::from_slice::<Document>(&first.bytes) {
+        Err(error) if first.is_whole || is_array(&first.bytes) => {
+            let place = format!("line {}", first.number);
+            Err(not_a_document(path, &place, &first.bytes, &error).into())
+        }
+        _ => Ok(()),
+    }
 }
 
-/// Reads the first line that is not blank, of a file of lines. Returns its number, from 1, and its bytes, without the mark of UTF-8 at
-/// the beginning of a file; `None` if there is no such line. Fails when the file cannot be read.
-pub(super) fn first_line(path: &Path, format: Format) -> Result<Option<(u64, Vec<u8>)>> {
+/// The longest first line that is checked before any work. A longer one is checked when its turn comes.
+const LONGEST_FIRST: u64 = 1 << 20;
+
+/// The first line of a file that is not blank.
+pub(super) struct FirstLine {
+    /// Its number, from 1.
+    pub(super) number: u64,
+    /// Its bytes, without the mark of UTF-8 at the beginning of a file.
+    pub(super) bytes: Vec<u8>,
+    /// False for a line of more than [`LONGEST_FIRST`], of which only the beginning is there.
+    pub(super) is_whole: bool,
+}
+
+/// Reads the first line that is not blank, of a file of lines; `None` if there is none. Fails when the file cannot be read.
+pub(super) fn first_line(path: &Path, format: Format) -> Result<Option<FirstLine>> {
+    let file = open(path, Expected::Documents)?;
     let reader: Box<dyn Read> = match format {
-        Format::Lines | Format::Parquet => Box::new(open(path)?),
-        Format::GzippedLines => Box::new(MultiGzDecoder::new(BufReader::new(open(path)?))),
+        Format::Lines | Format::Parquet => Box::new(file),
+        Format::GzippedLines => Box::new(MultiGzDecoder::new(BufReader::new(file))),
     };
-    let mut reader = BufReader::new(reader.take(LONGEST_LINE));
+    let mut reader = BufReader::new(reader.take(LONGEST_FIRST));
+    if format == Format::GzippedLines {
+        let start = reader
+            .fill_buf()
+            .map_err(|error| line_index::unreadable(path, &error, 0))?;
+        check_unpacked(path, start)?;
+    }
     let mut line = Vec::new();
     let mut number = 0;
     loop {
@@ -344,18 +378,63 @@ pub(super) fn first_line(path: &Path, format: Format) -> Result<Option<(u64, Vec
             line.drain(..BYTE_ORDER_MARK.len());
         }
         if !line.trim_ascii().is_empty() {
-            return Ok(Some((number, line)));
+            let is_whole = line.ends_with(b"\n") || (line.len() as u64) < LONGEST_FIRST;
+            return Ok(Some(FirstLine {
+                number,
+                bytes: line,
+                is_whole,
+            }));
         }
     }
 }
 
 fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Error) -> Failure {
-    Failure::new(format!(
+    let failure = Failure::new(format!(
         "{place} of `{}` is not a document: {error}",
         path.display()
     ))
-    .detail(found_in(line))
-    .hint(ONE_OBJECT)
+    .detail(found_in(line));
+    of_array(failure, path, line).or_hint(ONE_OBJECT)
+}
+
+/// Adds to the failure of a line, if it begins a list, the command that writes the entries of the list as lines.
+pub(super) fn of_array(failure: Failure, path: &Path, line: &[u8]) -> Failure {
+    if !is_array(line) {
+        return failure;
+    }
+    let lines = path.with_extension("jsonl");
+    failure
+        .detail("the file is a JSON array, not a file of JSON lines")
+        .hint(format!(
+            "write its entries as lines: python -c \"import json; [print(json.dumps(x)) for x in json.load(open('{}'))]\" > '{}'",
+            path.display(),
+            lines.display()
+        ))
+}
+
+fn is_array(line: &[u8]) -> bool {
+    line.trim_ascii_start().starts_with(b"[")
+}
+
+/// Checks the first bytes of the text inside a gzip file. Fails for an archive, or a file that is no text.
+fn check_unpacked(path: &Path, start: &[u8]) -> Result<()> {
+    let Err(error) = input::check(start, Expected::Json, path) else {
+        return Ok(());
+    };
+    let shown = path.display();
+    let (found, inside) = (Content::of(start), path.with_extension(""));
+    let remedy = match found {
+        Content::Packed(_, command) => format!("unpack it: {command} '{shown}' > text.jsonl"),
+        _ => format!(
+            "unpack it, and convert the file inside: gzip -dc '{shown}' > '{}'",
+            inside.display()
+        ),
+    };
+    Err(
+        Failure::new(format!("cannot read the text inside `{shown}`: {error}"))
+            .hint(remedy)
+            .into(),
+    )
 }
 
 /// The content of a line, for a message: the names of its fields, else its beginning.

@@ -13,6 +13,10 @@ use super::{Tokenizer, digest};
 use crate::failure::Failure;
 use crate::run::{Events, TextProtocol};
 
+/// SHA-256 of the test split of WikiText-2 as the hub publishes it: 4358 rows joined with two newlines, 1,296,370 bytes.
+const PUBLISHED_WIKITEXT_2: &str =
+    "696cca6b65a171b0a358a4be6732cdfdf2dd6164a32e20fd70e3c13fc4dfae83";
+
 /// The windows, and the record of their origin.
 #[derive(Debug, Clone)]
 pub struct Evaluation {
@@ -67,6 +71,14 @@ pub fn evaluation(
     let windows = available.min(most).min(max_windows.unwrap_or(usize::MAX));
     tokens.truncate(windows * seqlen);
     tokens.shrink_to_fit();
+    if source.dataset == "wikitext2" && text.protocol.text_sha256 != PUBLISHED_WIKITEXT_2 {
+        events.warn(format!(
+            "`{}` is not the raw test split of WikiText-2 that the hub publishes (wikitext-2-raw-v1): its perplexity does not compare with \
+             published numbers. The tokenised edition (`<unk>`), a part, another split and WikiText-103 give other numbers; name such a text \
+             by its path alone",
+            source.path()
+        ));
+    }
     let protocol = TextProtocol {
         tokens_used: tokens.len() as u64,
         windows: windows as u64,

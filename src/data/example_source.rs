@@ -59,17 +59,24 @@ impl Source {
             return self.check();
         }
         let shown = self.path();
-        let Some((number, line)) = documents::first_line(path, *format)? else {
+        let Some(first) = documents::first_line(path, *format)? else {
             return Err(Failure::new(format!("no training examples in `{shown}`"))
                 .detail("the file has only blank lines, or none")
                 .hint(FORMS)
                 .into());
         };
+        if !first.is_whole {
+            return Ok(());
+        }
+        let line = first.bytes;
         let checked = match (TrainingLine::parse(&line), chat) {
             (Ok(TrainingLine::Conversation(_)), None) => Err(no_template()),
             (parsed, _) => parsed.map(drop),
         };
-        Ok(checked.map_err(|failure| at_line(failure, &format!("line {number}"), &shown))?)
+        Ok(checked.map_err(|failure| {
+            let failure = at_line(failure, &format!("line {}", first.number), &shown);
+            documents::of_array(failure, path, &line)
+        })?)
     }
 }
 

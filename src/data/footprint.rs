@@ -41,7 +41,8 @@ use serde_json::Value;
 
 use super::encoder::{MOST_WORKERS, PIECE_BYTES, PIECES_PER_WORKER};
 use super::tokenizer::{LARGEST, no_tokenizer, unreadable};
-use crate::bytes::{ByteSize, read_whole};
+use crate::bytes::ByteSize;
+use crate::input::{self, Expected};
 
 /// Bytes per entry at the peak of loading, with merges as pairs.
 const LOAD_OF_PAIRS: usize = 250;
@@ -96,10 +97,11 @@ impl TokenizerSize {
     /// Fails when the file cannot be read or is not JSON with a `model`.
     pub fn of(model_folder: &Path) -> Result<Self> {
         let path = model_folder.join("tokenizer.json");
-        let bytes = read_whole(&path, LARGEST).map_err(|error| match error.kind() {
-            ErrorKind::NotFound => no_tokenizer(model_folder),
-            _ => unreadable(&path, &error),
-        })?;
+        let bytes =
+            input::read(&path, LARGEST, Expected::Json).map_err(|error| match error.kind() {
+                ErrorKind::NotFound => no_tokenizer(model_folder),
+                _ => unreadable(&path, &error),
+            })?;
         let file: CountedFile = serde_json::from_slice(&bytes)
             .with_context(|| format!("`{}` is not a tokenizer we can read", path.display()))?;
         let CountedModel { vocab, merges } = file.model;
@@ -254,7 +256,7 @@ fn pieces(text: ByteSize, threads: usize) -> ByteSize {
 }
 
 /// The memory of a loaded tokenizer.
-fn kept(tokenizer: TokenizerSize) -> ByteSize {
+pub(super) fn kept(tokenizer: TokenizerSize) -> ByteSize {
     ByteSize::of(tokenizer.entries, KEPT)
 }
 

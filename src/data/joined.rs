@@ -15,6 +15,7 @@ use sha2::{Digest, Sha256};
 use super::cache::TextCache;
 use super::documents::{Documents, Format};
 use super::encoder::Encoder;
+use super::line_memory::LineMemory;
 use super::parquet_text::TextColumn;
 use super::role::Role;
 use super::source::{Files, Source};
@@ -22,6 +23,7 @@ use super::text_file::{for_each_line, for_each_portion};
 use super::{Tokenizer, demo_text};
 use crate::bytes::hex;
 use crate::failure::Failure;
+use crate::input::Expected;
 use crate::run::{Event, Events, TextProtocol};
 
 /// Documents joined for evaluation: the reference's slice of C4's validation shard.
@@ -137,6 +139,8 @@ pub(super) struct JoinedText<'a> {
     source: &'a Source,
     /// The documents that the text is made of, if it is.
     documents: Option<Documents>,
+    /// The bound of a line.
+    lines: LineMemory,
 }
 
 impl<'a> JoinedText<'a> {
@@ -146,7 +150,11 @@ impl<'a> JoinedText<'a> {
             Files::Documents(path, format) => Some(Documents::open(path, *format, cache, events)?),
             _ => None,
         };
-        Ok(Self { source, documents })
+        Ok(Self {
+            source,
+            documents,
+            lines: cache.lines(),
+        })
     }
 
     /// Reads the text once for its size and hash. Fails when a file cannot be read or is not UTF-8.
@@ -224,14 +232,16 @@ impl<'a> JoinedText<'a> {
                 };
                 let mut joiner = Joiner::new(separator, take);
                 for part in parts {
-                    read_rows(part, &mut joiner)?;
+                    read_rows(part, self.lines, &mut joiner)?;
                 }
                 Ok(format!("{} rows joined with {name}", joiner.pieces))
             }
             (Files::Sentences(path), _) => {
                 let mut joiner = Joiner::new(" ", take);
                 // The rule of the hub's loader `ptb_text_only`: every line is a sentence, without the white space around it.
-                for_each_line(path, &mut |line| joiner.push(line.trim_matches(is_white)))?;
+                for_each_line(path, self.lines, &mut |line| {
+                    joiner.push(line.trim_matches(is_white))
+                })?;
                 Ok(format!("{} sentences joined with one space", joiner.pieces))
             }
             (Files::Documents(..), documents) => {
@@ -276,13 +286,13 @@ impl<'a> Joiner<'a> {
 }
 
 /// Adds the rows of one WikiText-2 file: unchanged parquet rows, or the lines of a raw file by the hub's rule.
-fn read_rows(path: &Path, joiner: &mut Joiner<'_>) -> Result<()> {
-    if Format::of(path)? == Format::Parquet {
+fn read_rows(path: &Path, lines: LineMemory, joiner: &mut Joiner<'_>) -> Result<()> {
+    if Format::of(path, Expected::Rows)? == Format::Parquet {
         return TextColumn::open(path)?.for_each(&mut |row| joiner.push(row));
     }
     // The rule of the hub's loader: a line of white space becomes the empty row, any other line keeps its newline.
     let mut push = |line: &str| joiner.push(if is_blank(line) { "" } else { line });
-    for_each_line(path, &mut |line| {
+    for_each_line(path, lines, &mut |line| {
         if !line.contains('\r') {
             return push(line);
         }

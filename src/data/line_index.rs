@@ -40,6 +40,8 @@ pub(super) struct LineIndex {
     stride: u64,
     most_marks: usize,
     count: u64,
+    /// Bytes of the longest line.
+    pub(super) longest: u64,
     pub(super) sha256: [u8; 32],
 }
 
@@ -50,6 +52,7 @@ impl LineIndex {
             stride: 1,
             most_marks,
             count: 0,
+            longest: 0,
             sha256: [0; 32],
         }
     }
@@ -189,6 +192,8 @@ impl<'a> LineIndexer<'a> {
     /// Adds the line that ends here, unless it is blank.
     fn end_line(&mut self) {
         if !self.is_blank {
+            let length = self.position - self.line_start;
+            self.index.longest = self.index.longest.max(length);
             self.index.add(self.line_start);
             if self.index.count.is_multiple_of(4096) {
                 let done = self.index.count;

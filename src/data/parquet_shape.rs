@@ -2,21 +2,26 @@
 //!
 //! The `parquet` crate (60.1) checks the sizes of lists and strings against the bytes of the file, and the place of each page.
 //! It trusts three other sizes and allocates memory for them: the members of a column group, the unpacked bytes of a page, and
-//! the values of a dictionary. It also follows groups within groups by recursion. This file checks these four before the crate reads
-//! them; every other error is the crate's own.
+//! the values of a dictionary. It also follows groups within groups by recursion. And it unpacks gzip and brotli to their end, also
+//! beyond the size that the page announces. This file checks these five before the crate reads them; every other error is the
+//! crate's own.
 //!
 //! The footer and the page headers are structures of Thrift's compact protocol: fields by id, each with a type. The ids are those of
 //! `parquet.thrift` in the parquet-format project.
 
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
 
+use flate2::bufread::MultiGzDecoder;
+use parquet::basic::Compression;
 use parquet::file::metadata::FooterTail;
 
 use crate::bytes::ByteSize;
 
 /// The largest header of a page. Headers may quote the smallest and the largest value of the page.
 const LARGEST_PAGE_HEADER: u64 = 1 << 20;
+/// Bytes of a page that are unpacked at once.
+const PIECE: usize = 16 << 10;
 /// The largest page that is unpacked. Writers close a page at about 1 MiB, but they never split a value.
 const LARGEST_PAGE: i64 = 256 << 20;
 /// Nesting of Thrift structures. A footer has six levels.
@@ -85,9 +90,15 @@ fn check_members(members: &[i64]) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks the headers of the pages of one column in one row group: `length` bytes of `file` from byte `begin` on. Fails when the column
-/// reaches beyond the file, when a page or a dictionary is too large, when a header is malformed, and when reading fails.
-pub(super) fn check_pages(file: &File, begin: u64, length: u64) -> Result<(), String> {
+/// Checks the pages of one column in one row group: `length` bytes of `file` from byte `begin` on. Fails when the column reaches
+/// beyond the file, when a page or a dictionary is too large, when a page of gzip or brotli unpacks to more than it announces, when
+/// a header is malformed, and when reading fails.
+pub(super) fn check_pages(
+    file: &File,
+    begin: u64,
+    length: u64,
+    packing: Compression,
+) -> Result<(), String> {
     let file_bytes = file.metadata().map_err(|error| error.to_string())?.len();
     let end = begin.saturating_add(length);
     if end > file_bytes {
@@ -101,6 +112,7 @@ pub(super) fn check_pages(file: &File, begin: u64, length: u64) -> Result<(), St
             length,
             unpacked,
             packed,
+            levels,
             dictionary_values,
         } = PageHeader::read(file, at, end)?;
         if unpacked > LARGEST_PAGE {
@@ -120,9 +132,48 @@ pub(super) fn check_pages(file: &File, begin: u64, length: u64) -> Result<(), St
         let Ok(packed) = u64::try_from(packed) else {
             return Ok(());
         };
-        at = at.saturating_add(length).saturating_add(packed);
+        let page = at.saturating_add(length);
+        at = page.saturating_add(packed);
+        // The levels of a page are not packed. The crate refuses negative ones.
+        let levels = u64::try_from(levels).unwrap_or(0).min(packed);
+        let begin = page.saturating_add(levels);
+        let most = u64::try_from(unpacked).unwrap_or(0);
+        if unpacks_beyond(most, file, begin, packed - levels, packing) {
+            return Err(format!(
+                "the page at byte {page} unpacks to more than the {} that it announces",
+                ByteSize(most)
+            ));
+        }
     }
     Ok(())
+}
+
+/// Returns whether `packed` bytes of `file` from byte `begin` on unpack to more than `most`, for the codecs that the crate unpacks to
+/// their end. A damaged page is left to the crate.
+fn unpacks_beyond(
+    most: u64,
+    mut file: &File,
+    begin: u64,
+    packed: u64,
+    packing: Compression,
+) -> bool {
+    if file.seek(SeekFrom::Start(begin)).is_err() {
+        return false;
+    }
+    let packed = BufReader::new(file.take(packed));
+    let unpacked: &mut dyn Read = match packing {
+        Compression::GZIP(_) => &mut MultiGzDecoder::new(packed),
+        Compression::BROTLI(_) => &mut brotli::Decompressor::new(packed, PIECE),
+        _ => return false,
+    };
+    let mut unpacked = unpacked.take(most + 1);
+    let mut buffer = vec![0; PIECE];
+    loop {
+        match unpacked.read(&mut buffer) {
+            Ok(0) | Err(_) => return unpacked.limit() == 0,
+            Ok(_) => {}
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -131,6 +182,8 @@ struct PageHeader {
     length: u64,
     unpacked: i64,
     packed: i64,
+    /// Bytes of levels before the packed ones, in a page of the second version.
+    levels: i64,
     dictionary_values: i64,
 }
 
@@ -140,11 +193,13 @@ impl PageHeader {
         for most in [1 << 10, LARGEST_PAGE_HEADER] {
             let bytes = read_at(file, at, most.min(end - at)).map_err(|error| error.to_string())?;
             let mut page = Self::default();
-            // PageHeader: 2 uncompressed_page_size, 3 compressed_page_size, 7 dictionary_page_header [1 num_values].
+            // PageHeader: 2 uncompressed_page_size, 3 compressed_page_size, 7 dictionary_page_header [1 num_values],
+            // 8 data_page_header_v2 [5 and 6: bytes of levels].
             let length = Walk::over(&bytes, &mut |path, number| match (path, number) {
                 ([2], Some(number)) => page.unpacked = number,
                 ([3], Some(number)) => page.packed = number,
                 ([7, 1], Some(number)) => page.dictionary_values = number,
+                ([8, 5 | 6], Some(number)) => page.levels = page.levels.saturating_add(number),
                 _ => {}
             });
             if let Some(length) = length {
@@ -357,7 +412,7 @@ mod tests {
             }
             let mut file = tempfile::tempfile().unwrap();
             file.write_all(&bytes).unwrap();
-            check_pages(&file, 0, bytes.len() as u64).err()
+            check_pages(&file, 0, bytes.len() as u64, Compression::UNCOMPRESSED).err()
         };
         assert_eq!(refused(LARGEST_PAGE, 0), None);
         assert_eq!(refused(40, 10), None);
@@ -370,7 +425,41 @@ mod tests {
             "a dictionary of 40 bytes announces 2147483647 values"
         );
         let empty = tempfile::tempfile().unwrap();
-        assert!(check_pages(&empty, 8, 5).unwrap_err().contains("byte 13"));
+        assert!(
+            check_pages(&empty, 8, 5, Compression::UNCOMPRESSED)
+                .unwrap_err()
+                .contains("byte 13")
+        );
+    }
+
+    #[test]
+    fn a_page_that_unpacks_beyond_its_size_is_refused_before_it_is_unpacked() {
+        let text = vec![b'a'; 3 << 20];
+        let mut gzipped = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzipped.write_all(&text).unwrap();
+        let mut brotlied = brotli::CompressorWriter::new(Vec::new(), 4096, 1, 20);
+        brotlied.write_all(&text).unwrap();
+        for (packed, packing) in [
+            (
+                gzipped.finish().unwrap(),
+                Compression::GZIP(Default::default()),
+            ),
+            (
+                brotlied.into_inner(),
+                Compression::BROTLI(Default::default()),
+            ),
+        ] {
+            let refused = |announced: i64| {
+                let mut bytes = page(announced, packed.len() as i64, 0);
+                bytes.extend(&packed);
+                let mut file = tempfile::tempfile().unwrap();
+                file.write_all(&bytes).unwrap();
+                check_pages(&file, 0, bytes.len() as u64, packing).err()
+            };
+            assert_eq!(refused(text.len() as i64), None, "{packing}");
+            let why = refused(text.len() as i64 - 1).unwrap();
+            assert!(why.contains("unpacks to more than"), "{packing}: {why}");
+        }
     }
 
     #[test]

@@ -11,11 +11,15 @@ use anyhow::{Context, Result};
 use parquet::basic::Type;
 use parquet::column::reader::ColumnReader;
 use parquet::data_type::ByteArray;
+use parquet::file::properties::ReaderProperties;
 use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::file::serialized_reader::ReadOptionsBuilder;
 
 use super::parquet_shape;
+use super::text_file::open;
 use super::unpacked::Unpacked;
 use crate::failure::{Failure, blaming};
+use crate::input::Expected;
 
 /// The name of the column in every known dataset.
 const COLUMN: &str = "text";
@@ -43,12 +47,16 @@ impl<'a> TextColumn<'a> {
     /// Reads the file's footer and finds the column.
     /// Fails when the file is not parquet, or has no string column `text`. The message names the columns.
     pub(super) fn open(path: &'a Path) -> Result<Self> {
-        let file = File::open(path)
-            .map_err(|error| Failure::new(format!("cannot open `{}`: {error}", path.display())))?;
+        let file = open(path, Expected::Parquet)?;
         parquet_shape::check_groups(&file).map_err(|why| damaged(path, &why))?;
         let pages = file.try_clone().context("cannot reopen an open file")?;
-        let reader = blaming(library_panicked(path), || SerializedFileReader::new(file))?
-            .map_err(|error| damaged(path, &error))?;
+        let reader = blaming(library_panicked(path), || {
+            // Without the forms of lz4 before parquet 2.9, which are unpacked without a limit.
+            let properties = ReaderProperties::builder().set_backward_compatible_lz4(false);
+            let options = ReadOptionsBuilder::new().with_reader_properties(properties.build());
+            SerializedFileReader::new_with_options(file, options.build())
+        })?
+        .map_err(|error| damaged(path, &error))?;
         let schema = reader.metadata().file_metadata().schema_descr_ptr();
         let is_text = |at: &usize| {
             let column = schema.column(*at);
@@ -90,11 +98,12 @@ impl<'a> TextColumn<'a> {
         let mut row = 0u64;
         for group in 0..self.reader.num_row_groups() {
             // `byte_range` panics on a negative place.
-            let (begin, length) = blaming(library_panicked(self.path), || {
+            let ((begin, length), packing) = blaming(library_panicked(self.path), || {
                 let group = self.reader.metadata().row_group(group);
-                group.column(self.column).byte_range()
+                let column = group.column(self.column);
+                (column.byte_range(), column.compression())
             })?;
-            parquet_shape::check_pages(&self.pages, begin, length)
+            parquet_shape::check_pages(&self.pages, begin, length, packing)
                 .map_err(|why| damaged(self.path, &why))?;
             let reader = blaming(library_panicked(self.path), || {
                 self.reader
@@ -158,7 +167,7 @@ fn damaged(path: &Path, error: &dyn Display) -> Failure {
         "cannot read `{}` as parquet: {error}",
         path.display()
     ))
-    .hint("copy the file again; uncompressed, snappy and zstd columns are read")
+    .hint("copy the file again; columns may be uncompressed, or packed by snappy, zstd, gzip, lz4 or brotli")
 }
 
 fn library_panicked(path: &Path) -> Failure {
@@ -168,7 +177,7 @@ fn library_panicked(path: &Path) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::testing::{write_nullable_parquet, write_parquet};
+    use crate::data::testing::{write_nullable_parquet, write_packed_parquet, write_parquet};
 
     #[test]
     fn rows_come_in_order_across_row_groups_and_batches() {
@@ -193,6 +202,35 @@ mod tests {
             })
             .expect("read");
         assert_eq!(read, rows);
+    }
+
+    #[test]
+    fn every_codec_that_the_docs_name_is_read() {
+        use parquet::basic::Compression;
+
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("x.parquet");
+        let rows: Vec<String> = (0..500).map(|row| format!("row {row} of a text")).collect();
+        let group = vec![rows.iter().map(|row| Some(row.as_str())).collect()];
+        for packing in [
+            Compression::UNCOMPRESSED,
+            Compression::SNAPPY,
+            Compression::ZSTD(Default::default()),
+            Compression::GZIP(Default::default()),
+            Compression::BROTLI(Default::default()),
+            Compression::LZ4,
+            Compression::LZ4_RAW,
+        ] {
+            write_packed_parquet(&path, "text", &group, packing);
+            let mut read = Vec::new();
+            let column = TextColumn::open(&path).expect("open");
+            let take = &mut |row: &str| {
+                read.push(row.to_owned());
+                Ok(())
+            };
+            column.for_each(take).expect("read");
+            assert_eq!(read, rows, "{packing}");
+        }
     }
 
     #[test]

@@ -13,6 +13,7 @@ use super::documents::{self, Format};
 use super::role::Role;
 use super::{splits, text_file};
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// The files of a dataset in one role.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,12 +78,18 @@ impl Source {
     pub fn check(&self) -> Result<()> {
         match &self.files {
             Files::Documents(path, format) => documents::check(path, *format),
-            Files::Plain(path) | Files::Sentences(path) => text_file::check_beginning(path),
+            Files::Plain(path) | Files::Sentences(path) => {
+                text_file::check_beginning(path, Expected::Text)
+            }
             Files::Demo => Ok(()),
-            Files::Rows(parts) => parts.iter().try_for_each(|part| match Format::of(part)? {
-                Format::Parquet => documents::check(part, Format::Parquet),
-                _ => text_file::check_beginning(part),
-            }),
+            Files::Rows(parts) => {
+                parts
+                    .iter()
+                    .try_for_each(|part| match Format::of(part, Expected::Rows)? {
+                        Format::Parquet => documents::check(part, Format::Parquet),
+                        _ => text_file::check_beginning(part, Expected::Rows),
+                    })
+            }
         }
     }
 
@@ -176,7 +183,7 @@ fn file(name: Option<Name>, path: PathBuf, role: Role) -> Result<Files> {
         (Some(Name::Wikitext2), _) => Ok(Files::Rows(vec![path])),
         (Some(Name::Ptb), _) => Ok(Files::Sentences(path)),
         (Some(Name::C4 | Name::Jsonl), _) | (_, "jsonl" | "json" | "gz" | "parquet") => {
-            let format = Format::of(&path)?;
+            let format = Format::of(&path, Expected::Documents)?;
             Ok(Files::Documents(path, format))
         }
         _ => Ok(Files::Plain(path)),
@@ -189,6 +196,8 @@ fn refuse_unsupported(path: &Path, extension: &str) -> Result<()> {
         extension,
         "zst" | "bz2" | "xz" | "zip" | "tar" | "tgz" | "7z" | "arrow"
     ) {
+        // Its content may name a command that unpacks or converts it.
+        input::open(path, Expected::Text).map_err(|error| input::cannot_read(path, &error))?;
         return Err(Failure::new(format!(
             "cannot read a `.{extension}` file: `{}`",
             path.display()

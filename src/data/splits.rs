@@ -37,7 +37,22 @@ pub(super) fn wikitext2(folder: &Path, role: Role) -> Result<Vec<PathBuf>> {
         "wiki.{split}.raw, wiki.{split}.tokens, wiki.{split}*.raw and {split}-*.parquet, there and in wikitext-2-raw-v1/"
     );
     let what = format!("{split} split of WikiText-2");
-    Err(missing(&what, folder, &names, role, "wikitext2").into())
+    let failure = missing(&what, folder, &names, role, "wikitext2");
+    let Some(cached) = matching(folder, "wikitext-", &format!("{split}.arrow")).pop() else {
+        return Err(failure.into());
+    };
+    let failure = failure.detail(format!(
+        "found `{}`, which the `datasets` library keeps in its cache",
+        cached.display()
+    ));
+    let to = folder.join(format!("{split}-00000-of-00001.parquet"));
+    Err(failure
+        .hint(format!(
+            "convert it: python -c \"from datasets import Dataset; Dataset.from_file('{}').to_parquet('{}')\"",
+            cached.display(),
+            to.display()
+        ))
+        .into())
 }
 
 /// Finds the shard of C4 in a folder (the hub's repository, or its `en/`): the reference's shard, else the only one of the split.

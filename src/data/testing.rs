@@ -84,10 +84,20 @@ pub(super) fn write_parquet(path: &Path, column: &str, groups: &[&[String]]) {
 
 /// Writes such a file with rows that may be null.
 pub(super) fn write_nullable_parquet(path: &Path, column: &str, groups: &[Vec<Option<&str>>]) {
+    write_packed_parquet(path, column, groups, Compression::SNAPPY);
+}
+
+/// Writes such a file with another codec.
+pub(super) fn write_packed_parquet(
+    path: &Path,
+    column: &str,
+    groups: &[Vec<Option<&str>>],
+    packing: Compression,
+) {
     let schema = format!("message rows {{ optional int64 id; optional binary {column} (UTF8); }}");
     let schema = Arc::new(parse_message_type(&schema).expect("a schema"));
     let file = File::create(path).expect("create");
-    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY);
+    let properties = WriterProperties::builder().set_compression(packing);
     let mut writer =
         SerializedFileWriter::new(file, schema, Arc::new(properties.build())).expect("a writer");
     for rows in groups {

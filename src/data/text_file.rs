@@ -6,23 +6,26 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use super::line_memory::LineMemory;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::input::{self, Expected, cannot_read};
 
 /// The longest line that is read. No document is longer, but a file without line ends may be.
 pub(super) const LONGEST_LINE: u64 = 64 << 20;
 /// Bytes of a portion.
 pub(super) const PORTION: usize = 64 << 10;
 
-pub(super) fn open(path: &Path) -> Result<File> {
-    Ok(File::open(path)
-        .map_err(|error| Failure::new(format!("cannot open `{}`: {error}", path.display())))?)
+/// Opens a text. Fails when it cannot be opened, and for content that does not agree with its role or its name.
+pub(super) fn open(path: &Path, expected: Expected) -> Result<File> {
+    Ok(input::open(path, expected).map_err(|error| cannot_read(path, &error))?)
 }
 
-/// Checks that a file is not empty and that its first bytes are UTF-8. Fails when they are not, and when the file cannot be read.
-pub(super) fn check_beginning(path: &Path) -> Result<()> {
+/// Checks that a file is not empty and that its first bytes are UTF-8. Fails when they are not, when the file cannot be read, and for
+/// content that does not agree with its role or its name.
+pub(super) fn check_beginning(path: &Path, expected: Expected) -> Result<()> {
     let mut start = Vec::new();
-    open(path)?
+    open(path, expected)?
         .take(PORTION as u64)
         .read_to_end(&mut start)
         .with_context(|| format!("cannot read `{}`", path.display()))?;
@@ -46,14 +49,14 @@ pub(super) fn for_each_portion(
     path: &Path,
     take: &mut dyn FnMut(&str) -> Result<()>,
 ) -> Result<()> {
-    let cannot_read = || format!("cannot read `{}`", path.display());
-    let mut file = File::open(path).with_context(cannot_read)?;
+    let reading = || format!("cannot read `{}`", path.display());
+    let mut file = open(path, Expected::Text)?;
     let (mut portion, mut offset) = (Vec::with_capacity(PORTION), 0);
     loop {
         let read = (&mut file)
             .take((PORTION - portion.len()) as u64)
             .read_to_end(&mut portion)
-            .with_context(cannot_read)?;
+            .with_context(reading)?;
         let valid = match std::str::from_utf8(&portion) {
             Ok(text) => text.len(),
             // The character continues in the next portion.
@@ -70,18 +73,24 @@ pub(super) fn for_each_portion(
 }
 
 /// Gives every line of a file to `take`, with its newline. The last line may have no newline.
-/// Fails when the file cannot be read, is not UTF-8 or has a line of more than [`LONGEST_LINE`] bytes, and when `take` fails.
-pub(super) fn for_each_line(path: &Path, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
-    let cannot_read = || format!("cannot read `{}`", path.display());
-    let mut reader = BufReader::new(File::open(path).with_context(cannot_read)?);
+/// Fails when the file cannot be read, is not UTF-8 or has a line that is too long for the memory budget or [`LONGEST_LINE`], and when `take` fails.
+pub(super) fn for_each_line(
+    path: &Path,
+    lines: LineMemory,
+    take: &mut dyn FnMut(&str) -> Result<()>,
+) -> Result<()> {
+    let reading = || format!("cannot read `{}`", path.display());
+    let mut reader = BufReader::new(open(path, Expected::Rows)?);
     let (mut line, mut offset) = (Vec::new(), 0);
     while (&mut reader)
-        .take(LONGEST_LINE + 1)
+        .take(lines.longest() + 1)
         .read_until(b'\n', &mut line)
-        .with_context(cannot_read)?
+        .with_context(reading)?
         > 0
     {
-        if line.len() as u64 > LONGEST_LINE {
+        if line.len() as u64 > lines.longest() {
+            let whole = line.len() as u64 + reader.skip_until(b'\n').with_context(reading)? as u64;
+            lines.check(path, whole.min(LONGEST_LINE))?;
             return Err(line_too_long(path)
                 .detail(format!("it begins at byte {offset}"))
                 .hint("check that it is a text of lines; one without them is read by its path alone, as a .txt file")

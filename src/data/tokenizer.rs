@@ -1,15 +1,13 @@
 //! Text to token ids and back, with the special tokens that `transformers` would add.
 //!
-//! This wraps the `tokenizers` crate, which the Python "fast" tokenizers run too, so ids agree with theirs. One rule is not in
+//! This wraps the `tokenizers` crate, which the Python "fast" tokenizers run too, so ids agree with theirs. Two rules are not in
 //! `tokenizer.json`: for the Llama classes, `transformers` builds the post-processor from `add_bos_token` and `add_eos_token` of
-//! `tokenizer_config.json`, and ignores that of `tokenizer.json`.
+//! `tokenizer_config.json`, and the space before a text from `add_prefix_space` ([`TokenizerConfig`]).
 
-use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use anyhow::Result;
-use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
@@ -17,11 +15,13 @@ use tokenizers::{
     PreTokenizerWrapper, Token, TokenizerImpl,
 };
 
-use super::digest;
 use super::encoder::Encoder;
 use super::text_cut::CutRule;
-use crate::bytes::{ByteSize, hex, read_settings, read_whole};
+use super::tokenizer_config::{PrefixSpace, TokenizerConfig};
+use super::{digest, tokenizer_bounds};
+use crate::bytes::{ByteSize, hex};
 use crate::failure::{Failure, blaming};
+use crate::input::{self, Expected, cannot_read};
 
 /// The library's stream, for a tokenizer of any kind.
 pub(super) type DecodeStream<'t> = tokenizers::DecodeStream<
@@ -42,6 +42,8 @@ pub struct Tokenizer {
     eos: Option<u32>,
     /// Set only if `tokenizer_config.json` asks for other special tokens than `tokenizer.json` adds.
     pub(super) special: Option<SpecialTokens>,
+    /// Facts about which `tokenizer_config.json` and `tokenizer.json` disagree.
+    warnings: Vec<String>,
     cuts: Option<Cuts>,
     /// The failure for a panic of the library.
     damaged: Failure,
@@ -77,7 +79,7 @@ impl Tokenizer {
     /// is damaged, or when the configuration asks for a special token that the vocabulary lacks.
     pub fn load(model_folder: &Path) -> Result<Self> {
         let path = model_folder.join("tokenizer.json");
-        let bytes = match read_whole(&path, LARGEST) {
+        let bytes = match input::read(&path, LARGEST, Expected::Json) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(no_tokenizer(model_folder).into());
@@ -91,6 +93,13 @@ impl Tokenizer {
         // The library panics on some values of the wrong type.
         let parsed = blaming(damaged(FAILED.into()), || parse(&bytes))?;
         let mut inner = parsed.map_err(|error| damaged(error.to_string()))?;
+        let parts = [
+            ("normalizer", serde_json::to_value(inner.get_normalizer())?),
+            ("decoder", serde_json::to_value(inner.get_decoder())?),
+        ];
+        for (name, part) in parts {
+            tokenizer_bounds::check(&part, name, &path)?;
+        }
         let sha256 = digest::of_bytes(&bytes);
         drop(bytes);
         // Some files are saved with truncation or padding. A plain call of transformers uses neither.
@@ -110,23 +119,26 @@ impl Tokenizer {
             largest_id,
             eos: None,
             special: None,
+            warnings: Vec::new(),
             cuts: None,
             damaged: damaged(FAILED.into()),
         };
         let config_path = model_folder.join("tokenizer_config.json");
-        if let Some(config) = read_config(&config_path)? {
-            tokenizer.eos = tokenizer.configured_eos(&config);
-            if let Some(special) = tokenizer.configured_special_tokens(&config, &config_path)? {
-                tokenizer.apply(special)?;
-            }
+        if let Some(config) = TokenizerConfig::read(&config_path)? {
+            tokenizer.follow(&config, &config_path)?;
         }
         let damaged = tokenizer.damaged.clone();
         tokenizer.cuts = blaming(damaged, || tokenizer.find_cuts())?;
         Ok(tokenizer)
     }
 
-    /// SHA-256 of `tokenizer.json` in hex, as `sha256sum` prints it. A mark follows if `tokenizer_config.json` changes the special
-    /// tokens ("…+bos", "…+bos+eos", "…+plain"), because the same file then gives other ids.
+    /// Facts about which `tokenizer_config.json` and `tokenizer.json` disagree, for a warning each.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// SHA-256 of `tokenizer.json` in hex, as `sha256sum` prints it. A mark follows if `tokenizer_config.json` changes the space before
+    /// a text ("…-space") or the special tokens ("…+bos", "…+bos+eos", "…+plain"), because the same file then gives other ids.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -280,22 +292,38 @@ impl Tokenizer {
         token.is_some_and(|token| !self.inner.get_added_vocabulary().is_special_token(&token))
     }
 
-    /// The id of `eos_token` in `tokenizer_config.json`.
-    fn configured_eos(&self, config: &Value) -> Option<u32> {
-        let default = is_llama(config).then_some("</s>");
-        self.id_of(token_name(config, "eos_token", default)?)
+    /// Follows `tokenizer_config.json` where it decides, and keeps a warning for every fact about which the two files disagree.
+    fn follow(&mut self, config: &TokenizerConfig, path: &Path) -> Result<()> {
+        let default = config.is_llama().then_some("</s>");
+        self.eos = config
+            .token("eos_token", default)
+            .and_then(|token| self.id_of(token));
+        let (space, warning) = config.set_prefix_space(&mut self.inner)?;
+        self.sha256 += space.mark();
+        self.warnings.extend(warning);
+        let added = config.added_tokens_warning(&|token| self.id_of(token));
+        self.warnings.extend(added);
+        let damaged = self.damaged.clone();
+        if let Some((before, after)) = blaming(damaged, || self.around(true))? {
+            let of_file = [!before.is_empty(), !after.is_empty()];
+            self.warnings.extend(config.special_tokens_warning(of_file));
+        }
+        match self.configured_special_tokens(config, path)? {
+            Some(special) => self.apply(special),
+            None => Ok(()),
+        }
     }
 
     /// The special tokens of `tokenizer_config.json`; `None` if it names another class or has no `add_bos_token`.
     fn configured_special_tokens(
         &self,
-        config: &Value,
+        config: &TokenizerConfig,
         path: &Path,
     ) -> Result<Option<SpecialTokens>> {
-        let (true, Some(add_bos)) = (is_llama(config), config["add_bos_token"].as_bool()) else {
+        let (true, Some(add_bos)) = (config.is_llama(), config.flag("add_bos_token")) else {
             return Ok(None);
         };
-        let add_eos = config["add_eos_token"].as_bool().unwrap_or(false);
+        let add_eos = config.flag("add_eos_token").unwrap_or(false);
         // The defaults of the class, if the configuration does not name the tokens.
         let bos = if add_bos {
             Some(self.named_token(config, "bos_token", "<s>", path)?)
@@ -311,8 +339,14 @@ impl Tokenizer {
     }
 
     /// The id of a token that the configuration names by a string, or by an object with `content`.
-    fn named_token(&self, config: &Value, key: &str, default: &str, path: &Path) -> Result<u32> {
-        let named = token_name(config, key, Some(default));
+    fn named_token(
+        &self,
+        config: &TokenizerConfig,
+        key: &str,
+        default: &str,
+        path: &Path,
+    ) -> Result<u32> {
+        let named = config.token(key, Some(default));
         let id = named.and_then(|token| self.inner.token_to_id(token));
         let asked = || {
             Failure::new(format!(
@@ -346,7 +380,9 @@ impl Tokenizer {
     pub(super) fn possible_hashes(model_folder: &Path) -> Result<Vec<String>> {
         let mut hasher = Sha256::new();
         let path = model_folder.join("tokenizer.json");
-        match File::open(&path).and_then(|mut file| io::copy(&mut file, &mut hasher)) {
+        match input::open(&path, Expected::Json)
+            .and_then(|mut file| io::copy(&mut file, &mut hasher))
+        {
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 return Err(no_tokenizer(model_folder).into());
@@ -355,37 +391,13 @@ impl Tokenizer {
         }
         let sha256 = hex(&hasher.finalize());
         let marks = [(true, true), (true, false), (false, true), (false, false)];
-        let marked = marks.map(|(bos, eos)| format!("{sha256}{}", suffix(bos, eos)));
-        Ok(marked.into_iter().chain([sha256]).collect())
-    }
-}
-
-/// Reads `tokenizer_config.json`; `None` if it is absent.
-fn read_config(path: &Path) -> Result<Option<Value>> {
-    let text = match read_settings(path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(unreadable(path, &error).into()),
-    };
-    let config = serde_json::from_str(&text).map_err(|error| {
-        Failure::new(format!("`{}` is not valid JSON: {error}", path.display()))
-            .hint("copy it from the model's page again")
-    })?;
-    Ok(Some(config))
-}
-
-fn is_llama(config: &Value) -> bool {
-    matches!(
-        config["tokenizer_class"].as_str(),
-        Some("LlamaTokenizer" | "LlamaTokenizerFast")
-    )
-}
-
-/// The name of a token in the configuration: a string, or an object with `content`.
-fn token_name<'v>(config: &'v Value, key: &str, default: Option<&'v str>) -> Option<&'v str> {
-    match config.get(key) {
-        None => default,
-        Some(value) => value.as_str().or_else(|| value["content"].as_str()),
+        let marks = marks.map(|(bos, eos)| suffix(bos, eos));
+        let hashes = PrefixSpace::ALL.into_iter().flat_map(|space| {
+            let of_space = format!("{sha256}{}", space.mark());
+            let marked = marks.map(|mark| format!("{of_space}{mark}"));
+            marked.into_iter().chain([of_space])
+        });
+        Ok(hashes.collect())
     }
 }
 
@@ -401,8 +413,7 @@ fn suffix(has_bos: bool, has_eos: bool) -> &'static str {
 
 /// The failure for a file that exists but cannot be read.
 pub(super) fn unreadable(path: &Path, error: &io::Error) -> Failure {
-    Failure::new(format!("cannot read `{}`: {error}", path.display()))
-        .hint("copy it from the model's page again")
+    cannot_read(path, error).or_hint("copy it from the model's page again")
 }
 
 /// Parses a `tokenizer.json`. For a model of unknown type, the library parses generic values twice. Nearly all models are byte

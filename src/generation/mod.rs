@@ -14,4 +14,4 @@ pub use generate::{FinishReason, Generated, GenerationRequest, generate};
 pub use generator::{Generator, PROMPT_BLOCK, Sequence};
 pub use sampler::{Sampler, Sampling};
 pub use sentence::sentence;
-pub use stop::stop_ids;
+pub use stop::{stop_ids, stop_warning};

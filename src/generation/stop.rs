@@ -6,8 +6,24 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::Value;
 
-use crate::bytes::read_settings;
 use crate::failure::Failure;
+use crate::input::{cannot_read, read_settings};
+
+/// The warning for an `eos_token_id` of `config.json` that `generation_config.json` does not have; `None` where they agree.
+pub fn stop_warning(folder: &Path) -> Option<String> {
+    let ids = |name: &str| {
+        let text = read_settings(&folder.join(name)).ok()?;
+        let config: Value = serde_json::from_str(&text).ok()?;
+        ids_of(&config["eos_token_id"])
+    };
+    let (used, other) = (ids("generation_config.json")?, ids("config.json")?);
+    let differs = other.iter().any(|id| !used.contains(id));
+    differs.then(|| {
+        format!(
+            "`eos_token_id` is {used:?} in generation_config.json and {other:?} in config.json: generation_config.json is used, as in transformers"
+        )
+    })
+}
 
 /// The ids that end a text of this model: `eos_token_id` of `generation_config.json`, else of `config.json`, which is a number or a
 /// list, else `of_tokenizer`, the tokenizer's `</s>`. Without any of them the list is empty, and the model never ends a text.
@@ -20,11 +36,7 @@ pub fn stop_ids(folder: &Path, of_tokenizer: Option<u32>) -> Result<Vec<u32>> {
         let text = match read_settings(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            Err(error) => {
-                return Err(
-                    Failure::new(format!("cannot read `{}`: {error}", path.display())).into(),
-                );
-            }
+            Err(error) => return Err(cannot_read(&path, &error).into()),
         };
         let config: Value = serde_json::from_str(&text)
             .map_err(|error| Failure::new(format!("`{}` is not JSON: {error}", path.display())))?;
@@ -70,6 +82,14 @@ mod tests {
         write("config.json", json!({"eos_token_id": 7}));
         write("generation_config.json", json!({"eos_token_id": [3, 5]}));
         assert_eq!(stops().unwrap(), [3, 5]);
+        let warning = stop_warning(folder.path()).unwrap();
+        assert!(
+            warning.contains("[3, 5]") && warning.contains("[7]"),
+            "{warning}"
+        );
+        write("config.json", json!({"eos_token_id": 5}));
+        assert_eq!(stop_warning(folder.path()), None, "one of several");
+        write("config.json", json!({"eos_token_id": 7}));
         write("generation_config.json", json!({"eos_token_id": null}));
         assert_eq!(stops().unwrap(), [7]);
         write("config.json", json!({}));

@@ -16,8 +16,9 @@ use std::sync::Arc;
 use ureq::tls::{Certificate, PemItem, RootCerts, parse_pem};
 
 use super::settings::Lookup;
-use crate::bytes::{ByteSize, read_whole};
+use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// Variables that name certificates; the first one that is set counts. Each names a file, or a folder of files.
 const VARIABLES: [&str; 4] = [
@@ -129,14 +130,14 @@ impl Trusted {
 /// Adds the certificates of a file, or of the files of a folder.
 fn read(path: &Path, certificates: &mut Vec<Certificate<'static>>) -> io::Result<()> {
     if !path.is_dir() {
-        certificates.extend(of_pem(&read_whole(path, LARGEST)?));
+        certificates.extend(of_pem(&input::read(path, LARGEST, Expected::Settings)?));
         return Ok(());
     }
     for entry in fs::read_dir(path)? {
         let file = entry?.path();
         // Links may point nowhere, and other files may lie there.
         if file.is_file()
-            && let Ok(text) = read_whole(&file, LARGEST)
+            && let Ok(text) = input::read(&file, LARGEST, Expected::Settings)
         {
             certificates.extend(of_pem(&text));
         }

@@ -49,19 +49,16 @@ impl Hub {
                 shards: None,
             })
         };
-        if self.settings.is_offline {
+        if self.settings.offline_for(repo).is_some() {
             return Ok(cached()?);
         }
         let list = match transfer.list() {
             Ok(list) => list,
-            Err(failure) => {
-                let headers = cached().map_err(|_| failure)?;
-                events.note(format!(
-                    "the hub did not list the files of the model `{}`; using the cache, which has commit {}",
-                    repo.id(),
-                    headers.snapshot.commit
-                ));
-                return Ok(headers);
+            Err(unanswered) => {
+                return Ok(ModelHeaders {
+                    snapshot: transfer.cached_instead(unanswered)?,
+                    shards: None,
+                });
             }
         };
         let mut shards = Vec::new();

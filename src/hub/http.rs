@@ -96,6 +96,35 @@ fn content_range(value: &str) -> Option<(u64, Option<u64>)> {
     Some((start.trim().parse().ok()?, total))
 }
 
+/// The failure of a request after all tries.
+#[derive(Debug)]
+pub(super) struct Unanswered {
+    pub(super) failure: Failure,
+    /// The hub gave an answer that another try would not change. False without a network, and for a hub that is silent or broken.
+    pub(super) is_final: bool,
+}
+
+impl From<Failure> for Unanswered {
+    fn from(failure: Failure) -> Self {
+        Self {
+            failure,
+            is_final: true,
+        }
+    }
+}
+
+impl From<Unanswered> for Failure {
+    fn from(unanswered: Unanswered) -> Self {
+        unanswered.failure
+    }
+}
+
+impl From<Unanswered> for anyhow::Error {
+    fn from(unanswered: Unanswered) -> Self {
+        unanswered.failure.into()
+    }
+}
+
 impl Hub {
     /// A hub with these settings. Nothing is connected yet.
     pub fn new(settings: HubSettings) -> Self {
@@ -123,7 +152,7 @@ impl Hub {
         &self,
         events: &dyn Events,
         mut attempt: impl FnMut() -> Result<T, RequestError>,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, Unanswered> {
         let mut failed = 0;
         loop {
             let RequestError { failure, retry } = match attempt() {
@@ -132,7 +161,7 @@ impl Hub {
             };
             let mut retries = self.settings.retries;
             match retry {
-                Retry::Never => return Err(failure),
+                Retry::Never => return Err(failure.into()),
                 Retry::Unreachable => retries = retries.min(UNREACHABLE_RETRIES),
                 Retry::Progressed => failed = 0,
                 Retry::Later | Retry::After(_) => {}
@@ -142,12 +171,18 @@ impl Hub {
                 Retry::After(wait) => wait,
                 _ => self.delay(failed),
             };
+            let is_busy = |failure| Unanswered {
+                failure,
+                is_final: false,
+            };
             if wait > MAX_WAIT {
-                return Err(failure.detail(format!("it asks to wait {} s", wait.as_secs())));
+                return Err(is_busy(
+                    failure.detail(format!("it asks to wait {} s", wait.as_secs())),
+                ));
             }
             if failed > retries {
                 let times = if failed == 1 { "time" } else { "times" };
-                return Err(failure.detail(format!("tried {failed} {times}")));
+                return Err(is_busy(failure.detail(format!("tried {failed} {times}"))));
             }
             events.note(format!(
                 "{}; trying again in {} s ({failed} of {retries})",

@@ -90,12 +90,20 @@ impl Hub {
     fn file(&self, repo: &HubRepo, file: &str, events: &dyn Events) -> Result<PathBuf> {
         let transfer = Transfer::new(self, repo, events);
         let cache = &transfer.cache;
-        if self.settings.is_offline {
-            let commit = cache.commit().filter(|commit| cache.has(commit, file));
-            let commit = commit.ok_or_else(|| transfer.not_cached(Some(file)))?;
+        let cached = || cache.commit().filter(|commit| cache.has(commit, file));
+        if self.settings.offline_for(repo).is_some() {
+            let commit = cached().ok_or_else(|| transfer.not_cached(Some(file)))?;
             return Ok(cache.snapshot(&commit));
         }
-        let remote = transfer.describe(None, file)?;
+        let remote = match transfer.describe(None, file) {
+            Ok(remote) => remote,
+            Err(unanswered) => {
+                let commit = cached().filter(|_| !unanswered.is_final);
+                let commit = commit.ok_or(unanswered.failure.clone())?;
+                transfer.warn_of_cache(&unanswered.failure, &commit);
+                return Ok(cache.snapshot(&commit));
+            }
+        };
         if !cache.has(&remote.commit, file) {
             let total = remote.bytes.unwrap_or_default();
             let mut meter = Meter::start(events, format!("download {}", repo.id()), total);

@@ -11,13 +11,14 @@ use anyhow::Result;
 use serde::Deserialize;
 
 use super::cache::is_plain_commit;
-use super::http::HttpRequest;
+use super::http::{HttpRequest, Unanswered};
 use super::id::HubRepo;
 use super::refusal::not_a_hub;
 use super::transfer::Transfer;
 use super::{Hub, ModelFiles, Snapshot};
-use crate::bytes::{ByteSize, read_whole};
+use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 use crate::run::{Events, Meter};
 
 const CONFIG: &str = "config.json";
@@ -67,17 +68,13 @@ impl Hub {
         events: &dyn Events,
     ) -> Result<Snapshot> {
         let transfer = Transfer::new(self, repo, events);
-        if self.settings.is_offline {
+        if self.settings.offline_for(repo).is_some() {
             return Ok(transfer.cached_model()?);
         }
-        let list = transfer
-            .list()
-            .map_err(|failure| match transfer.cached_model() {
-                Ok(Snapshot { commit, .. }) => failure.detail(format!(
-                    "the cache holds it at commit {commit}: HF_HUB_OFFLINE=1 uses that"
-                )),
-                Err(_) => failure,
-            })?;
+        let list = match transfer.list() {
+            Ok(list) => list,
+            Err(unanswered) => return Ok(transfer.cached_instead(unanswered)?),
+        };
         let commit = &list.commit;
         let weights = transfer.weight_files(&list, files)?;
         if !list.files.contains_key(TOKENIZER) {
@@ -112,7 +109,7 @@ impl Hub {
 
 impl Transfer<'_> {
     /// Requests the list of the files.
-    pub(super) fn list(&self) -> Result<Listing, Failure> {
+    pub(super) fn list(&self) -> Result<Listing, Unanswered> {
         self.hub.with_retries(self.events, || {
             let answer = self.hub.send(&HttpRequest {
                 repo: self.repo,
@@ -182,6 +179,27 @@ impl Transfer<'_> {
         }
     }
 
+    /// The model in the cache, where a request for it was not answered: with a warning, as in the Python client. Fails with the reason
+    /// of the missing answer if the hub refuses the model, or the cache does not hold all of it.
+    pub(super) fn cached_instead(&self, unanswered: Unanswered) -> Result<Snapshot, Failure> {
+        let cached = match unanswered.is_final {
+            true => None,
+            false => self.cached_model().ok(),
+        };
+        let snapshot = cached.ok_or(unanswered.failure.clone())?;
+        self.warn_of_cache(&unanswered.failure, &snapshot.commit);
+        Ok(snapshot)
+    }
+
+    /// Warns that the cache is used because a request was not answered.
+    pub(super) fn warn_of_cache(&self, failure: &Failure, commit: &str) {
+        self.events.warn(format!(
+            "{}; {} is taken from the cache at commit {commit}, which may be older than the hub's (HF_HUB_OFFLINE=1 sends no request)",
+            failure.message,
+            self.repo.named(None)
+        ));
+    }
+
     /// The files of a commit.
     pub(super) fn snapshot(&self, commit: String) -> Snapshot {
         Snapshot {
@@ -196,14 +214,16 @@ impl Transfer<'_> {
             "model" => "a local folder to --model",
             _ => "the text's path",
         };
+        let offline = self.hub.settings.offline_for(self.repo);
+        let offline = offline.unwrap_or("HF_HUB_OFFLINE");
         Failure::new(format!(
-            "{} (revision `{}`) is not in the cache, and HF_HUB_OFFLINE forbids to download it",
+            "{} (revision `{}`) is not in the cache, and {offline} forbids to download it",
             self.repo.named(file),
             self.repo.revision()
         ))
         .detail(format!("the cache is `{}`", self.hub.settings.cache.display()))
         .hint(format!(
-            "run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give {instead}"
+            "run once without {offline} where there is a network, name the right cache with --cache-dir, or give {instead}"
         ))
     }
 }
@@ -217,7 +237,8 @@ fn shards(repo: &HubRepo, folder: &Path) -> Result<Vec<String>, Failure> {
             .detail(format!("`{}`: {why}", path.display()))
             .hint("remove that file to download it again, or use another --revision")
     };
-    let text = read_whole(&path, LARGEST_INDEX).map_err(|error| unusable(error.to_string()))?;
+    let text = input::read(&path, LARGEST_INDEX, Expected::Json)
+        .map_err(|error| unusable(error.to_string()))?;
     let index: ShardIndex =
         serde_json::from_slice(&text).map_err(|error| unusable(error.to_string()))?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();

@@ -211,7 +211,7 @@ pub(super) fn unanswered(settings: &HubSettings, origin: &Origin, error: &Error)
         )
     };
     let offline = format!(
-        "name a local folder, or set HF_ENDPOINT to a mirror you can reach, or HF_HUB_OFFLINE=1 to use the cache `{}`",
+        "name a local folder, or set HF_ENDPOINT to a mirror you can reach, or HF_HOME to a cache that holds all files; `{}` does not",
         settings.cache.display()
     );
     let cause = error.to_string();

@@ -13,6 +13,7 @@ use anyhow::Result;
 use ureq::http::Uri;
 
 use super::certificates::Trusted;
+use super::id::HubRepo;
 use crate::failure::Failure;
 
 /// The address of the hub without `HF_ENDPOINT`.
@@ -86,7 +87,10 @@ pub struct HubSettings {
     pub(super) cache: PathBuf,
     pub(super) token: Option<Token>,
     pub(super) trusted: Trusted,
-    pub(super) is_offline: bool,
+    /// The variable that forbids requests; `None` if none does.
+    pub(super) offline: Option<&'static str>,
+    /// The variable that forbids requests for data sets alone.
+    offline_for_datasets: Option<&'static str>,
     /// Retries after the first try.
     pub(super) retries: u32,
     /// The wait before the second try; it doubles after each try.
@@ -111,23 +115,38 @@ impl HubSettings {
         // The values that the Python client takes for true.
         let is_true =
             |value: String| ["1", "ON", "YES", "TRUE"].contains(&&*value.to_ascii_uppercase());
-        let is_offline = text(lookup, "HF_HUB_OFFLINE").is_some_and(is_true);
+        let is_set = |name: &&'static str| text(lookup, name).is_some();
+        // As in `huggingface_hub.constants`: the first variable with a value decides.
+        let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"];
+        let offline = offline.into_iter().find(is_set);
+        let offline = offline.filter(|name| text(lookup, name).is_some_and(is_true));
+        // The variable of the `datasets` library.
+        let for_datasets = Some("HF_DATASETS_OFFLINE");
+        let for_datasets = for_datasets.filter(|name| text(lookup, name).is_some_and(is_true));
         Ok(Self {
             endpoint,
             origin,
             cache: cache(cache_dir, lookup)?,
             token: token(lookup)?,
             // Offline nothing is asked, so nothing is trusted.
-            trusted: match is_offline {
-                true => Trusted::built_in(),
-                false => Trusted::find(lookup)?,
+            trusted: match offline {
+                Some(_) => Trusted::built_in(),
+                None => Trusted::find(lookup)?,
             },
-            is_offline,
+            offline,
+            offline_for_datasets: for_datasets,
             // The number is from 0 to 100; the cast drops a fraction.
             retries: number(lookup, "PRUNE_HUB_RETRIES", 5.0, 100.0)? as u32,
             retry_delay: seconds("PRUNE_HUB_RETRY_SECONDS", 1.0)?,
             silence: seconds("HF_HUB_DOWNLOAD_TIMEOUT", 30.0)?.max(Duration::from_millis(1)),
         })
+    }
+
+    /// The variable that forbids requests for a repository; `None` if none does.
+    pub(super) fn offline_for(&self, repo: &HubRepo) -> Option<&'static str> {
+        let is_dataset = repo.noun() == "dataset";
+        self.offline
+            .or(self.offline_for_datasets.filter(|_| is_dataset))
     }
 
     /// The warning for a token that would travel unencrypted.
@@ -330,18 +349,29 @@ mod tests {
     }
 
     #[test]
-    fn offline_has_the_values_of_the_python_client() {
-        let is_offline = |value: &str| {
-            settings(None, &[("HF_HUB_OFFLINE", value), ("HF_HOME", "/hf")])
-                .expect("valid")
-                .is_offline
+    fn offline_has_the_variables_and_the_values_of_the_python_clients() {
+        let offline = |variables: &[(&str, &str)]| {
+            let all = [variables, &[("HF_HOME", "/hf")]].concat();
+            let settings = settings(None, &all).expect("valid");
+            let model = HubRepo::model("acme/tiny").expect("an id");
+            let repos = [model, HubRepo::dataset("acme/text")];
+            repos.map(|repo| settings.offline_for(&repo))
         };
-        for value in ["1", "true", "TRUE", "yes", "On"] {
-            assert!(is_offline(value), "{value}");
+        for name in ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"] {
+            for value in ["1", "true", "TRUE", "yes", "On"] {
+                assert_eq!(offline(&[(name, value)]), [Some(name); 2], "{value}");
+            }
+            for value in ["", "0", "false", "no", "off", "2"] {
+                assert_eq!(offline(&[(name, value)]), [None; 2], "{value}");
+            }
         }
-        for value in ["", "0", "false", "no", "off"] {
-            assert!(!is_offline(value), "{value}");
-        }
+        let datasets = "HF_DATASETS_OFFLINE";
+        assert_eq!(offline(&[(datasets, "1")]), [None, Some(datasets)]);
+        // The first variable with a value decides, as in Python's `or`.
+        let [hub, transformers] = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"];
+        assert_eq!(offline(&[(hub, "0"), (transformers, "1")]), [None; 2]);
+        let empty = offline(&[(hub, ""), (transformers, "1")]);
+        assert_eq!(empty, [Some(transformers); 2]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use super::cache::{RepoCache, cannot_write, is_plain_commit};
-use super::http::{Answer, HttpRequest};
+use super::http::{Answer, HttpRequest, Unanswered};
 use super::id::HubRepo;
 use super::partial::{BUFFER, Partial};
 use super::refusal::{CHECK_ENDPOINT, RequestError, Retry, not_a_hub, unanswered};
@@ -53,7 +53,7 @@ pub(super) struct Transfer<'a> {
 impl<'a> Transfer<'a> {
     pub(super) fn new(hub: &'a Hub, repo: &'a HubRepo, events: &'a dyn Events) -> Self {
         let warning = hub.settings.unencrypted_token();
-        if let Some(warning) = warning.filter(|_| !hub.settings.is_offline) {
+        if let Some(warning) = warning.filter(|_| hub.settings.offline_for(repo).is_none()) {
             events.warn(warning);
         }
         Self {
@@ -82,7 +82,7 @@ impl<'a> Transfer<'a> {
         &self,
         commit: Option<&str>,
         file: &'f str,
-    ) -> Result<Remote<'f>, Failure> {
+    ) -> Result<Remote<'f>, Unanswered> {
         let revision = commit.unwrap_or(self.repo.revision());
         let request = HttpRequest {
             is_head: true,
@@ -100,7 +100,7 @@ impl<'a> Transfer<'a> {
         let is_letter = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         let is_short = (1..=128).contains(&etag.len());
         if !is_short || etag.starts_with('.') || !etag.chars().all(is_letter) {
-            return Err(unlike("no usable ETag"));
+            return Err(unlike("no usable ETag").into());
         }
         let told = answer
             .commit
@@ -161,7 +161,7 @@ impl<'a> Transfer<'a> {
         mut meter: Option<&mut Meter<'_>>,
     ) -> Result<(), Failure> {
         let mut was_damaged = false;
-        self.hub.with_retries(self.events, || {
+        Ok(self.hub.with_retries(self.events, || {
             self.continue_download(remote, partial, meter.as_deref_mut())?;
             let found = partial.sha256();
             let Some(expected) = remote.sha256().filter(|expected| *expected != found) else {
@@ -177,7 +177,7 @@ impl<'a> Transfer<'a> {
                 return Err(failure.into());
             }
             Err(RequestError::later(failure))
-        })
+        })?)
     }
 
     /// Sends one request for the missing bytes and appends them.

@@ -12,6 +12,7 @@ use crate::data::{ChatTemplate, TextStream, Tokenizer};
 use crate::failure::Failure;
 use crate::generation::{
     Generated, GenerationRequest, Generator, Sampler, Sampling, generate as write, stop_ids,
+    stop_warning,
 };
 use crate::placement::planner::USABLE;
 use crate::placement::{DeviceMap, Residency, inventory};
@@ -116,8 +117,11 @@ impl Writer {
     ) -> Result<Self> {
         let model = OpenedModel::open(model, &settings.device, None, events)?;
         model.check_ends(events)?;
-        let tokenizer = model.tokenizer()?;
+        let tokenizer = model.tokenizer(events)?;
         let of_model = stop_ids(&model.folder, tokenizer.id_of("</s>"))?;
+        if let Some(warning) = stop_warning(&model.folder) {
+            events.warn(warning);
+        }
         let prompt = settings.prompt.as_str();
         let (prompt, prompt_ids) = if settings.chat {
             let template = ChatTemplate::load(&model.folder)?;

@@ -11,6 +11,7 @@ use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::{Checkpoint, MERGING_FILE};
 use crate::eval::{self, Inspected};
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 use crate::model::{KeptLayers, ModelConfig};
 use crate::pruning::{self, PruningMethod};
 use crate::quantized::QuantizedSource;
@@ -167,7 +168,7 @@ fn run_record(model: &Path) -> Option<Manifest> {
 fn merge(model: &Path, events: &dyn Events) -> Option<String> {
     let record = model.join(MERGING_FILE);
     record.symlink_metadata().ok()?;
-    let bytes = read_whole(&record, LARGEST_RECORD).ok()?;
+    let bytes = input::read(&record, LARGEST_RECORD, Expected::Json).ok()?;
     let report: MergeReport = match serde_json::from_slice(&bytes) {
         Ok(report) => report,
         Err(why) => {

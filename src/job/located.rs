@@ -7,10 +7,14 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 use super::folder::MODEL;
-use crate::checkpoint::{CONFIG_FILE, Checkpoint, HeadersOnly, WeightSource, is_model_file};
+use crate::checkpoint::{
+    CONFIG_FILE, Checkpoint, HeadersOnly, WeightSource, is_model_file, not_a_model,
+};
 use crate::data::{DatasetSpec, Role};
 use crate::failure::Failure;
 use crate::hub::{Hub, HubRepo, HubSettings, ModelFiles};
+use crate::linalg::StoredDtype;
+use crate::model::config::disagreements;
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, stored_dtypes};
 use crate::quantized;
 use crate::run::Events;
@@ -145,7 +149,23 @@ pub(super) fn headers(
         Head::check(&*source, &config)?;
     }
     let dtypes = stored_dtypes(&*source, &config);
+    warn_of_config(&folder, dtypes.layers, events)?;
     Ok((config, dtypes))
+}
+
+/// Warns of every fact that the `config.json` of a folder states in two ways.
+///
+/// # Errors
+/// Fails when the file cannot be read.
+pub(super) fn warn_of_config(
+    folder: &Path,
+    stored: StoredDtype,
+    events: &dyn Events,
+) -> Result<()> {
+    for warning in disagreements(&ModelConfig::read_json(folder)?, stored) {
+        events.warn(warning);
+    }
+    Ok(())
 }
 
 /// The shape of the model in a folder, and whether it is a 4-bit checkpoint that [`crate::quantized`] reads.
@@ -164,7 +184,7 @@ pub(super) fn config(folder: &Path) -> Result<(ModelConfig, bool)> {
 /// The repository of a model on the hub; `None` for a local folder.
 fn repository(settings: &ModelSettings) -> Result<Option<HubRepo>, Failure> {
     let (model, revision) = (&settings.model, settings.revision.as_deref());
-    if let Some(failure) = run_folder(model) {
+    if let Some(failure) = run_folder(model).or_else(|| not_a_model(model)) {
         return Err(failure);
     }
     if !model.exists() {

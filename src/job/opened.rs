@@ -109,6 +109,7 @@ impl OpenedModel {
         let seqlen = check_seqlen(seqlen, &config)?;
         let threads = machine::start_workers(device.threads)?;
         let stored = crate::model::stored_dtypes(&*source, &config).layers;
+        located::warn_of_config(&folder, stored, events)?;
         Ok(Self {
             source,
             quantized,
@@ -159,10 +160,15 @@ impl OpenedModel {
         self.dtypes().layers
     }
 
-    /// Loads the tokenizer, as part of the tokenize phase.
-    pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
-        self.clock
-            .measure(Phase::Tokenize, || Tokenizer::load(&self.folder))
+    /// Loads the tokenizer, as part of the tokenize phase, and warns where its two files disagree.
+    pub(super) fn tokenizer(&self, events: &dyn Events) -> Result<Tokenizer> {
+        let loaded = self
+            .clock
+            .measure(Phase::Tokenize, || Tokenizer::load(&self.folder))?;
+        for warning in loaded.warnings() {
+            events.warn(warning.clone());
+        }
+        Ok(loaded)
     }
 
     /// Checks that the embedding, the last norm and the head can be read, and says where another head is passed over.

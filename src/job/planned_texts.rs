@@ -104,7 +104,7 @@ fn tokenize(
     let sources = TextSources::find(settings, model, events)?;
     (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InPieces)?;
     planning.plan(shape)?;
-    let Some(tokenizer) = sources.tokenizer(model)? else {
+    let Some(tokenizer) = sources.tokenizer(model, events)? else {
         return Ok(Texts::default());
     };
     if !tokenizer.is_bounded() {

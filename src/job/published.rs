@@ -12,9 +12,10 @@ use serde_json::Value;
 
 use super::record::{self, RunResults};
 use super::settle::Job;
-use crate::bytes::{LARGEST_RECORD, read_whole};
+use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::{CARD_FILE, CONFIG_FILE, OwnFiles, card_of_source, cards_in};
 use crate::hub::HubRepo;
+use crate::input::{self, Expected};
 use crate::pruning::Pattern;
 use crate::report::card::{self, CardSource};
 use crate::report::front_matter::{self, FrontMatter};
@@ -237,7 +238,8 @@ pub(super) fn read_record(folder: &Path) -> Option<Result<PruningRecord, String>
     if path.symlink_metadata().is_err() {
         return None;
     }
-    let bytes = read_whole(&path, LARGEST_RECORD).map_err(|error| error.to_string());
+    let bytes =
+        input::read(&path, LARGEST_RECORD, Expected::Json).map_err(|error| error.to_string());
     Some(bytes.and_then(|bytes| PruningRecord::parse(&bytes)))
 }
 

@@ -8,7 +8,7 @@ use crate::bytes::ByteSize;
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::data::{
     self, Calibration, ChatTemplate, DatasetSpec, Draw, Evaluation, ExampleRequest, Examples,
-    HeldOut, Packing, Role, Source, TextCache, Tokenizer,
+    HeldOut, LineMemory, Packing, Role, Source, TextCache, Tokenizer,
 };
 use crate::failure::Failure;
 use crate::model::Embedding;
@@ -77,7 +77,7 @@ impl TextSources {
             calibration,
             chat,
             evaluation,
-            cache: TextCache::open(text_cache.clone()),
+            cache: TextCache::open(text_cache.clone()).with_lines(lines(settings, model)),
         };
         sources.warn_of_one_text(settings, events);
         Ok(sources)
@@ -137,8 +137,14 @@ impl TextSources {
     }
 
     /// Loads the tokenizer; `None` without texts.
-    pub(super) fn tokenizer(&self, model: &OpenedModel) -> Result<Option<Tokenizer>> {
-        (!self.is_empty()).then(|| model.tokenizer()).transpose()
+    pub(super) fn tokenizer(
+        &self,
+        model: &OpenedModel,
+        events: &dyn Events,
+    ) -> Result<Option<Tokenizer>> {
+        (!self.is_empty())
+            .then(|| model.tokenizer(events))
+            .transpose()
     }
 
     fn is_empty(&self) -> bool {
@@ -224,6 +230,17 @@ impl TextSources {
                 (trained, Some(held))
             }
         }))
+    }
+}
+
+/// The bound of a text's lines under `--max-memory`. A tokenizer that cannot be read is an error later.
+fn lines(settings: &Settings, model: &OpenedModel) -> LineMemory {
+    match (
+        settings.device.max_memory.cpu(),
+        TokenizerSize::of(&model.folder),
+    ) {
+        (Some(budget), Ok(size)) => LineMemory::within(budget, size, model.threads),
+        _ => LineMemory::UNBOUNDED,
     }
 }
 

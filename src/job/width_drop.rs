@@ -21,12 +21,13 @@ use super::outputs::Outputs;
 use super::record::parameters;
 use super::settle::{Job, Settled};
 use super::streams::Streams;
-use crate::bytes::{ByteSize, read_settings};
+use crate::bytes::ByteSize;
 use crate::checkpoint::{
     CONFIG_FILE, Checkpoint, Layout, MergedWriter, PlannedTensor, Published, WeightSource,
     output_bytes,
 };
 use crate::failure::Failure;
+use crate::input::{cannot_read, read_settings};
 use crate::model::{DecoderLayer, ModelConfig, Width};
 use crate::pipeline::Observed;
 use crate::pipeline::width_drop::{
@@ -328,9 +329,9 @@ fn with_matrices(
         Some(whole) => whole,
         None => {
             let path = model.folder.join(CONFIG_FILE);
-            let reading = || format!("reading `{}`", path.display());
+            let json = read_settings(&path).map_err(|error| cannot_read(&path, &error))?;
             WholeModel {
-                config_json: read_settings(&path).with_context(reading)?.into_bytes(),
+                config_json: json.into_bytes(),
                 checkpoint: Arc::clone(&model.checkpoint),
                 config: Arc::clone(&model.config),
                 layer_drop: None,

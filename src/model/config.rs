@@ -5,6 +5,7 @@
 //! (`rope_parameters`). A key that the family's record decides (`family`) is read as the record says.
 
 mod keys;
+mod pairs;
 mod rope;
 #[cfg(test)]
 mod tests;
@@ -17,10 +18,11 @@ use serde_json::Value;
 
 use super::family::{self, Bias, Family, SlidingWindow};
 use super::projection::Projection;
-use crate::bytes::read_settings;
 use crate::failure::Failure;
+use crate::input::{cannot_read, read_settings};
 use crate::linalg::attention::Heads;
 use keys::{Keys, LARGEST_SIZE};
+pub use pairs::disagreements;
 pub use rope::RopeScaling;
 
 /// The numbers that fix a model's shape and arithmetic.
@@ -84,8 +86,8 @@ impl ModelConfig {
     pub fn read_json(folder: &Path) -> Result<Value> {
         let path = folder.join("config.json");
         let text = read_settings(&path).map_err(|error| {
-            Failure::new(format!("cannot read `{}`: {error}", path.display()))
-                .hint("--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
+            cannot_read(&path, &error)
+                .or_hint("--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
         })?;
         let json = serde_json::from_str(&text).map_err(|error| {
             Failure::new(format!("`{}` is not JSON: {error}", path.display())).hint(TAKE_ANOTHER)

@@ -9,8 +9,8 @@ use serde::Serialize;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
-use crate::bytes::read_given_settings;
 use crate::failure::Failure;
+use crate::input::{Expected, read_given, with_remedy};
 
 /// Per-layer ratios as read: a list for all layers, or some layers by index.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -29,12 +29,12 @@ impl LayerRatios {
     /// Fails when the file cannot be read or holds something else.
     pub fn load(path: &Path) -> Result<Self> {
         const HINT: &str = "write [0.5, 0.6, ...] with one ratio per layer, or {\"0\": 0.3, \"31\": 0.7} for some of them";
-        let text = read_given_settings(path).map_err(|error| {
-            Failure::new(format!(
+        let text = read_given(path, Expected::Settings).map_err(|error| {
+            let failure = Failure::new(format!(
                 "cannot read layer ratios from `{}`: {error}",
                 path.display()
-            ))
-            .hint(HINT)
+            ));
+            with_remedy(failure, &error).or_hint(HINT)
         })?;
         let bad = |why: String| {
             Failure::new(format!(

@@ -12,8 +12,8 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::{Map, Value};
 
-use crate::bytes::read_given_settings;
 use crate::failure::Failure;
+use crate::input::{Expected, read_given, with_remedy};
 
 /// A device that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -61,12 +61,12 @@ impl Prefixes {
     /// # Errors
     /// Fails when the file cannot be read, and as [`Prefixes::from_json`].
     pub fn load(path: &Path) -> Result<Self> {
-        let text = read_given_settings(path).map_err(|error| {
-            Failure::new(format!(
+        let text = read_given(path, Expected::Settings).map_err(|error| {
+            let failure = Failure::new(format!(
                 "cannot read the device map `{}`: {error}",
                 path.display()
-            ))
-            .hint(HINT)
+            ));
+            with_remedy(failure, &error).or_hint(HINT)
         })?;
         let json = serde_json::from_str(&text).map_err(|error| {
             Failure::new(format!(

@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::bytes::{ByteSize, read_given_settings};
+use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::input::{Expected, read_given, with_remedy};
 
 /// The properties of a machine that a plan needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -100,12 +101,12 @@ impl Inventory {
     /// Fails when the file cannot be read or does not describe a machine, and for rates that are not above zero.
     pub fn load(path: &Path) -> Result<Self> {
         let example = "write it like {\"cpu\": {\"memory\": \"64GiB\", \"threads\": 16}, \"gpus\": [{\"memory\": \"24GiB\"}]}";
-        let text = read_given_settings(path).map_err(|error| {
-            Failure::new(format!(
+        let text = read_given(path, Expected::Settings).map_err(|error| {
+            let failure = Failure::new(format!(
                 "cannot read the inventory `{}`: {error}",
                 path.display()
-            ))
-            .hint(example)
+            ));
+            with_remedy(failure, &error).or_hint(example)
         })?;
         let unusable = |why: String| {
             Failure::new(format!(

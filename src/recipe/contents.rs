@@ -14,8 +14,8 @@ use super::place::{Place, listed};
 use super::setting::Parameters;
 use super::tokenizer::{TokenizerRecipe, TokenizerSource};
 use super::yaml::{self, Node};
-use crate::bytes::read_given_settings;
 use crate::failure::Failure;
+use crate::input::{Expected, read_given, with_remedy};
 
 /// Methods of mergekit and peft that this version does not have.
 pub const OTHER_METHODS: [&str; 13] = [
@@ -146,11 +146,12 @@ impl Recipe {
     /// # Errors
     /// Fails when the file cannot be read, and as [`Recipe::from_yaml`].
     pub fn load(path: &Path, methods: &[Declaration]) -> Result<Self> {
-        let text = read_given_settings(path).map_err(|error| {
-            Failure::new(format!(
+        let text = read_given(path, Expected::Settings).map_err(|error| {
+            let failure = Failure::new(format!(
                 "cannot read a recipe from `{}`: {error}",
                 path.display()
-            ))
+            ));
+            with_remedy(failure, &error)
         })?;
         Self::from_yaml(&text, &path.display().to_string(), methods)
     }

@@ -5,8 +5,9 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use crate::bytes::{ByteSize, read_whole};
+use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// Tokens of the byte tokenizer: 256 bytes and four special tokens.
 pub(super) const BYTE_TOKENS: usize = 260;
@@ -99,7 +100,8 @@ const LARGEST: ByteSize = ByteSize(256 << 20);
 
 fn read_json(path: &Path) -> anyhow::Result<(Vec<u8>, Value)> {
     let bad = |why: String| Failure::new(format!("cannot read `{}`", path.display())).detail(why);
-    let bytes = read_whole(path, LARGEST).map_err(|error| bad(error.to_string()))?;
+    let bytes = input::read(path, LARGEST, Expected::Json)
+        .map_err(|error| input::cannot_read(path, &error))?;
     let value = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
     Ok((bytes, value))
 }

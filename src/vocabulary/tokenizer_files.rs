@@ -15,8 +15,8 @@ use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value};
 
 use super::tokens::{TOKENIZER_FILE, read_tokenizer};
-use crate::bytes::read_settings;
 use crate::failure::Failure;
+use crate::input::{read_settings, with_remedy};
 
 /// Settings of generation, with ids of tokens.
 const GENERATION_FILE: &str = "generation_config.json";
@@ -268,7 +268,8 @@ fn read_object(folder: &Path, name: &str) -> Result<Option<Map<String, Value>>> 
         return Ok(None);
     }
     let cannot = |why: String| Failure::new(format!("cannot read `{}`: {why}", path.display()));
-    let text = read_settings(&path).map_err(|error| cannot(error.to_string()))?;
+    let text =
+        read_settings(&path).map_err(|error| with_remedy(cannot(error.to_string()), &error))?;
     let object = serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?;
     Ok(Some(object))
 }

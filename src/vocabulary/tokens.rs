@@ -10,8 +10,9 @@ use serde::Deserialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::bytes::{ByteSize, hex, read_whole};
+use crate::bytes::{ByteSize, hex};
 use crate::failure::Failure;
+use crate::input::{self, Expected};
 
 /// The tokenizer of a model, as the library `tokenizers` writes it.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -68,7 +69,11 @@ enum TokenList {
 /// Fails when the file is missing, larger than 128 MiB or unreadable.
 pub(super) fn read_tokenizer(name: &str, folder: &Path) -> Result<Vec<u8>> {
     let path = folder.join(TOKENIZER_FILE);
-    Ok(read_whole(&path, LARGEST).map_err(|error| cannot_read(name, &path, &error.to_string()))?)
+    let bytes = input::read(&path, LARGEST, Expected::Json);
+    Ok(bytes.map_err(|error| {
+        let failure = cannot_read(name, &path, &error.to_string());
+        input::with_remedy(failure, &error)
+    })?)
 }
 
 /// SHA-256 of a regular file of at most [`LARGEST`], which is read in pieces.

@@ -294,7 +294,7 @@ fn a_plan_uses_the_cache_offline_and_without_a_network() {
     assert!(
         cut_off
             .stderr
-            .contains(&format!("using the cache, which has commit {COMMIT}")),
+            .contains(&format!("is taken from the cache at commit {COMMIT}")),
         "{}",
         cut_off.stderr
     );

@@ -20,6 +20,7 @@ mod generate;
 mod golden;
 mod hostile;
 mod hub;
+mod inputs;
 mod inspect;
 mod layer_drop;
 mod layering;

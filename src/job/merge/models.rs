@@ -8,9 +8,9 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 
 use crate::adapter::{Adapter, TensorChange};
-use crate::bytes::read_settings;
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, TensorEntry, WeightSource};
 use crate::failure::Failure;
+use crate::input::{read_settings, with_remedy};
 use crate::job::located::{self, HubModel};
 use crate::linalg::StoredDtype;
 use crate::merge::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
@@ -298,7 +298,8 @@ fn open_model(
         Failure::new(format!("cannot read `{}`: {why}", path.display()))
             .hint("a model is a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
     };
-    let text = read_settings(&path).map_err(|error| cannot(error.to_string()))?;
+    let text =
+        read_settings(&path).map_err(|error| with_remedy(cannot(error.to_string()), &error))?;
     let config = serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?;
     let checkpoint = Arc::new(Checkpoint::open(&folder)?);
     Ok((folder, hub_model, checkpoint, config))

@@ -11,9 +11,10 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::models::InputModels;
-use crate::bytes::{hex, read_settings};
-use crate::checkpoint::CONFIG_FILE;
+use crate::bytes::hex;
+use crate::checkpoint::{CONFIG_FILE, WeightSource};
 use crate::failure::Failure;
+use crate::input::{read_settings, with_remedy};
 use crate::job::located;
 use crate::merge::MergeTensor;
 use crate::model::{EMBEDDING, HEAD};
@@ -475,7 +476,8 @@ fn config_of(folder: &Path) -> Result<Value> {
         Failure::new(format!("cannot read `{}`: {why}", path.display()))
             .hint("the folder of a tokenizer needs the config.json of its model")
     };
-    let text = read_settings(&path).map_err(|error| cannot(error.to_string()))?;
+    let text =
+        read_settings(&path).map_err(|error| with_remedy(cannot(error.to_string()), &error))?;
     Ok(serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?)
 }
 

@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use super::super::settle::Job;
 use super::resolved::Recovery;
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, MergedWriter, Published, WeightSource};
+use crate::input::{cannot_read, read_settings};
 use crate::quantized::{FourBitFormat, PIECE, QuantizePass, QuantizedSource, config};
 use crate::recovery::{BaseLayers, MaskFile};
 use crate::run::Events;
@@ -103,8 +104,7 @@ fn quantised(
     let writer = MergedWriter::create(pass.layout()?, folder, &[&*model.folder], events)?;
     pass.run(&writer, &mut (), events)?;
     let path = model.folder.join(CONFIG_FILE);
-    let json = crate::bytes::read_settings(&path)
-        .with_context(|| format!("reading `{}`", path.display()))?;
+    let json = read_settings(&path).map_err(|error| cannot_read(&path, &error))?;
     let mut json: serde_json::Value = serde_json::from_str(&json)?;
     let dtype = matrices.first().and_then(|name| checkpoint.entry(name));
     let dtype = dtype.context("a model has matrices")?.dtype;

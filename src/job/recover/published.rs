@@ -10,8 +10,9 @@ use serde::Serialize;
 use super::super::published::beginning;
 use super::super::record::RunResults;
 use super::super::settle::Job;
-use crate::bytes::{LARGEST_RECORD, read_whole};
+use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::{CARD_FILE, OwnFiles, card_of_source, cards_in};
+use crate::input::{self, Expected};
 use crate::report::front_matter::FrontMatter;
 use crate::report::recovery_card;
 use crate::run::RecoveryReport;
@@ -57,8 +58,8 @@ impl Job {
         let mut written = vec![(RECOVERY_FILE, json)];
         let pruning = folder.join(PRUNING_FILE);
         if pruning.is_file() {
-            let bytes = read_whole(&pruning, LARGEST_RECORD)
-                .with_context(|| format!("reading `{}`", pruning.display()))?;
+            let bytes = input::read(&pruning, LARGEST_RECORD, Expected::Json)
+                .map_err(|error| input::cannot_read(&pruning, &error))?;
             written.push((PRUNING_FILE, bytes));
         }
         let declined = self.settings.output.no_model_card;

@@ -1,6 +1,6 @@
 //! The keys of rotary positions in a `config.json`: the base frequency and its scaling.
 //!
-//! transformers 5 writes `rope_parameters`, transformers 4 `rope_theta` and `rope_scaling`. Both are read.
+//! transformers 5 writes `rope_parameters`, transformers 4 `rope_theta` and `rope_scaling`. Both are read; `pairs` decides between them.
 
 use anyhow::Result;
 use serde::Serialize;
@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::ANOTHER_MODEL;
 use super::keys::Keys;
+use super::pairs::rope_place;
 use crate::failure::Failure;
 
 /// Upper bound of the numbers that scale rotary frequencies. They are computed with as f32.
@@ -44,10 +45,8 @@ pub enum RopeScaling {
 
 /// Reads the base of the rotary frequencies and their scaling.
 pub(super) fn read(config: &Keys<'_>) -> Result<(f64, RopeScaling)> {
-    let (place, parameters) = match config.given("rope_parameters") {
-        Some(parameters) => ("rope_parameters", Some(parameters)),
-        None => ("rope_scaling", config.given("rope_scaling")),
-    };
+    let place = rope_place(config);
+    let parameters = config.given(place);
     if let Some(parameters) = parameters.filter(|parameters| !parameters.is_object()) {
         return Err(Failure::new(format!(
             "`{place}` is {parameters}; it must be an object, or null"

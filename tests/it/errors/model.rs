@@ -287,7 +287,10 @@ fn a_missing_tensor_is_named() {
         let place = Place::new();
         rewrite(&place, |found, _, _| found != name);
         let first = format!("error: tensor `{name}` is missing in `m`");
-        refuses_at_once(&place, "", 1, &first, TOGETHER_HINT);
+        // A head and an embedding may be one tensor, see `inputs::models`.
+        if name.starts_with("model.layers") || name == "model.norm.weight" {
+            refuses_at_once(&place, "", 1, &first, TOGETHER_HINT);
+        }
         let planned = place.run("plan --model m");
         assert_eq!(planned.code, 1, "{name}: {}", planned.stdout);
         assert!(planned.stderr.starts_with(&first), "{}", planned.stderr);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use prune::synthetic::RandomCheckpoint;
 
 use super::server::{COMMIT, Fault};
-use super::{MODEL, QUICK, REPO, TOKEN, command, refuses, with_model};
+use super::{MODEL, QUICK, REPO, TOKEN, assert_no_token, command, refuses, with_model};
 use crate::support::{Place, ran};
 
 fn code(name: &str) -> Vec<(&'static str, String)> {
@@ -259,17 +259,12 @@ fn without_network_or_offline_the_ways_out_are_named() {
             1,
             &format!("error: cannot reach `{host}`"),
             &format!(
-                "hint: name a local folder, or set HF_ENDPOINT to a mirror you can reach, or HF_HUB_OFFLINE=1 to use the cache `{}`",
+                "hint: name a local folder, or set HF_ENDPOINT to a mirror you can reach, or HF_HOME to a cache that holds all files; `{}` does not",
                 cache.display()
             ),
         )
     };
-    let ran = unreachable(&mut command(&place, &server, QUICK));
-    assert!(
-        !ran.stderr.contains("HF_HUB_OFFLINE=1 uses that"),
-        "{}",
-        ran.stderr
-    );
+    unreachable(&mut command(&place, &server, QUICK));
     let offline = "run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give";
     let ran = refuses(
         command(&place, &server, QUICK).env("HF_HUB_OFFLINE", "1"),
@@ -326,16 +321,69 @@ fn without_network_or_offline_the_ways_out_are_named() {
         ),
         &format!("hint: {offline} a local folder to --model"),
     );
-    // And with all of it there, an unreachable hub says that offline would do.
-    let whole = crate::support::ran(&mut command(&place, &server, QUICK));
+}
+
+#[test]
+fn a_complete_cache_is_used_with_a_warning_without_a_network_and_without_a_word_offline() {
+    let (server, place) = with_model();
+    let whole = ran(&mut command(&place, &server, QUICK));
     assert_eq!(whole.code, 0, "{}", whole.stderr);
-    let ran = unreachable(&mut command(&place, &server, QUICK));
+    let closed = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a free port");
+    let host = closed.local_addr().expect("bound").to_string();
+    drop(closed);
+    let warning = format!(
+        "warning: cannot reach `{host}`; the model `{MODEL}` is taken from the cache at commit {COMMIT}"
+    );
+    let plan = format!("plan {}", QUICK.replace("--sparsity-ratio 0.5 ", ""));
+    for line in [QUICK, &plan] {
+        let away = ran(command(&place, &server, line).env("HF_ENDPOINT", format!("http://{host}")));
+        assert_eq!(away.code, 0, "{}", away.stderr);
+        assert!(away.stderr.contains(&warning), "{}", away.stderr);
+        assert_no_token(&place, &away);
+    }
+    // A hub that is broken is no refusal; one that refuses is.
+    server.home_fails("/api/", 9, Fault::Status(503, Vec::new()));
+    let broken = ran(&mut command(&place, &server, QUICK));
+    assert_eq!(broken.code, 0, "{}", broken.stderr);
     assert!(
-        ran.stderr.contains(&format!(
-            "the cache holds it at commit {COMMIT}: HF_HUB_OFFLINE=1 uses that"
-        )),
+        broken.stderr.contains("is taken from the cache"),
         "{}",
-        ran.stderr
+        broken.stderr
+    );
+    server.behave();
+    server.home_fails("/api/", 9, Fault::Status(404, Vec::new()));
+    assert_eq!(ran(&mut command(&place, &server, QUICK)).code, 1);
+    server.behave();
+    // No request, and so no token, under every variable of the Python clients.
+    for variable in ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"] {
+        server.seen();
+        let offline = ran(command(&place, &server, QUICK).env(variable, "True"));
+        assert_eq!(offline.code, 0, "{}", offline.stderr);
+        assert!(
+            !offline.stderr.contains("is taken from the cache"),
+            "{}",
+            offline.stderr
+        );
+        assert!(server.seen().is_empty(), "{variable}");
+        let other = QUICK.replace(MODEL, "some-owner/Absent");
+        let absent = ran(command(&place, &server, &other).env(variable, "1"));
+        let forbids = format!("{variable} forbids to download it");
+        assert!(absent.stderr.contains(&forbids), "{}", absent.stderr);
+        assert!(server.seen().is_empty(), "{variable}");
+    }
+    // A variable of data sets alone lets the model be asked for, and no text.
+    let text = format!(
+        "{} --prune-method wanda",
+        QUICK.replace(" --prune-method magnitude", "")
+    );
+    let datasets = ran(command(&place, &server, &text).env("HF_DATASETS_OFFLINE", "1"));
+    let forbids = "HF_DATASETS_OFFLINE forbids to download it";
+    assert!(datasets.stderr.contains(forbids), "{}", datasets.stderr);
+    assert!(
+        server
+            .seen()
+            .iter()
+            .all(|request| !request.path.contains("datasets"))
     );
 }
 

@@ -1,0 +1,97 @@
+//! The failure for a tensor that a model needs and a checkpoint lacks, with the reason that the other names show.
+//!
+//! Trainings save models under wrappers, whose names stand before those of the tensors; and a head may be stored under one of two
+//! names if it is the embedding.
+
+use super::source::WeightSource;
+use crate::failure::Failure;
+
+/// Beginnings of names that a wrapper adds, and the wrapper.
+const WRAPPERS: &[(&str, &str)] = &[
+    (
+        "_orig_mod.module.",
+        "torch.compile over a parallel training",
+    ),
+    (
+        "module._orig_mod.",
+        "a parallel training of a compiled model",
+    ),
+    ("_orig_mod.", "torch.compile"),
+    (
+        "module.",
+        "a parallel training (DistributedDataParallel, DeepSpeed)",
+    ),
+    ("base_model.model.", "peft, which trained an adapter"),
+    ("model.language_model.", "a model of several media"),
+    ("language_model.", "a model of several media"),
+    ("model.", "another model"),
+];
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+
+/// The failure for the missing tensor `name`, which should have this `shape`.
+pub(super) fn missing(
+    source: &(impl WeightSource + ?Sized),
+    name: &str,
+    shape: &[usize],
+) -> Failure {
+    let place = source.place();
+    let failure = Failure::new(format!("tensor `{name}` is missing in `{place}`"))
+        .detail(format!("expected a tensor of shape {shape:?}"));
+    let has = |name: &str| source.entry(name).is_some();
+    match name {
+        HEAD if has(EMBEDDING) => {
+            return failure
+                .detail("config.json says that the head is no copy of the embedding (`tie_word_embeddings` is false, or absent)")
+                .hint(
+                    "if the model was trained with the embedding as its head, write \"tie_word_embeddings\": true into config.json; else download \
+                     the checkpoint again",
+                );
+        }
+        EMBEDDING if has(HEAD) => {
+            return failure
+                .detail("`lm_head.weight` is there; a model whose head is its embedding (`tie_word_embeddings`) is stored under the embedding's name")
+                .hint(rename(&place, &format!("{{'{HEAD}': '{EMBEDDING}'}}.get(k, k)")));
+        }
+        _ => {}
+    }
+    let layer = |name: &str| {
+        name.strip_suffix(".weight")
+            .map(|module| format!("{module}.base_layer.weight"))
+    };
+    for &(prefix, wrapper) in WRAPPERS {
+        let wrapped = format!("{prefix}{name}");
+        let is_adapted =
+            prefix.starts_with("base_model") && layer(&wrapped).is_some_and(|name| has(&name));
+        if !has(&wrapped) && !is_adapted {
+            continue;
+        }
+        let failure = failure.detail(format!(
+            "its names begin with `{prefix}`: the checkpoint was saved inside the wrapper of {wrapper}"
+        ));
+        return match prefix {
+            "base_model.model." => failure.hint(
+                "save the model without the wrapper, in Python: model.merge_and_unload().save_pretrained(FOLDER); an adapter alone is saved by \
+                 model.save_pretrained(FOLDER) and is given as MODEL+ADAPTER",
+            ),
+            _ => failure.hint(rename(&place, &format!("k.removeprefix('{prefix}')"))),
+        };
+    }
+    // The names of a model without its head have no `model.`.
+    if let Some(bare) = name.strip_prefix("model.").filter(|bare| has(bare)) {
+        return failure
+            .detail(format!("`{bare}` is there: the model was saved without its head (AutoModel), which is not a language model"))
+            .hint("save it with AutoModelForCausalLM, or download the checkpoint with its head");
+    }
+    failure.hint("check that config.json and the weights belong together, or download them again")
+}
+
+/// The command that gives the tensors of a folder other names. `new` is a Python expression of the name `k`.
+fn rename(place: &str, new: &str) -> String {
+    format!(
+        "rename its tensors: python -c \"import glob; from safetensors.torch import load_file as l, save_file as s; \
+         [s({{{new}: v for k, v in l(f).items()}}, f, {{'format': 'pt'}}) for f in glob.glob('{place}/*.safetensors')]\"; an index \
+         (model.safetensors.index.json) needs the same names"
+    )
+}

@@ -1,0 +1,106 @@
+//! The memory of one long line, and the longest line that a memory budget allows.
+//!
+//! A line is whole in memory while it becomes tokens, so a file of one line would decide the memory of a run. L = bytes of the line:
+//!
+//! ```text
+//! line = REST + tokenizer + PER_BYTE · L
+//! ```
+//!
+//! A byte of a line takes up to two in the buffer that grows with the line, one in its text, four to eight as a token id (a token has at
+//! least one byte, and a growing list is half empty), and one in the flags of a training. Measured with the tokenizer of stories260k, whose
+//! tokens have two to four bytes: 5 to 8 bytes per byte (see the test of memory in `tests/it/memory/`).
+
+use std::path::Path;
+
+use super::footprint::{self, TokenizerSize};
+use super::text_file::LONGEST_LINE;
+use crate::bytes::ByteSize;
+use crate::failure::Failure;
+
+/// Bytes of memory per byte of a line.
+const PER_BYTE: u64 = 10;
+/// A line that the plan of every text covers.
+const PLANNED: u64 = 1 << 20;
+/// The program, and the index of a file of lines.
+const REST: ByteSize = ByteSize(20 << 20);
+
+/// The bound of a line's length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LineMemory {
+    rest: ByteSize,
+    budget: Option<ByteSize>,
+}
+
+impl LineMemory {
+    /// No bound but the largest line that is read at all.
+    pub const UNBOUNDED: Self = Self {
+        rest: ByteSize::ZERO,
+        budget: None,
+    };
+
+    /// Lines that become tokens within `budget`.
+    pub fn within(budget: ByteSize, tokenizer: TokenizerSize, threads: usize) -> Self {
+        let tokenizer = footprint::kept(tokenizer) + footprint::retained(tokenizer, threads);
+        Self {
+            rest: REST + tokenizer,
+            budget: Some(budget),
+        }
+    }
+
+    /// The longest line in bytes.
+    pub(super) fn longest(self) -> u64 {
+        let Some(budget) = self.budget else {
+            return LONGEST_LINE;
+        };
+        let room = budget.0.saturating_sub(self.rest.0) / PER_BYTE;
+        room.clamp(PLANNED, LONGEST_LINE)
+    }
+
+    /// Checks the longest line of a file.
+    pub(super) fn check(self, path: &Path, bytes: u64) -> Result<(), Failure> {
+        if bytes <= self.longest() {
+            return Ok(());
+        }
+        let needed = ByteSize(self.rest.0 + bytes * PER_BYTE);
+        let longest = ByteSize(self.longest());
+        let least = needed.0.div_ceil(1 << 20);
+        Err(Failure::new(format!(
+            "a line of `{}` has {}, too long for the memory budget",
+            path.display(),
+            ByteSize(bytes)
+        ))
+        .detail(format!(
+            "it becomes tokens as a whole, which takes up to {needed}; the budget allows lines of {longest}"
+        ))
+        .hint(format!(
+            "use --max-memory cpu={least}MiB, or divide the line into several documents"
+        )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_bounds_a_line_and_the_named_one_is_enough() {
+        let tokenizer = TokenizerSize {
+            json: ByteSize(1 << 20),
+            entries: 10_000,
+            has_pairs: true,
+            has_pattern: false,
+        };
+        let path = Path::new("long.jsonl");
+        let within = |mib: u64| LineMemory::within(ByteSize(mib << 20), tokenizer, 2);
+        assert_eq!(LineMemory::UNBOUNDED.longest(), LONGEST_LINE);
+        // Lines of a MiB are part of every plan; no budget allows more than is read at all.
+        assert_eq!(within(1).longest(), PLANNED);
+        assert_eq!(within(1 << 20).longest(), LONGEST_LINE);
+        let long = 42 << 20;
+        let hint = within(60).check(path, long).unwrap_err().hint.unwrap();
+        let named = hint.split("cpu=").nth(1).unwrap().split("MiB").next();
+        let named: u64 = named.unwrap().parse().unwrap();
+        assert_eq!(within(named).check(path, long), Ok(()));
+        assert!(within(named - 1).check(path, long).is_err());
+    }
+}

@@ -1,0 +1,238 @@
+//! Keys of a `config.json` that state one fact twice: the one that counts, and a warning where the two differ.
+//!
+//! The precedence is that of transformers. Pairs that the weights decide (head sizes, rows of the vocabulary, layers) are checked
+//! against the tensors' shapes; docs/reliability.md has the table of all pairs.
+
+use serde_json::Value;
+
+use super::keys::Keys;
+use crate::linalg::StoredDtype;
+
+/// Returns a warning for every fact that a `config.json` states in two ways that differ.
+///
+/// # Arguments
+/// * `stored`: the dtype of the decoder's matrices
+pub fn disagreements(config: &Value, stored: StoredDtype) -> Vec<String> {
+    let keys = Keys(config);
+    let found = [
+        rope_objects(&keys),
+        rope_bases(&keys),
+        rope_types(&keys),
+        dtypes(&keys),
+        stored_dtype(&keys, stored),
+    ];
+    found.into_iter().flatten().collect()
+}
+
+/// The object of the rotary positions: `rope_scaling` if it has a key, else `rope_parameters`, as transformers 4 and 5 choose.
+pub(super) fn rope_place(keys: &Keys<'_>) -> &'static str {
+    let is_empty = |value: &Value| value.as_object().is_some_and(serde_json::Map::is_empty);
+    match keys.given("rope_scaling").filter(|value| !is_empty(value)) {
+        Some(_) => "rope_scaling",
+        None => "rope_parameters",
+    }
+}
+
+fn rope_objects(keys: &Keys<'_>) -> Option<String> {
+    let object = |key| keys.given(key).and_then(Value::as_object);
+    let (scaling, parameters) = (object("rope_scaling")?, object("rope_parameters")?);
+    if scaling.is_empty() {
+        return None;
+    }
+    // The older spelling has another name for the type, and the base beside it.
+    let fact = |object: &serde_json::Map<String, Value>, key: &str| {
+        let value = object.get(key).filter(|value| !value.is_null());
+        let value = value.cloned();
+        match key {
+            "rope_type" => value.or_else(|| object.get("type").cloned()),
+            "rope_theta" => value.or_else(|| keys.given("rope_theta").cloned()),
+            _ => value,
+        }
+    };
+    let names = scaling.keys().chain(parameters.keys());
+    let mut names = names.filter(|name| *name != "type");
+    let differs = |name: &&String| {
+        let values = [scaling, parameters].map(|object| fact(object, name));
+        match &values {
+            [Some(one), Some(other)] => !equal(one, other),
+            [one, other] => one != other,
+        }
+    };
+    let name = names.find(differs)?;
+    let shown = |object| fact(object, name).map_or("absent".to_owned(), |value| value.to_string());
+    Some(format!(
+        "config.json has `rope_scaling` and `rope_parameters`, which differ (`{name}` is {} and {}): `rope_scaling` is used, as in transformers",
+        shown(scaling),
+        shown(parameters)
+    ))
+}
+
+/// Numbers may be written as `8` and as `8.0`.
+fn equal(one: &Value, other: &Value) -> bool {
+    match (one.as_f64(), other.as_f64()) {
+        (Some(one), Some(other)) => one == other,
+        _ => one == other,
+    }
+}
+
+fn rope_bases(keys: &Keys<'_>) -> Option<String> {
+    let place = rope_place(keys);
+    let (inner, outer) = (
+        keys.given(place)?.get("rope_theta")?,
+        keys.given("rope_theta")?,
+    );
+    (!inner.is_null() && !equal(inner, outer)).then(|| {
+        format!(
+            "`rope_theta` is {outer} in config.json and {inner} in its `{place}`: {inner} is used, as in transformers 5; transformers 4 uses {outer}"
+        )
+    })
+}
+
+fn rope_types(keys: &Keys<'_>) -> Option<String> {
+    let place = rope_place(keys);
+    let object = keys.given(place)?;
+    let (new, old) = (object.get("rope_type")?, object.get("type")?);
+    (new != old && !new.is_null()).then(|| {
+        format!("`rope_type` is {new} and `type` is {old} in `{place}` of config.json: `rope_type` is used, as in transformers")
+    })
+}
+
+fn dtypes(keys: &Keys<'_>) -> Option<String> {
+    let (new, old) = (keys.given("dtype")?, keys.given("torch_dtype")?);
+    (new != old).then(|| {
+        format!(
+            "`dtype` is {new} and `torch_dtype` is {old} in config.json: the dtype of the stored weights is used; transformers loads them as {new}"
+        )
+    })
+}
+
+/// The warning for weights that transformers would round when it loads them.
+fn stored_dtype(keys: &Keys<'_>, stored: StoredDtype) -> Option<String> {
+    let declared = keys.given("dtype").or_else(|| keys.given("torch_dtype"))?;
+    let name = declared.as_str()?.trim_start_matches("torch.");
+    let is_exact = match (stored, name) {
+        (_, "float32" | "float64") => true,
+        (StoredDtype::F16, "float16") | (StoredDtype::Bf16, "bfloat16") => true,
+        (_, "float16" | "bfloat16") => false,
+        // A name that is no float, such as "auto".
+        _ => true,
+    };
+    (!is_exact).then(|| {
+        format!(
+            "config.json says {name}, and the weights are stored as {}: they are computed with and written as they are stored; \
+             transformers rounds them to {name} when it loads them",
+            stored.name()
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::config::{ModelConfig, RopeScaling};
+    use serde_json::json;
+
+    fn with(keys: Value) -> Value {
+        let mut config = json!({"model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2,
+            "num_attention_heads": 8, "vocab_size": 512});
+        for (name, value) in keys.as_object().unwrap() {
+            config[name] = value.clone();
+        }
+        config
+    }
+
+    /// Two keys for one fact, the value that counts, and the beginning of the warning; none where they agree. The values are those of
+    /// transformers 4.46.3 and 5.2.
+    #[test]
+    fn two_keys_for_one_fact_agree_or_the_precedence_of_transformers_is_followed_with_a_warning() {
+        let linear = |factor: f64| RopeScaling::Linear { factor };
+        let llama = |keys: Value, stored| {
+            let config = with(keys);
+            let parsed = ModelConfig::from_json(&config).unwrap();
+            let warnings = disagreements(&config, stored);
+            (parsed.rope_theta, parsed.rope_scaling, warnings)
+        };
+        let f32 = StoredDtype::F32;
+        for (keys, theta, scaling, warning) in [
+            (
+                json!({"rope_scaling": {"rope_type": "linear", "factor": 4}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+                1e4,
+                linear(4.0),
+                Some(
+                    "config.json has `rope_scaling` and `rope_parameters`, which differ (`factor` is 4 and absent)",
+                ),
+            ),
+            (
+                json!({"rope_scaling": {"type": "linear", "factor": 4}, "rope_theta": 5e5,
+                    "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
+                5e5,
+                linear(4.0),
+                None,
+            ),
+            // transformers 5 takes the base of the object that counts, else the outer one, else its default.
+            (
+                json!({"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+                1e4,
+                RopeScaling::Default,
+                Some(
+                    "config.json has `rope_scaling` and `rope_parameters`, which differ (`rope_theta`",
+                ),
+            ),
+            (
+                json!({"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7e4}}),
+                7e4,
+                linear(2.0),
+                None,
+            ),
+            (
+                json!({"rope_scaling": null, "rope_parameters": {"rope_type": "linear", "factor": 2}, "rope_theta": 7e4}),
+                7e4,
+                linear(2.0),
+                None,
+            ),
+            (
+                json!({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+                5e5,
+                RopeScaling::Default,
+                Some(
+                    "`rope_theta` is 10000.0 in config.json and 500000.0 in its `rope_parameters`",
+                ),
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2}}),
+                1e4,
+                linear(2.0),
+                Some("`rope_type` is \"linear\" and `type` is \"dynamic\""),
+            ),
+            (
+                json!({"dtype": "float32", "torch_dtype": "bfloat16"}),
+                1e4,
+                RopeScaling::Default,
+                Some("`dtype` is \"float32\" and `torch_dtype` is \"bfloat16\""),
+            ),
+            (
+                json!({"torch_dtype": "float16"}),
+                1e4,
+                RopeScaling::Default,
+                Some("config.json says float16, and the weights are stored as"),
+            ),
+            (json!({"dtype": "float32"}), 1e4, RopeScaling::Default, None),
+        ] {
+            let (found_theta, found_scaling, warnings) = llama(keys.clone(), f32);
+            assert_eq!((found_theta, found_scaling), (theta, scaling), "{keys}");
+            assert_eq!(
+                warnings.len(),
+                usize::from(warning.is_some()),
+                "{keys}: {warnings:?}"
+            );
+            if let (Some(found), Some(expected)) = (warnings.first(), warning) {
+                assert!(found.starts_with(expected), "{keys}: {found}");
+            }
+        }
+        let half = |dtype: &str, stored| llama(json!({"torch_dtype": dtype}), stored).2.len();
+        assert_eq!(half("bfloat16", StoredDtype::Bf16), 0);
+        assert_eq!(half("float32", StoredDtype::Bf16), 0);
+        assert_eq!(half("float16", StoredDtype::Bf16), 1);
+        assert_eq!(half("torch.bfloat16", StoredDtype::F16), 1);
+    }
+}
