@@ -115,10 +115,24 @@ impl Job {
         }
         if let Some(state) = unfinished.take() {
             unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
-            let max_perplexity = settings.evaluation.max_perplexity;
-            if let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? {
+            let has_other_rate = |state: &mut RunState| {
+                state.divergence.is_some() && !state.differences(&deciding).is_empty()
+            };
+            if let Some(diverged) = unfinished.take_if(has_other_rate) {
+                folder.replace_model();
+                unfinished = Some(RunState {
+                    settings: deciding.clone(),
+                    ..diverged.begun_again()
+                });
+            } else if let Some(manifest) =
+                folder.record_of_the_last_step(settings.evaluation.max_perplexity)?
+            {
                 width_drop::tidy(&folder)?;
-                events.note("this run is finished; only a file of its state was left".to_string());
+                let recovery = manifest.recovery.as_ref();
+                events.note(match recovery.and_then(|of| of.divergence.as_ref()) {
+                    Some(_) => "this run is finished, and another --lr continues it".to_string(),
+                    None => "this run is finished; only a file of its state was left".to_string(),
+                });
                 return Ok(Settled::Finished(Box::new(manifest)));
             }
         }
@@ -407,6 +421,8 @@ fn early_shape<'m>(
 ) -> RunShape<'m> {
     let sides = sides_left(settings.evaluation.eval, model, given.dense.is_some());
     let is_used = pruning.is_none_or(|pruning| pruning.calibrates);
+    // The number of a whole training's examples is that of its text, and the shape of the training has the fewest.
+    let is_used = is_used && !settings.trains_whole();
     let calibration = settings.calibration.as_ref().filter(|_| is_used);
     RunShape {
         samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),

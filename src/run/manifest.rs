@@ -108,7 +108,8 @@ pub struct Manifest {
 }
 
 impl Manifest {
-    /// Returns a line per device that used more memory than planned: by more than a tenth, and by more than 32 MiB.
+    /// Returns a line per device that used more memory than it may, by any amount, or else more than planned: by more than a tenth, and by
+    /// more than 32 MiB.
     pub fn exceeded_plan(&self) -> Vec<String> {
         let Some(plan) = &self.plan else {
             return Vec::new();
@@ -123,14 +124,20 @@ impl Manifest {
         };
         let exceeded = |device: &DevicePlan| {
             let (planned, measured) = (device.peak, measured(&device.device)?);
-            let allowed = (planned.0 / 10).max(32 << 20).saturating_add(planned.0);
-            (measured.0 > allowed).then(|| {
-                let of = match device.device.as_str() {
-                    "cpu" => "memory",
-                    gpu => gpu,
-                };
-                format!("{measured} of {of} were used at once, {planned} were planned; run.json has both per phase")
-            })
+            let expected = (planned.0 / 10).max(32 << 20).saturating_add(planned.0);
+            let of = match device.device.as_str() {
+                "cpu" => "memory",
+                gpu => gpu,
+            };
+            let used = format!("{measured} of {of} were used at once");
+            match device.budget {
+                Some(budget) if measured > budget => Some(format!(
+                    "{used}, {budget} are allowed and {planned} were planned; run.json has the peaks per phase"
+                )),
+                _ => (measured.0 > expected).then(|| {
+                    format!("{used}, {planned} were planned; run.json has both per phase")
+                }),
+            }
         };
         plan.devices.iter().filter_map(exceeded).collect()
     }

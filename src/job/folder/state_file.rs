@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::bytes::{ByteSize, read_whole};
-use crate::checkpoint::write_atomic;
+use crate::checkpoint::{check_sealed_json, write_sealed_json};
 use crate::disk;
 use crate::failure::Failure;
 use crate::job::recorder::Recorder;
@@ -18,6 +18,7 @@ use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{bias_of, pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::merging::{MergedTensor, ModelPerplexity};
+use crate::run::recovery::Divergence;
 use crate::run::state::{FILE, SCHEMA, SessionReport, TRAINING_FILE, merge_phases};
 use crate::run::{Events, RunState};
 use crate::runtime::Clock;
@@ -43,7 +44,7 @@ impl<'a> StateFile<'a> {
     /// The state in `folder`, where there is one.
     ///
     /// # Errors
-    /// Fails for a file that is none, or another version's.
+    /// Fails for a file that is not as it was written, and for another version's.
     pub fn read(folder: &Path) -> Result<Option<RunState>> {
         let path = Self::path(folder);
         let cannot = |why: String| {
@@ -58,6 +59,7 @@ impl<'a> StateFile<'a> {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             read => read.map_err(|error| cannot(error.to_string()))?,
         };
+        check_sealed_json(&text).map_err(|error| cannot(error.to_string()))?;
         let state: RunState =
             serde_json::from_slice(&text).map_err(|error| cannot(error.to_string()))?;
         let in_order = state.layers.iter().enumerate();
@@ -111,6 +113,15 @@ impl<'a> StateFile<'a> {
     ) -> Result<()> {
         self.state.perplexity = Some(perplexity);
         self.state.layers = layers.to_vec();
+        self.write()
+    }
+
+    /// Records that the training diverged: the run has a model, and can be continued with another learning rate.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written; the state before is still there.
+    pub(in crate::job) fn diverged(&mut self, divergence: Divergence) -> Result<()> {
+        self.state.divergence = Some(divergence);
         self.write()
     }
 
@@ -185,7 +196,11 @@ impl<'a> StateFile<'a> {
     }
 
     /// The run is finished: nothing is left to continue, also of a training. If a power cut brings the file back, the record beside it says so.
+    /// A training that diverged leaves its state.
     pub(in crate::job) fn remove(&self) -> Result<()> {
+        if self.state.divergence.is_some() {
+            return Ok(());
+        }
         let training = self.path.with_file_name(TRAINING_FILE);
         disk::remove(&training).with_context(|| format!("removing `{}`", training.display()))?;
         disk::remove(&self.path).with_context(|| format!("removing `{}`", self.path.display()))
@@ -205,9 +220,8 @@ impl LayerJournal for StateFile<'_> {
 }
 
 fn write(path: &Path, state: &RunState) -> Result<()> {
-    let mut json = serde_json::to_vec_pretty(state).context("writing the run's state as JSON")?;
-    json.push(b'\n');
-    write_atomic(path, &json)
+    let json = serde_json::to_string_pretty(state).context("writing the run's state as JSON")?;
+    write_sealed_json(path, &(json + "\n"))
 }
 
 /// Both, each once.
@@ -330,12 +344,19 @@ mod tests {
         assert!(StateFile::read(folder.path())?.is_none());
         let mut odd = state(2);
         odd.layers.swap(0, 1);
-        for text in [
-            "{".to_string(),
-            "{}".to_string(),
-            serde_json::to_string(&odd)?,
+        let path = StateFile::path(folder.path());
+        // Without a seal, as older versions wrote it, and with one around a state that is none.
+        let text = serde_json::to_string(&state(2))?;
+        for (text, is_sealed) in [
+            ("{".to_string(), false),
+            (text, false),
+            ("{}".to_string(), true),
+            (serde_json::to_string(&odd)?, true),
         ] {
-            std::fs::write(StateFile::path(folder.path()), text)?;
+            match is_sealed {
+                true => write_sealed_json(&path, &text)?,
+                false => std::fs::write(&path, text)?,
+            }
             let error = StateFile::read(folder.path()).unwrap_err().to_string();
             assert!(
                 error.contains("unfinished.json") && error.contains("--force"),

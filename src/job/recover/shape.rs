@@ -111,6 +111,7 @@ impl Recovery {
                 .map(|teacher| stored_dtypes(&*teacher.source, config)),
             kept: self.kept_bytes(model),
             base: self.base_bytes(model),
+            masks: self.mask_bytes(config),
             resident_layers: 0,
             sizes: self.trained_sizes(config),
         }
@@ -221,7 +222,17 @@ impl Recovery {
                 let stored = ByteSize::of(trained, model.dtype.bytes());
                 ByteSize(layer.0.saturating_sub(stored.0))
             }
-            TrainedForm::Factors { .. } => layer + ByteSize::of(trained / 8, 1),
+            TrainedForm::Factors { .. } => layer + self.mask_bytes(config),
+        }
+    }
+
+    /// Bytes of the masks of a layer's matrices where factors are trained.
+    fn mask_bytes(&self, config: &ModelConfig) -> ByteSize {
+        let trained = self.part.projections.iter();
+        let trained = trained.map(|projection| projection.elements(config) / 8);
+        match self.part.form {
+            TrainedForm::Weights => ByteSize::ZERO,
+            TrainedForm::Factors { .. } => ByteSize::of(trained.sum(), 1),
         }
     }
 
