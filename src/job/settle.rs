@@ -120,10 +120,9 @@ impl Job {
             };
             if let Some(diverged) = unfinished.take_if(has_other_rate) {
                 folder.replace_model();
-                unfinished = Some(RunState {
-                    settings: deciding.clone(),
-                    ..diverged.begun_again()
-                });
+                let mut begun = diverged.begun_again();
+                begun.settings.extend(deciding.clone());
+                unfinished = Some(begun);
             } else if let Some(manifest) =
                 folder.record_of_the_last_step(settings.evaluation.max_perplexity)?
             {

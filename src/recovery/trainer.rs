@@ -276,9 +276,12 @@ impl<'a> Trainer<'a> {
         let (parts, spare) = (&self.parts, &mut self.spare);
         parts.clock.measure(Phase::Update, || {
             let (values, rounding) = (parts.shelf.values(index)?, Bf16Rounding::Nearest);
-            parts
+            let layer = parts
                 .part
-                .applied(&parts.config, base, &values, rounding, spare)
+                .applied(&parts.config, base, &values, rounding, spare)?;
+            // The frozen weights are gone, unless they stay for the next step.
+            memory::release_freed();
+            Ok(layer)
         })
     }
 

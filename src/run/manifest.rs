@@ -10,7 +10,7 @@ use super::fallback::{DeviceMemoryReport, FallbackReport};
 use super::layer_drop::LayerDropReport;
 use super::merging::MergeReport;
 use super::phase::Phase;
-use super::plan::{DevicePlan, HiddenStatesStorage, Plan};
+use super::plan::{DevicePlan, HiddenStatesStorage, Plan, exceeded};
 use super::profile::ProfileReport;
 use super::recovery::{BlockLoss, RecoveryReport};
 use super::state::SessionReport;
@@ -122,24 +122,16 @@ impl Manifest {
                 .find(|of| of.device == device)
                 .and_then(|of| Some(of.peak_allocated? + of.context)),
         };
-        let exceeded = |device: &DevicePlan| {
+        let of_device = |device: &DevicePlan| {
             let (planned, measured) = (device.peak, measured(&device.device)?);
-            let expected = (planned.0 / 10).max(32 << 20).saturating_add(planned.0);
             let of = match device.device.as_str() {
                 "cpu" => "memory",
                 gpu => gpu,
             };
-            let used = format!("{measured} of {of} were used at once");
-            match device.budget {
-                Some(budget) if measured > budget => Some(format!(
-                    "{used}, {budget} are allowed and {planned} were planned; run.json has the peaks per phase"
-                )),
-                _ => (measured.0 > expected).then(|| {
-                    format!("{used}, {planned} were planned; run.json has both per phase")
-                }),
-            }
+            let warning = exceeded(of, measured, (device.budget, planned))?;
+            Some(format!("{warning}; run.json has the peaks per phase"))
         };
-        plan.devices.iter().filter_map(exceeded).collect()
+        plan.devices.iter().filter_map(of_device).collect()
     }
 }
 

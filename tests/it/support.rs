@@ -230,6 +230,29 @@ impl Work {
     }
 }
 
+/// The layers that are finished in the states of the unfinished runs below a folder, by folder.
+pub(crate) fn saved_cells(sweep: &Path) -> BTreeMap<PathBuf, usize> {
+    let cells = fs::read_dir(sweep).into_iter().flatten().flatten();
+    let saved = cells.filter_map(|cell| {
+        let state = fs::read(cell.path().join("unfinished.json")).ok()?;
+        let state: Value = serde_json::from_slice(&state).expect("a state is JSON");
+        let is_finished = cell.path().join("run.json").exists();
+        (!is_finished).then(|| (cell.path(), state["layers"].as_array().map_or(0, Vec::len)))
+    });
+    saved.collect()
+}
+
+/// Checks that the last process of each cell began after the layers that were saved.
+#[track_caller]
+pub(crate) fn assert_cells_after(saved: &BTreeMap<PathBuf, usize>, when: &str) {
+    for (cell, layers) in saved {
+        let text = fs::read(cell.join("run.json")).expect("a finished cell");
+        let manifest: Manifest = serde_json::from_slice(&text).expect("a manifest");
+        let last = manifest.sessions.last().expect("a process");
+        assert_eq!(last.first_layer, *layers, "{}, {when}", cell.display());
+    }
+}
+
 #[test]
 fn the_work_of_a_process_is_counted_in_both_forms() {
     let work = Work::of(

@@ -53,7 +53,6 @@ impl Recovery {
     pub(in crate::job) fn shape(&self, model: TrainedModel<'_>, samples: usize) -> TrainingShape {
         let (config, optimizer) = (model.config, self.optimizer());
         let specs = self.part.parameters(config);
-        let one_layer = Shelf::bytes(&specs, &*optimizer, 1, false);
         let mask = |spec: &ParameterSpec| {
             if spec.has_mask() {
                 spec.elements() / 8
@@ -67,6 +66,10 @@ impl Recovery {
         let values: usize = specs
             .iter()
             .map(|spec| 4 * spec.elements() + mask(spec))
+            .sum();
+        let states: usize = specs
+            .iter()
+            .map(|spec| optimizer.state_bytes(spec.elements()))
             .sum();
         let is_whole = self.is_whole();
         let shelf = match (is_whole, self.is_paged()) {
@@ -95,8 +98,8 @@ impl Recovery {
             values: ByteSize(match (is_whole, self.is_paged()) {
                 (true, false) => 0,
                 (true, true) => values as u64,
-                // Values, gradients, masks and states of the layer that is trained.
-                (false, _) => one_layer,
+                // Those of the layer that is trained, and its states.
+                (false, _) => (values + states) as u64,
             }),
             gradients: ByteSize::of(self.gradient_elements(model), 4),
             update: ByteSize(match (is_whole, self.is_paged()) {

@@ -291,7 +291,11 @@ impl Host<'_> {
         let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
         let mut all = self.training_states(trains);
         all.push(part(PartKind::Layer, layer));
-        all.push(part(PartKind::FrozenLayers, self.frozen(trains)));
+        // The frozen weights of factors, and the layer that the sweep reads ahead.
+        all.push(part(PartKind::FrozenLayers, trains.read_frozen()));
+        if settings.prefetch && run.config.num_hidden_layers > 1 {
+            all.push(part(PartKind::NextLayer, layer));
+        }
         if footprint::keeps_packed(run.kernel(), settings) {
             let packed = footprint::layer_packed(run.config, run.kernel());
             all.push(part(PartKind::PackedLayer, packed));
