@@ -33,8 +33,8 @@ use crate::bytes::ByteSize;
 /// Elements of W' that a task computes at once.
 const CHUNK: usize = 1 << 16;
 
-/// Bytes that a product of one thread packs: at most the second-level cache of a core, 2 MiB on recent servers.
-const PACKED_PER_THREAD: usize = 2 << 20;
+/// Bytes that a thread packs for its piece of B·A: the rank is small.
+const PACKED_PER_THREAD: usize = 256 << 10;
 
 /// The factors of a low-rank change, and the mask of the weight.
 #[derive(Debug, Clone)]
@@ -198,8 +198,8 @@ impl MaskedLowRank {
     }
 }
 
-/// Memory of [`MaskedLowRank::applied_to`]: per thread a piece of the change and of the sum in f32, the piece in its dtype, and the factors
-/// that the product packs, at most the second-level cache of a core.
+/// Memory of [`MaskedLowRank::applied_to`]: per thread a piece of the change and of the sum in f32, the piece in its dtype, and packed
+/// factors.
 pub fn applying_bytes(threads: usize, dtype: StoredDtype) -> ByteSize {
     let piece = CHUNK * (2 * size_of::<f32>() + dtype.bytes());
     ByteSize::of(threads, piece + PACKED_PER_THREAD)

@@ -15,7 +15,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 
 use super::base::BaseLayer;
-use super::parameters::LayerParameters;
+use super::parameters::{LayerParameters, TrainedForm};
 use super::parts::{Diverged, Example, StepOutcome, TrainerParts};
 use super::shelf::Shelf;
 use super::spare::SpareMemory;
@@ -380,7 +380,11 @@ impl<'a> Trainer<'a> {
                 },
             };
             let parts = &mut self.parts;
-            let values = parts.shelf.values(index)?;
+            // Only gradients of factors depend on the values.
+            let values = match parts.part.form {
+                TrainedForm::Weights => Vec::new(),
+                TrainedForm::Factors { .. } => parts.shelf.values(index)?,
+            };
             let mut of_layer = parts.part.gradients(&parts.config, &layer, &values)?;
             drop(values);
             let mut of_examples = of_examples.into_iter();

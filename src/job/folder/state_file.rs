@@ -224,6 +224,13 @@ fn write(path: &Path, state: &RunState) -> Result<()> {
     write_sealed_json(path, &(json + "\n"))
 }
 
+/// The beginning of the names of all modules of a layer: `model.layers.3.`
+fn prefix_of(module: &str, layer: usize) -> Option<&str> {
+    let number = format!(".{layer}.");
+    let end = module.find(&number)? + number.len();
+    module.get(..end)
+}
+
 /// Both, each once.
 fn merged_warnings(before: &[String], now: Vec<String>) -> Vec<String> {
     let mut all = before.to_vec();
@@ -232,14 +239,15 @@ fn merged_warnings(before: &[String], now: Vec<String>) -> Vec<String> {
 }
 
 impl RunState {
-    /// Keeps the layers before the first with a tensor that is not recorded or among `damaged` (names of matrices). Returns the
-    /// matrices of the layers that go.
+    /// Keeps the layers before the first with a tensor that is not recorded or among `damaged` (names of modules: matrices, and norms that
+    /// were trained). Returns the matrices of the layers that go.
     pub fn keep_whole_layers(&mut self, damaged: &BTreeSet<String>) -> Vec<String> {
         let is_whole = |layer: &LayerReport| {
-            pruned(std::slice::from_ref(layer)).all(|matrix| {
-                !damaged.contains(&matrix.name)
-                    && self.tensors.contains_key(&tensor_of(&matrix.name))
-            })
+            let matrices = || pruned(std::slice::from_ref(layer));
+            let prefix = matrices().find_map(|matrix| prefix_of(&matrix.name, layer.layer));
+            let is_damaged = |name: &String| prefix.is_some_and(|prefix| name.starts_with(prefix));
+            !damaged.iter().any(is_damaged)
+                && matrices().all(|matrix| self.tensors.contains_key(&tensor_of(&matrix.name)))
         };
         let whole = self
             .layers
@@ -324,6 +332,15 @@ mod tests {
         assert_eq!(gone, ["model.layers.1.q", "model.layers.2.q"]);
         assert_eq!((broken.layers.len(), broken.perplexity), (1, None));
         assert_eq!(broken.tensors.len(), 1);
+
+        // A norm belongs to its layer, and to no other whose number begins alike.
+        let mut norm = state(2);
+        let damaged = ["model.layers.1.input_layernorm".to_string()].into();
+        norm.keep_whole_layers(&damaged);
+        assert_eq!(norm.layers.len(), 1);
+        let mut other = state(2);
+        other.keep_whole_layers(&["model.layers.11.q".to_string()].into());
+        assert_eq!(other.layers.len(), 2);
 
         let mut missing = state(2);
         missing.tensors.remove("model.layers.0.q.weight");

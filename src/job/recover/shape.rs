@@ -229,14 +229,11 @@ impl Recovery {
         }
     }
 
-    /// Bytes of the masks of a layer's matrices where factors are trained.
+    /// Bytes of the masks of a layer's trained matrices.
     fn mask_bytes(&self, config: &ModelConfig) -> ByteSize {
         let trained = self.part.projections.iter();
         let trained = trained.map(|projection| projection.elements(config) / 8);
-        match self.part.form {
-            TrainedForm::Weights => ByteSize::ZERO,
-            TrainedForm::Factors { .. } => ByteSize::of(trained.sum(), 1),
-        }
+        ByteSize::of(trained.sum(), 1)
     }
 
     /// Tells the settings of the training.

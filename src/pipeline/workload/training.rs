@@ -56,7 +56,7 @@ pub struct TrainingShape {
     pub update: ByteSize,
     /// Frozen weights of a layer, as they are read.
     pub base: ByteSize,
-    /// Masks of the trained matrices of a layer, where factors are trained.
+    /// Masks of the trained matrices of a layer.
     pub masks: ByteSize,
     /// Layers whose frozen weights stay in memory.
     pub resident_layers: usize,
