@@ -97,10 +97,7 @@ pub fn write_sealed_json(path: &Path, object: &str) -> anyhow::Result<()> {
 pub fn check_sealed_json(content: &[u8]) -> io::Result<()> {
     let (line, rest) = content.split_at_checked(HEAD).ok_or_else(no_seal)?;
     let seal = Seal::parse(line).ok_or_else(no_seal)?;
-    seal.check(&Seal::new(
-        rest.len() as u64,
-        Sha256::new_with_prefix(rest),
-    ))
+    seal.check(&Seal::new(rest.len() as u64, Sha256::new_with_prefix(rest)))
 }
 
 /// Writes a file in pieces so that a crash leaves either the old file or the new one.
@@ -232,7 +229,10 @@ mod tests {
         };
         assert!(why(seal(10, "b")).contains("the hash differs"));
         assert_eq!(why(seal(7, "a")), "3 of its 10 bytes are missing");
-        assert_eq!(why(seal(12, "a")), "2 bytes follow the 10 that were written");
+        assert_eq!(
+            why(seal(12, "a")),
+            "2 bytes follow the 10 that were written"
+        );
         assert_eq!(seal(u64::MAX, "").line(',').len(), HEAD);
     }
 }

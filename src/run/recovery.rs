@@ -81,8 +81,12 @@ impl Divergence {
             best_loss,
         } = self;
         [
-            format!("the training diverged: {what} in step {step}, with a learning rate of {rate:e}"),
-            format!("the model is that of step {best_step}, with a held-out loss of {best_loss:.4}"),
+            format!(
+                "the training diverged: {what} in step {step}, with a learning rate of {rate:e}"
+            ),
+            format!(
+                "the model is that of step {best_step}, with a held-out loss of {best_loss:.4}"
+            ),
         ]
     }
 

@@ -393,9 +393,14 @@ fn measured_layers(place: &Place) -> [usize; 2] {
     let bytes = fs::read(place.path("out/saliency.safetensors"));
     let bytes = bytes.unwrap_or_default();
     let file = SafeTensors::deserialize(&bytes).ok();
-    let names: Vec<String> = file.iter().flat_map(|file| file.names()).map(str::to_string).collect();
+    let names: Vec<String> = file
+        .iter()
+        .flat_map(|file| file.names())
+        .map(str::to_string)
+        .collect();
     [0, 1].map(|model| {
-        let layer = |layer: &usize| names.contains(&format!("{model}.model.layers.{layer}.down_in"));
+        let layer =
+            |layer: &usize| names.contains(&format!("{model}.model.layers.{layer}.down_in"));
         (0..3).take_while(layer).count()
     })
 }
@@ -426,7 +431,11 @@ fn an_interrupted_measurement_continues_after_its_last_layer() {
         }
         let sessions = ran.stderr.matches("measuring the activations of ").count();
         let left = measured.iter().filter(|layers| **layers < 3).count();
-        assert!(sessions <= left, "operation {at}: {measured:?}\n{}", ran.stderr);
+        assert!(
+            sessions <= left,
+            "operation {at}: {measured:?}\n{}",
+            ran.stderr
+        );
         // All was finished but the removal of the state, or the run continues.
         assert_eq!(ran.code, 0, "operation {at}: {}", ran.stderr);
         assert!(files(&place) == expected, "operation {at}");

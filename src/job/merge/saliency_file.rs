@@ -285,9 +285,7 @@ fn hash_of_data(file: &Checkpoint) -> Result<String> {
 }
 
 /// The list in the metadata.
-fn models_of(
-    metadata: &BTreeMap<String, String>,
-) -> std::result::Result<Vec<Measurement>, String> {
+fn models_of(metadata: &BTreeMap<String, String>) -> std::result::Result<Vec<Measurement>, String> {
     match metadata.get("prune_saliency").map(String::as_str) {
         Some(VERSION) => {}
         Some(other) => {

@@ -35,10 +35,10 @@ use super::streams::Streams;
 use super::{interruption, profile};
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
-use steps::Trained;
 pub use given::{GivenTraining, InitialParameters};
 pub(in crate::job) use resolved::Recovery;
 pub(in crate::job) use shape::TrainedModel;
+use steps::Trained;
 
 /// Trains what a pruned checkpoint lost, writes the results, and returns the record.
 ///

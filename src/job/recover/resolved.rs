@@ -14,8 +14,8 @@ use crate::run::Events;
 use crate::settings::{
     ALL_LINEAR, ComputeDtype, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, Settings, TrainedKind,
 };
-use crate::training::{find, nearest};
 use crate::training::{Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, Schedule};
+use crate::training::{find, nearest};
 
 /// The recovery part of a run.
 pub(in crate::job) struct Recovery {

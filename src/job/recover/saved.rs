@@ -105,8 +105,7 @@ pub(super) fn read(
     first
         .read_until(b'\n', &mut line)
         .map_err(|error| damaged(&error))?;
-    let mut head: TrainingHead =
-        serde_json::from_slice(&line).map_err(|error| damaged(&error))?;
+    let mut head: TrainingHead = serde_json::from_slice(&line).map_err(|error| damaged(&error))?;
     let is_same = head.settings == *settings;
     let may_go_on = head.divergence.is_some() && differ_in_the_rate(&head.settings, settings);
     if !is_same && !may_go_on {

@@ -15,9 +15,7 @@ use crate::data::{ExampleOrder, Examples};
 use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::candle_dtype;
-use crate::recovery::{
-    Distillation, Diverged, Example, Shelf, ShelfPlace, Trainer, TrainerParts,
-};
+use crate::recovery::{Distillation, Diverged, Example, Shelf, ShelfPlace, Trainer, TrainerParts};
 use crate::run::recovery::{Divergence, HeldOutReport, StepReport};
 use crate::run::{Event, Events, Moment};
 use crate::runtime::SweepReport;

@@ -98,7 +98,9 @@ impl Teacher {
             "the teacher `{}` has the weights of the model",
             self.folder.display()
         ))
-        .detail("all matrices that would be trained are equal, so there is nothing to learn from it")
+        .detail(
+            "all matrices that would be trained are equal, so there is nothing to learn from it",
+        )
         .hint("name the dense model that was pruned: --teacher DENSE")
         .into())
     }

@@ -218,12 +218,8 @@ impl Host<'_> {
     /// Memory of merging what was trained into a layer, in addition to the layer that is read for the sweep.
     pub(super) fn merging(&self) -> Vec<MemoryPart> {
         let trains = self.run.trains.as_ref().filter(|of| !of.is_by_layer);
-        let parts = trains.map(|trains| {
-            part(
-                PartKind::Parameters,
-                trains.values + trains.read_frozen(),
-            )
-        });
+        let parts =
+            trains.map(|trains| part(PartKind::Parameters, trains.values + trains.read_frozen()));
         parts.into_iter().collect()
     }
 

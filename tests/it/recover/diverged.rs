@@ -43,12 +43,14 @@ fn the_best_state_is_the_model_and_another_rate_continues_from_it() {
         let message = format!("error: the training diverged: {}", divergence.what);
         assert!(ran.stderr.contains(&message), "{}", ran.stderr);
         assert!(
-            ran.stderr.contains(&format!(" in step {}", divergence.step)),
+            ran.stderr
+                .contains(&format!(" in step {}", divergence.step)),
             "{}",
             ran.stderr
         );
         assert!(
-            ran.stderr.contains("hint: repeat the command with another rate"),
+            ran.stderr
+                .contains("hint: repeat the command with another rate"),
             "{}",
             ran.stderr
         );
@@ -69,7 +71,11 @@ fn the_best_state_is_the_model_and_another_rate_continues_from_it() {
         // Another setting is another run.
         let other = place.run(&line(&rate, &format!("{more} --seed 7")));
         assert_eq!(other.code, 1, "{}", other.stderr);
-        assert!(other.stderr.contains("seed: 0 there, 7 now"), "{}", other.stderr);
+        assert!(
+            other.stderr.contains("seed: 0 there, 7 now"),
+            "{}",
+            other.stderr
+        );
 
         let smaller = place.run(&line("1e-4", &format!("{more} --progress json")));
         assert_eq!(smaller.code, 0, "{}", smaller.stderr);

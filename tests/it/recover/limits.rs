@@ -63,9 +63,8 @@ fn wide() -> Place {
         dtype: StoredDtype::Bf16,
         ..RandomCheckpoint::default()
     });
-    let ran = place.run(
-        "--model m --prune-method magnitude --sparsity-ratio 0.5 --eval none --save pruned",
-    );
+    let ran = place
+        .run("--model m --prune-method magnitude --sparsity-ratio 0.5 --eval none --save pruned");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     place
 }
@@ -115,7 +114,9 @@ fn no_peak_of_a_training_is_above_its_limit() {
 #[test]
 fn a_peak_above_the_limit_is_a_warning_of_any_size() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
-    let ran = place.run(&format!("{COMMON} --how lora --rank 4 --eval none --save out"));
+    let ran = place.run(&format!(
+        "{COMMON} --how lora --rank 4 --eval none --save out"
+    ));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let mut manifest = place.manifest("out");
     assert_eq!(manifest.exceeded_plan(), Vec::<String>::new());

@@ -66,7 +66,10 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
         ),
         (
             "--how full --optim galore_adamw",
-            &["`galore_adamw` of transformers' Trainer", "--optim adamw8bit"],
+            &[
+                "`galore_adamw` of transformers' Trainer",
+                "--optim adamw8bit",
+            ],
         ),
         (
             "--how lora --optim paged_lion_32bit",
@@ -166,7 +169,8 @@ fn a_teacher_with_the_weights_of_the_model_is_refused() {
     let ran = place.run(&format!("{blocks} --teacher recovered/model --save out"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(
-        ran.stderr.contains("`recovered/model` has the zeros of the model"),
+        ran.stderr
+            .contains("`recovered/model` has the zeros of the model"),
         "{}",
         ran.stderr
     );
@@ -175,10 +179,14 @@ fn a_teacher_with_the_weights_of_the_model_is_refused() {
 #[test]
 fn names_of_the_trainers_optimizers_are_the_same_run() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
-    let line = |optim: &str| format!("{COMMON} --how lora --rank 4 --eval none --optim {optim} --save out");
-    assert!(place
-        .with_fault(&line("paged_adamw_8bit"), "kill:24")
-        .is_none());
+    let line = |optim: &str| {
+        format!("{COMMON} --how lora --rank 4 --eval none --optim {optim} --save out")
+    };
+    assert!(
+        place
+            .with_fault(&line("paged_adamw_8bit"), "kill:24")
+            .is_none()
+    );
     let ran = place.run(&line("paged-adamw8bit"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert_eq!(

@@ -179,7 +179,10 @@ fn a_state_of_an_older_version_is_refused_with_a_way_out() {
     assert!(place.with_fault(&line, "kill:40").is_none());
     let path = place.path("out/training.state");
     let bytes = fs::read(&path).expect("a saved training");
-    let end = bytes.iter().position(|byte| *byte == b'\n').expect("a seal");
+    let end = bytes
+        .iter()
+        .position(|byte| *byte == b'\n')
+        .expect("a seal");
     // Older versions began with the settings.
     fs::write(&path, &bytes[end + 1..]).expect("written");
     let ran = place.run(&line);
