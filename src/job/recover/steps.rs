@@ -324,7 +324,7 @@ impl<'a> Training<'a> {
         let lowest = known.chain(first).fold(f64::INFINITY, f64::min);
         if !loss.is_finite() || loss > lowest + EXPLOSION {
             return Err(Diverged {
-                what: format!("the held-out loss is {loss:.4}, after {lowest:.4}"),
+                what: format!("the held-out loss is {loss:.4} ({lowest:.4} before)"),
                 at: TrainingStep {
                     number: step,
                     rate: self.schedule.rate_of(step.saturating_sub(1)),
