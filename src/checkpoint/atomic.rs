@@ -24,6 +24,17 @@ pub fn write_atomic_with(
     path: &Path,
     write: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
 ) -> anyhow::Result<()> {
+    write_growing(path, &mut |file| write(file))
+}
+
+/// Writes a file in pieces, and its beginning once the rest is known, so that a crash leaves either the old file or the new one.
+///
+/// # Errors
+/// Fails as [`write_atomic_with`].
+pub(super) fn write_growing(
+    path: &Path,
+    write: &mut dyn FnMut(&mut GrowingFile) -> io::Result<()>,
+) -> anyhow::Result<()> {
     let temporary = temporary_name(path);
     let written = write_and_rename(&temporary, path, write);
     if written.is_err() {
@@ -34,9 +45,16 @@ pub fn write_atomic_with(
 }
 
 /// A file that is written from its beginning to its end.
-struct GrowingFile {
+pub(super) struct GrowingFile {
     file: File,
     bytes: u64,
+}
+
+impl GrowingFile {
+    /// Replaces the first bytes, which were written already.
+    pub(super) fn replace_head(&self, bytes: &[u8]) -> io::Result<()> {
+        disk::write_all_at(&self.file, bytes, 0)
+    }
 }
 
 impl Write for GrowingFile {
@@ -74,7 +92,7 @@ pub fn cannot_write(path: &Path, error: &io::Error) -> Failure {
 fn write_and_rename(
     temporary: &Path,
     path: &Path,
-    write: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
+    write: &mut dyn FnMut(&mut GrowingFile) -> io::Result<()>,
 ) -> io::Result<()> {
     let mut file = GrowingFile {
         file: disk::create(temporary)?,

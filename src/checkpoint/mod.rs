@@ -20,6 +20,7 @@
 //! | `masks` | [`MaskWriter`], packed masks in one file |
 //! | `sidecars` | config, tokenizer and licence files, copied with the weights; cards, which may get other names |
 //! | `atomic` | small files that appear whole or not at all |
+//! | `sealed` | such files with their length and hash, from which a later process continues |
 //! | `names` | names of files |
 //!
 //! Nothing is memory mapped. So resident memory is what the program allocates, and a truncated file is an error, not a signal.
@@ -38,6 +39,7 @@ mod not_a_model;
 mod output_files;
 mod publish;
 mod scan;
+mod sealed;
 mod sidecars;
 mod source;
 mod target;
@@ -72,6 +74,7 @@ pub use names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SIN
 pub use not_a_model::not_a_model;
 pub use publish::Published;
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
+pub use sealed::{check_sealed_json, open_sealed, write_sealed_json, write_sealed_with};
 pub use sidecars::{
     CARD_FILE, CONFIG_FILE, OwnFiles, SUMS_FILE, card_of_source, cards_in, check_sidecars,
     is_model_file, sidecars_in,

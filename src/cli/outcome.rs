@@ -3,6 +3,8 @@
 use std::process::ExitCode;
 
 use super::console::Console;
+use super::describe;
+use crate::failure::Failure;
 use crate::run::Manifest;
 
 /// The end of a command that did its work.
@@ -12,11 +14,23 @@ pub enum Outcome {
     Done,
     /// Done, and `--max-perplexity` is missed.
     GateMissed,
+    /// A training diverged, and its best state is the model.
+    Diverged,
 }
 
 impl Outcome {
-    /// The outcome of a run, with a word about a gate that is missed.
+    /// The outcome of a run, with a word about a training that diverged and a gate that is missed.
     pub(super) fn of(manifest: &Manifest, console: &Console) -> Self {
+        let recovery = manifest.recovery.as_ref();
+        if let Some(divergence) = recovery.and_then(|recovery| recovery.divergence.as_ref()) {
+            let [message, kept] = divergence.lines();
+            let failure = Failure::new(message).detail(kept).hint(format!(
+                "repeat the command with another rate to continue from that state, like --lr {}",
+                divergence.smaller_rate()
+            ));
+            console.error(&describe(&failure.into()));
+            return Self::Diverged;
+        }
         match manifest.gate {
             Some(gate) if !gate.is_met => {
                 let why = if gate.perplexity.is_finite() {
@@ -37,11 +51,12 @@ impl Outcome {
         }
     }
 
-    /// 0 or 4.
+    /// 0, 4 or 1.
     pub fn exit_code(self) -> ExitCode {
         match self {
             Self::Done => ExitCode::SUCCESS,
             Self::GateMissed => ExitCode::from(4),
+            Self::Diverged => ExitCode::FAILURE,
         }
     }
 }

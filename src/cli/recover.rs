@@ -19,7 +19,7 @@ use crate::settings::{
     ALL_LINEAR, CalibrationSettings, DATASET, EvalSides, NSAMPLES, RecoverySettings, RecoveryWay,
     Settings, TrainedKind,
 };
-use crate::training::ScheduleShape;
+use crate::training::{ScheduleShape, find};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -127,7 +127,8 @@ struct OptimizerArgs {
     /// Optimizer: adamw, adamw8bit, paged-adamw8bit, paged-adamw32bit or sgd
     ///
     /// The 8-bit states are those of bitsandbytes. `paged` keeps parameters, gradients and states in a file in the offload folder,
-    /// so memory does not grow with the depth of the model.
+    /// so memory does not grow with the depth of the model. Names of transformers' Trainer for the same rules are accepted, like
+    /// `paged_adamw_8bit` and `adamw_torch`.
     #[arg(long, value_name = "NAME", default_value = "adamw")]
     optim: String,
 
@@ -304,7 +305,10 @@ impl RecoverArgs {
             alpha: training.alpha,
             target_modules: training.target_modules.clone(),
             train_norms: training.train_norms,
-            optim: optimizer.optim.clone(),
+            // Another name for the same optimizer is the same run. An unknown one is refused with the model at hand.
+            optim: find(&optimizer.optim)
+                .map_or(optimizer.optim.as_str(), |kind| kind.name)
+                .to_string(),
             lr: optimizer.lr,
             schedule: optimizer.schedule,
             warmup: optimizer.warmup,

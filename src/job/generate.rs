@@ -17,6 +17,7 @@ use crate::generation::{
 use crate::placement::planner::USABLE;
 use crate::placement::{DeviceMap, Residency, inventory};
 use crate::report::three_digits;
+use crate::run::plan::exceeded;
 use crate::run::{Events, GenerationReport, Phase};
 use crate::runtime::memory;
 use crate::settings::{
@@ -213,6 +214,10 @@ impl Writer {
             .filter_map(|phase| phase.peak_anonymous)
             .max();
         recorder.note(self.statistics(&written, peak));
+        let planned = (self.budget, self.residency.predicted());
+        if let Some(warning) = peak.and_then(|peak| exceeded("memory", peak, planned)) {
+            recorder.warn(warning);
+        }
         Ok(GenerationReport {
             prune_version: env!("CARGO_PKG_VERSION").to_string(),
             model: self.name(),

@@ -129,14 +129,25 @@ impl<'a> Outputs<'a> {
     }
 }
 
-/// Creates the files of a new run.
+/// Creates the files of a new run, or those of an unfinished run that begins again with its first layer.
 fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
-    job.folder.prepare()?;
     let model = &job.model;
+    let begun = match &job.unfinished {
+        Some(state) => {
+            job.folder.prepare_again()?;
+            state.clone().begun_again()
+        }
+        None => {
+            job.folder.prepare()?;
+            RunState {
+                schema: SCHEMA,
+                arguments: job.settings.arguments.clone(),
+                started_unix_seconds: model.started_unix_seconds,
+                ..RunState::default()
+            }
+        }
+    };
     let state = RunState {
-        schema: SCHEMA,
-        arguments: job.settings.arguments.clone(),
-        started_unix_seconds: model.started_unix_seconds,
         settings: job.deciding.clone(),
         allocation: job
             .pruning
@@ -150,7 +161,7 @@ fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
             .part_of
             .as_ref()
             .and_then(|whole| whole.width_drop.clone()),
-        ..RunState::default()
+        ..begun
     };
     if let Some(folder) = job.folder.state() {
         // The state comes first: files without a state belong to another run.

@@ -27,7 +27,7 @@ pub(super) fn plan_early(
     let Err(refusal) = planning.plan(shape) else {
         return Ok(());
     };
-    if shape.samples + shape.windows > 0
+    if (shape.samples + shape.windows > 0 || shape.trains.is_some())
         && let Ok(size) = TokenizerSize::of(&model.folder)
     {
         shape.tokenizing = footprint::load_tokenizer(size);

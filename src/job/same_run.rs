@@ -14,6 +14,7 @@ use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::run::command_line::quoted;
 use crate::run::manifest::PerplexityReport;
+use crate::run::state::OF_THE_RATE;
 use crate::run::{Manifest, Plan, RunState, TextProtocol};
 use crate::settings::{DeviceSettings, OutputSettings, Settings};
 
@@ -122,7 +123,7 @@ pub(super) fn dense_of(
     dense.perplexity.dense.filter(|_| is_same)
 }
 
-/// Refuses to resume a run whose deciding settings differ from `settings`. With `--force` a new run begins instead (`None`).
+/// Refuses to resume a run whose deciding settings differ from `settings`; a training that diverged may have another learning rate. With `--force` a new run begins instead (`None`).
 ///
 /// # Errors
 /// Fails with the differences and the command that resumes the run.
@@ -132,7 +133,10 @@ pub(super) fn check(
     folder: &RunFolder,
     output: &OutputSettings,
 ) -> Result<Option<RunState>> {
-    let differences = state.differences(settings);
+    let mut differences = state.differences(settings);
+    if state.divergence.is_some() {
+        differences.retain(|(name, ..)| !OF_THE_RATE.contains(&name.as_str()));
+    }
     if differences.is_empty() {
         return Ok(Some(state));
     }

@@ -114,12 +114,9 @@ impl Job {
             deciding.extend(recovery.iter().flat_map(Recovery::deciding));
         }
         if let Some(state) = unfinished.take() {
-            unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
-            let max_perplexity = settings.evaluation.max_perplexity;
-            if let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? {
-                width_drop::tidy(&folder)?;
-                events.note("this run is finished; only a file of its state was left".to_string());
-                return Ok(Settled::Finished(Box::new(manifest)));
+            match continued(state, &deciding, &mut folder, &settings, events)? {
+                Continued::Unfinished(state) => unfinished = state,
+                Continued::Finished(manifest) => return Ok(Settled::Finished(manifest)),
             }
         }
 
@@ -344,6 +341,47 @@ impl Job {
     }
 }
 
+/// A run whose state was found in its folder.
+enum Continued {
+    /// It continues; `None` where a new one begins.
+    Unfinished(Option<RunState>),
+    /// Its record is written.
+    Finished(Box<Manifest>),
+}
+
+/// Compares the state of a run with this one. A training that diverged continues from its best state, if its learning rate is another.
+///
+/// # Errors
+/// Fails for a run with other settings, and when files cannot be read or removed.
+fn continued(
+    state: RunState,
+    deciding: &BTreeMap<String, String>,
+    folder: &mut RunFolder,
+    settings: &Settings,
+    events: &dyn Events,
+) -> Result<Continued> {
+    let unfinished = same_run::check(state, deciding, folder, &settings.output)?;
+    let has_other_rate =
+        |state: &RunState| state.divergence.is_some() && !state.differences(deciding).is_empty();
+    if let Some(diverged) = unfinished.as_ref().filter(|state| has_other_rate(state)) {
+        folder.replace_model();
+        let mut begun = diverged.clone().begun_again();
+        begun.settings.extend(deciding.clone());
+        return Ok(Continued::Unfinished(Some(begun)));
+    }
+    let max_perplexity = settings.evaluation.max_perplexity;
+    let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? else {
+        return Ok(Continued::Unfinished(unfinished));
+    };
+    width_drop::tidy(folder)?;
+    let recovery = manifest.recovery.as_ref();
+    events.note(match recovery.and_then(|of| of.divergence.as_ref()) {
+        Some(_) => "this run is finished, and another --lr continues it".to_string(),
+        None => "this run is finished; only a file of its state was left".to_string(),
+    });
+    Ok(Continued::Finished(Box::new(manifest)))
+}
+
 /// The folders of a run's results. A model is written where weights change, with the files beside those of its source.
 fn run_folder(
     settings: &Settings,
@@ -407,6 +445,8 @@ fn early_shape<'m>(
 ) -> RunShape<'m> {
     let sides = sides_left(settings.evaluation.eval, model, given.dense.is_some());
     let is_used = pruning.is_none_or(|pruning| pruning.calibrates);
+    // The number of a whole training's examples is that of its text, and the shape of the training has the fewest.
+    let is_used = is_used && !settings.trains_whole();
     let calibration = settings.calibration.as_ref().filter(|_| is_used);
     RunShape {
         samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),

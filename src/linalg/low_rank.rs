@@ -26,11 +26,15 @@ use super::buffer_pool::BufferPool;
 use super::convert;
 use super::matmul::{Threads, View, matmul};
 use super::product::{Kernel, Strided, Values, parts_of_product, product_in_parts};
-use super::stored::{StoredMatrix, zero_bits_from};
+use super::stored::{StoredDtype, StoredMatrix, zero_bits_from};
 use super::weight::{ProductContext, grow};
+use crate::bytes::ByteSize;
 
 /// Elements of W' that a task computes at once.
 const CHUNK: usize = 1 << 16;
+
+/// Bytes that a thread packs for its piece of B·A: the rank is small.
+const PACKED_PER_THREAD: usize = 256 << 10;
 
 /// The factors of a low-rank change, and the mask of the weight.
 #[derive(Debug, Clone)]
@@ -192,6 +196,13 @@ impl MaskedLowRank {
         matmul(&mut part.a, wide, s, b.transposed(), g, one);
         part
     }
+}
+
+/// Memory of [`MaskedLowRank::applied_to`]: per thread a piece of the change and of the sum in f32, the piece in its dtype, and packed
+/// factors.
+pub fn applying_bytes(threads: usize, dtype: StoredDtype) -> ByteSize {
+    let piece = CHUNK * (2 * size_of::<f32>() + dtype.bytes());
+    ByteSize::of(threads, piece + PACKED_PER_THREAD)
 }
 
 /// Elements of the parts of a matrix's factor gradients that exist at one time.

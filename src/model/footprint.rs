@@ -125,6 +125,30 @@ pub fn products(
     settings: &MemorySettings,
     head: Option<Kernel>,
 ) -> ByteSize {
+    let of_head = head.map(|kernel| {
+        let rows = largest_chunk(config.vocab_size, settings.head_rows);
+        Product {
+            kernel,
+            tokens: largest_tokens(seqlen, settings.logits_bytes, rows),
+            columns: vec![rows],
+            inner: config.hidden_size,
+            is_kept: false,
+            is_in_parts: false,
+        }
+    });
+    let others = of_head.into_iter().collect();
+    let all = forward_products(config, kernel, seqlen, settings, others);
+    ByteSize::of(product::packed_bytes(&all, threads), 1)
+}
+
+/// The products of a layer, and `others`.
+pub(super) fn forward_products(
+    config: &ModelConfig,
+    kernel: Kernel,
+    seqlen: usize,
+    settings: &MemorySettings,
+    others: Vec<Product>,
+) -> Vec<Product> {
     let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
     // Heads whose first row is inside a packed unit are packed again.
     let begins_within =
@@ -155,19 +179,7 @@ pub fn products(
         };
         columns.into_iter().map(product)
     });
-    let of_head = head.map(|kernel| {
-        let rows = largest_chunk(config.vocab_size, settings.head_rows);
-        Product {
-            kernel,
-            tokens: largest_tokens(seqlen, settings.logits_bytes, rows),
-            columns: vec![rows],
-            inner: config.hidden_size,
-            is_kept: false,
-            is_in_parts: false,
-        }
-    });
-    let all: Vec<Product> = of_layer.chain(of_head).collect();
-    ByteSize::of(product::packed_bytes(&all, threads), 1)
+    of_layer.chain(others).collect()
 }
 
 /// Memory of the workspace after the first sample: [`activations`] and [`rows_read`].
@@ -269,12 +281,26 @@ pub fn backward(
 /// with the kernel of each.
 pub fn backward_products(
     config: &ModelConfig,
-    (kernel, of_gradients): (Kernel, Kernel),
+    kernels: (Kernel, Kernel),
     seqlen: usize,
     threads: usize,
     settings: &MemorySettings,
     is_of_factors: bool,
 ) -> ByteSize {
+    let all = gradient_products(config, kernels, seqlen, settings, is_of_factors);
+    let forward = products(config, kernels.0, seqlen, threads, settings, None);
+    let backward = ByteSize::of(product::packed_bytes(&all, threads), 1);
+    ByteSize(backward.0.saturating_sub(forward.0))
+}
+
+/// The products of a layer's backward pass.
+pub(super) fn gradient_products(
+    config: &ModelConfig,
+    (kernel, of_gradients): (Kernel, Kernel),
+    seqlen: usize,
+    settings: &MemorySettings,
+    is_of_factors: bool,
+) -> Vec<Product> {
     let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
     let of_matrix = |projection: Projection| {
         let (out, inner) = projection.shape(config);
@@ -295,10 +321,7 @@ pub fn backward_products(
             product(of_gradients, out, tokens, is_of_factors),
         ]
     };
-    let all: Vec<Product> = config.projections().flat_map(of_matrix).collect();
-    let forward = products(config, kernel, seqlen, threads, settings, None);
-    let backward = ByteSize::of(product::packed_bytes(&all, threads), 1);
-    ByteSize(backward.0.saturating_sub(forward.0))
+    config.projections().flat_map(of_matrix).collect()
 }
 
 /// Memory of the activations of a layer and a sample that are kept for the backward pass.

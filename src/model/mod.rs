@@ -21,6 +21,7 @@ pub mod rotary;
 pub mod shapes;
 pub mod smaller;
 mod tensors;
+pub mod training_footprint;
 
 pub use backward::{KeptActivations, LayerGradients, TeacherStates};
 pub use config::{ModelConfig, RopeScaling};

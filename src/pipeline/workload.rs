@@ -142,25 +142,18 @@ impl Workload for RunShape<'_> {
             }
         }
         all.retain(is_possible);
-        all
+        match self.trains_whole() {
+            // Its layers pass while the head is in memory.
+            true => all.iter().flat_map(|one| self.with_heads(one)).collect(),
+            false => all,
+        }
     }
 
     fn head_settings(&self, settings: &MemorySettings) -> Vec<MemorySettings> {
-        if self.settings.is_some() || (self.windows == 0 && !self.trains_whole()) {
+        if self.settings.is_some() || self.windows == 0 || self.trains_whole() {
             return vec![settings.clone()];
         }
-        let rows = |parts: usize| Some(self.config.vocab_size.div_ceil(parts));
-        let mut all = Vec::new();
-        for logits_bytes in [settings.logits_bytes, ByteSize(32 << 20), ByteSize(8 << 20)] {
-            for head_rows in [None, rows(4), rows(16)] {
-                all.push(MemorySettings {
-                    logits_bytes,
-                    head_rows,
-                    ..settings.clone()
-                });
-            }
-        }
-        all
+        self.with_heads(settings)
     }
 
     fn layers(&self, option: &ExecutionOption) -> Demand {
@@ -214,6 +207,22 @@ impl RunShape<'_> {
             ..one_layer.clone()
         };
         [default, one_layer, one_matrix]
+    }
+
+    /// The choices for the head: bytes of logits, and rows in memory.
+    fn with_heads(&self, settings: &MemorySettings) -> Vec<MemorySettings> {
+        let rows = |parts: usize| Some(self.config.vocab_size.div_ceil(parts));
+        let mut all = Vec::new();
+        for logits_bytes in [settings.logits_bytes, ByteSize(32 << 20), ByteSize(8 << 20)] {
+            for head_rows in [None, rows(4), rows(16)] {
+                all.push(MemorySettings {
+                    logits_bytes,
+                    head_rows,
+                    ..settings.clone()
+                });
+            }
+        }
+        all
     }
 
     /// The choices for weights and statistics: all statistics of a layer at the same time, then those of one input; Gram matrices on GPUs,

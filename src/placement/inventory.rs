@@ -243,7 +243,8 @@ fn groups(cgroup: &str) -> Vec<PathBuf> {
     folders
 }
 
-/// Returns the available memory of one group: limit − usage + reclaimable file pages.
+/// Returns the available memory of one group: limit − usage + reclaimable file pages. Above `memory.high` the kernel reclaims and
+/// slows the group's processes down, so it is a limit like `memory.max`, and the lower of the two counts.
 fn group_leaves(folder: &Path) -> Option<ByteSize> {
     let number = |name: &str| {
         std::fs::read_to_string(folder.join(name))
@@ -252,7 +253,8 @@ fn group_leaves(folder: &Path) -> Option<ByteSize> {
             .parse::<u64>()
             .ok()
     };
-    let limit = number("memory.max").or_else(|| number("memory.limit_in_bytes"))?;
+    let limits = ["memory.max", "memory.high", "memory.limit_in_bytes"];
+    let limit = limits.into_iter().filter_map(number).min()?;
     let usage = number("memory.current")
         .or_else(|| number("memory.usage_in_bytes"))
         .unwrap_or(0);
@@ -362,5 +364,25 @@ mod tests {
         write("memory.current", "900\n");
         write("memory.stat", "anon 500\ninactive_file 300\n");
         assert_eq!(group_leaves(folder.path()), Some(ByteSize(400)));
+    }
+
+    #[test]
+    fn the_lower_of_the_two_limits_of_a_group_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let write =
+            |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        write("memory.current", "100\n");
+        for (max, high, left) in [
+            ("max", "max", None),
+            ("max", "700", Some(600)),
+            ("1000", "700", Some(600)),
+            ("500", "700", Some(400)),
+            ("1000", "max", Some(900)),
+        ] {
+            write("memory.max", max);
+            write("memory.high", high);
+            let found = group_leaves(folder.path());
+            assert_eq!(found, left.map(ByteSize), "{max}, {high}");
+        }
     }
 }

@@ -28,7 +28,7 @@ use crate::model::{DecoderLayer, ModelConfig};
 use crate::run::phase::in_layer;
 use crate::run::recovery::BlockLoss;
 use crate::run::{Event, Events, Phase};
-use crate::runtime::{Clock, Compute, Editor, HiddenStates};
+use crate::runtime::{Clock, Compute, Editor, HiddenStates, memory};
 use crate::training::clip::{clip_factor, scale, sum_of_squares};
 use crate::training::rounding::Bf16Rounding;
 use crate::training::{Optimizer, Schedule, TrainingStep};
@@ -123,6 +123,9 @@ impl BlockTrainer<'_> {
             })?;
             self.targets.put(sample, out)?;
         }
+        // Values and gradients of the layer take their place.
+        drop(teacher);
+        memory::release_freed();
         Ok(())
     }
 

@@ -36,7 +36,7 @@ pub use blocks::{BlockTrainer, TeacherTarget};
 pub use distill::Distillation;
 pub use merger::{LayerOutput, Merger};
 pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};
-pub use parts::{Example, StepOutcome, TrainerParts};
+pub use parts::{Diverged, Example, StepOutcome, TrainerParts};
 pub use shelf::{ParameterChange, Shelf, ShelfPlace};
 pub use spare::SpareMemory;
 pub use trainer::Trainer;

@@ -1,5 +1,6 @@
 //! Everything that a step of a training over the whole model works with: its parts, its examples, its outcome.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::checkpoint::WeightSource;
 use crate::model::ModelConfig;
 use crate::run::Events;
 use crate::runtime::{Clock, Compute};
-use crate::training::Optimizer;
+use crate::training::{Optimizer, TrainingStep};
 
 /// An example: token ids, and for each token the one that follows it if its loss counts.
 #[derive(Debug, Clone, Copy)]
@@ -74,3 +75,25 @@ pub struct TrainerParts<'a> {
     /// The receiver of events.
     pub events: &'a dyn Events,
 }
+
+/// The end of a training that leads nowhere: a number that is not finite, or a held-out loss that exploded.
+#[derive(Debug, Clone)]
+pub struct Diverged {
+    /// The number and its name: `the loss is NaN`.
+    pub what: String,
+    /// The step in which it was noticed.
+    pub at: TrainingStep,
+}
+
+impl fmt::Display for Diverged {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let TrainingStep { number, rate } = self.at;
+        write!(
+            formatter,
+            "{} in step {number}, with a learning rate of {rate:e}",
+            self.what
+        )
+    }
+}
+
+impl std::error::Error for Diverged {}

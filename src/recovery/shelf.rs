@@ -297,6 +297,28 @@ impl Shelf {
         Ok(())
     }
 
+    /// Makes the best values the current ones, with fresh optimizer states.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be read or written.
+    pub fn return_to_best(&mut self) -> Result<()> {
+        for layer in 0..self.layers {
+            for at in 0..self.specs.len() {
+                if let ShelfStore::Memory(slots) = &mut self.store {
+                    let slot = &mut slots[layer][at];
+                    slot.values.clone_from(&slot.best);
+                    slot.state.fill(0);
+                    continue;
+                }
+                let best = self.read_floats(layer, at, DataKind::Best)?;
+                self.write(layer, at, DataKind::Values, bytemuck::cast_slice(&best))?;
+                let fresh = vec![0; self.state_bytes[at]];
+                self.write(layer, at, DataKind::State, &fresh)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Writes values and states of all layers, and the best values where they are kept.
     ///
     /// # Errors
@@ -304,24 +326,33 @@ impl Shelf {
     pub fn save(&self, out: &mut dyn Write) -> Result<()> {
         out.write_all(&[u8::from(self.has_best)])?;
         for layer in 0..self.layers {
-            let values = self.values(layer)?;
-            let best = match self.has_best {
-                true => self.floats(layer, DataKind::Best)?,
-                false => Vec::new(),
-            };
-            for (at, values) in values.iter().enumerate() {
-                out.write_all(bytemuck::cast_slice(values))?;
-                match &self.store {
-                    ShelfStore::Memory(slots) => out.write_all(&slots[layer][at].state)?,
-                    ShelfStore::File(_) => {
-                        let mut state = vec![0; self.state_bytes[at]];
-                        self.read(layer, at, DataKind::State, &mut state)?;
-                        out.write_all(&state)?;
-                    }
+            // One kind of data of one parameter at a time: all of a layer would be the largest part of a step's memory.
+            for at in 0..self.specs.len() {
+                self.copy(layer, at, DataKind::Values, out)?;
+                self.copy(layer, at, DataKind::State, out)?;
+                if self.has_best {
+                    self.copy(layer, at, DataKind::Best, out)?;
                 }
-                if let Some(best) = best.get(at) {
-                    out.write_all(bytemuck::cast_slice(best))?;
-                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies data of a parameter.
+    fn copy(&self, layer: usize, at: usize, kind: DataKind, out: &mut dyn Write) -> Result<()> {
+        match &self.store {
+            ShelfStore::Memory(slots) => {
+                let slot = &slots[layer][at];
+                out.write_all(match kind {
+                    DataKind::State => &slot.state,
+                    DataKind::Best => bytemuck::cast_slice(&slot.best),
+                    _ => bytemuck::cast_slice(&slot.values),
+                })?;
+            }
+            ShelfStore::File(_) => {
+                let mut bytes = vec![0; self.size(at, kind) as usize];
+                self.read(layer, at, kind, &mut bytes)?;
+                out.write_all(&bytes)?;
             }
         }
         Ok(())

@@ -15,12 +15,11 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 
 use super::base::BaseLayer;
-use super::parameters::LayerParameters;
-use super::parts::{Example, StepOutcome, TrainerParts};
+use super::parameters::{LayerParameters, TrainedForm};
+use super::parts::{Diverged, Example, StepOutcome, TrainerParts};
 use super::shelf::Shelf;
 use super::spare::SpareMemory;
 use super::states::LayerInputs;
-use crate::failure::Failure;
 use crate::model::{DecoderLayer, Embedding, Head, KeptActivations, TeacherStates};
 use crate::run::Phase;
 use crate::runtime::{HiddenStates, SweepReport, memory};
@@ -43,6 +42,8 @@ pub struct Trainer<'a> {
     gradients: Option<HiddenStates>,
     spare: SpareMemory,
     is_updating: bool,
+    /// Steps before the states of the optimizer were fresh.
+    restarted_after: u64,
 }
 
 impl<'a> Trainer<'a> {
@@ -63,6 +64,7 @@ impl<'a> Trainer<'a> {
             gradients: None,
             spare: SpareMemory::default(),
             is_updating: false,
+            restarted_after: 0,
         })
     }
 
@@ -96,6 +98,11 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
+    /// The optimizer's first step is the one after this step: its states are fresh.
+    pub fn restart_after(&mut self, step: u64) {
+        self.restarted_after = step;
+    }
+
     /// The parameters.
     pub fn shelf(&self) -> &Shelf {
         &self.parts.shelf
@@ -114,8 +121,8 @@ impl<'a> Trainer<'a> {
     /// Performs one step.
     ///
     /// # Errors
-    /// Fails when the run is asked to stop, before the update; for a loss or gradient that is not finite, also before the update; and
-    /// where files cannot be read or written.
+    /// Fails when the run is asked to stop, before the update; with [`Diverged`] for a loss or gradient that is not finite, also before
+    /// the update; and where files cannot be read or written.
     pub fn step(&mut self, examples: &[Example<'_>], at: TrainingStep) -> Result<StepOutcome> {
         let predicted: usize = examples.iter().map(Example::predicted).sum();
         let layers = self.parts.config.num_hidden_layers;
@@ -269,9 +276,12 @@ impl<'a> Trainer<'a> {
         let (parts, spare) = (&self.parts, &mut self.spare);
         parts.clock.measure(Phase::Update, || {
             let (values, rounding) = (parts.shelf.values(index)?, Bf16Rounding::Nearest);
-            parts
+            let layer = parts
                 .part
-                .applied(&parts.config, base, &values, rounding, spare)
+                .applied(&parts.config, base, &values, rounding, spare)?;
+            // The frozen weights are gone, unless they stay for the next step.
+            memory::release_freed();
+            Ok(layer)
         })
     }
 
@@ -370,7 +380,11 @@ impl<'a> Trainer<'a> {
                 },
             };
             let parts = &mut self.parts;
-            let values = parts.shelf.values(index)?;
+            // Only gradients of factors depend on the values.
+            let values = match parts.part.form {
+                TrainedForm::Weights => Vec::new(),
+                TrainedForm::Factors { .. } => parts.shelf.values(index)?,
+            };
             let mut of_layer = parts.part.gradients(&parts.config, &layer, &values)?;
             drop(values);
             let mut of_examples = of_examples.into_iter();
@@ -416,6 +430,11 @@ impl<'a> Trainer<'a> {
             ..
         } = &mut self.parts;
         let factor = max_grad_norm.and_then(|limit| clip_factor(norm, limit));
+        // Bias corrections count the steps of the states.
+        let at = TrainingStep {
+            number: at.number - self.restarted_after,
+            ..at
+        };
         clock.measure(Phase::Update, || {
             (0..shelf.layers()).try_for_each(|layer| {
                 shelf.update(layer, &mut |values, gradient, kept, state| {
@@ -436,14 +455,9 @@ fn check_finite(what: &str, value: f64, at: TrainingStep) -> Result<()> {
     if value.is_finite() {
         return Ok(());
     }
-    Err(Failure::new(format!(
-        "the {what} is {value} in step {}, with a learning rate of {:e}",
-        at.number, at.rate
-    ))
-    .detail("no parameter was changed by this step")
-    .hint(format!(
-        "use a smaller rate, like --lr {:.0e}, more --warmup, or a smaller --max-grad-norm",
-        at.rate / 10.0
-    ))
+    Err(Diverged {
+        what: format!("the {what} is {value}"),
+        at,
+    }
     .into())
 }

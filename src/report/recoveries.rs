@@ -45,7 +45,11 @@ pub(super) fn rows(recovery: &RecoveryReport, layers: &[LayerReport]) -> Vec<(St
         .iter()
         .filter_map(|layer| {
             let training = layer.training.as_ref()?;
-            let left = 100.0 * training.last / training.first;
+            // A layer that is as in the teacher has nothing to lose.
+            let left = match training.first {
+                0.0 => 100.0,
+                first => 100.0 * training.last / first,
+            };
             Some(format!("{left:.0}"))
         })
         .collect();

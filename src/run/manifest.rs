@@ -10,7 +10,7 @@ use super::fallback::{DeviceMemoryReport, FallbackReport};
 use super::layer_drop::LayerDropReport;
 use super::merging::MergeReport;
 use super::phase::Phase;
-use super::plan::{DevicePlan, HiddenStatesStorage, Plan};
+use super::plan::{DevicePlan, HiddenStatesStorage, Plan, exceeded};
 use super::profile::ProfileReport;
 use super::recovery::{BlockLoss, RecoveryReport};
 use super::state::SessionReport;
@@ -120,7 +120,8 @@ impl Manifest {
         }
     }
 
-    /// Returns a line per device that used more memory than planned: by more than a tenth, and by more than 32 MiB.
+    /// Returns a line per device that used more memory than it may, by any amount, or else more than planned: by more than a tenth, and by
+    /// more than 32 MiB.
     pub fn exceeded_plan(&self) -> Vec<String> {
         let Some(plan) = &self.plan else {
             return Vec::new();
@@ -133,18 +134,16 @@ impl Manifest {
                 .find(|of| of.device == device)
                 .and_then(|of| Some(of.peak_allocated? + of.context)),
         };
-        let exceeded = |device: &DevicePlan| {
+        let of_device = |device: &DevicePlan| {
             let (planned, measured) = (device.peak, measured(&device.device)?);
-            let allowed = (planned.0 / 10).max(32 << 20).saturating_add(planned.0);
-            (measured.0 > allowed).then(|| {
-                let of = match device.device.as_str() {
-                    "cpu" => "memory",
-                    gpu => gpu,
-                };
-                format!("{measured} of {of} were used at once, {planned} were planned; run.json has both per phase")
-            })
+            let of = match device.device.as_str() {
+                "cpu" => "memory",
+                gpu => gpu,
+            };
+            let warning = exceeded(of, measured, (device.budget, planned))?;
+            Some(format!("{warning}; run.json has the peaks per phase"))
         };
-        plan.devices.iter().filter_map(exceeded).collect()
+        plan.devices.iter().filter_map(of_device).collect()
     }
 }
 

@@ -28,6 +28,28 @@ pub struct Plan {
     pub notes: Vec<String>,
 }
 
+/// Returns the warning for a device that used more memory than it may, by any amount, or more than planned, by a tenth and by 32 MiB.
+///
+/// # Arguments
+/// * `of`: the name of its memory
+/// * `measured`: the peak
+/// * `(budget, planned)`: the bytes that may be used, if they are known, and the predicted peak
+pub fn exceeded(
+    of: &str,
+    measured: ByteSize,
+    (budget, planned): (Option<ByteSize>, ByteSize),
+) -> Option<String> {
+    let expected = (planned.0 / 10).max(32 << 20).saturating_add(planned.0);
+    let used = format!("{measured} of {of} were used at once");
+    match budget {
+        Some(budget) if measured > budget => Some(format!(
+            "{used}, {budget} are allowed and {planned} were planned"
+        )),
+        _ if measured.0 > expected => Some(format!("{used}, {planned} were planned")),
+        _ => None,
+    }
+}
+
 /// One device's share.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DevicePlan {

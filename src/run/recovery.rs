@@ -45,11 +45,55 @@ pub struct RecoveryReport {
     /// The step whose parameters were written; absent for blocks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best_step: Option<u64>,
+    /// The end of a training whose loss exploded, or was not finite. The steps above are those before the best state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub divergence: Option<Divergence>,
     /// Trained weights that were not zero before and are now.
     pub new_zeros: u64,
     /// The folder of the adapter; absent without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapter: Option<String>,
+}
+
+/// The end of a training whose loss exploded after a good measurement.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Divergence {
+    /// The step in which it was noticed.
+    pub step: u64,
+    /// The learning rate of that step.
+    pub rate: f64,
+    /// The number and its name: `the loss is NaN`.
+    pub what: String,
+    /// The last step of the state that was kept.
+    pub best_step: u64,
+    /// The held-out loss of that state, in nat.
+    pub best_loss: f64,
+}
+
+impl Divergence {
+    /// The failure in one line, and the state that was kept.
+    pub fn lines(&self) -> [String; 2] {
+        let Self {
+            step,
+            rate,
+            what,
+            best_step,
+            best_loss,
+        } = self;
+        [
+            format!(
+                "the training diverged: {what} in step {step}, with a learning rate of {rate:e}"
+            ),
+            format!(
+                "the model is that of step {best_step}, with a held-out loss of {best_loss:.4}"
+            ),
+        ]
+    }
+
+    /// A smaller rate to continue with.
+    pub fn smaller_rate(&self) -> String {
+        format!("{:.0e}", self.rate / 10.0)
+    }
 }
 
 /// A step.

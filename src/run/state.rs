@@ -1,7 +1,7 @@
 //! `unfinished.json`: the finished work of a run that has not ended, so that another process can continue it.
 //!
 //! The file is replaced after every layer, once the layer's bytes are on the disk. So it is true at any moment, however the
-//! process ends. docs/run-json.md documents the schema.
+//! process ends. Its first line has the length and the hash of the rest. docs/run-json.md documents the schema.
 
 use std::collections::BTreeMap;
 
@@ -12,6 +12,7 @@ use super::layer_drop::LayerDropReport;
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
 use super::merging::{MergedTensor, ModelPerplexity};
 use super::quantization::QuantizedMatrix;
+use super::recovery::Divergence;
 use super::width_drop::WidthDropReport;
 
 /// The version of the schema. A run with another version cannot be continued.
@@ -22,6 +23,9 @@ pub const FILE: &str = "unfinished.json";
 
 /// The file's name of a training between two steps, beside the other one.
 pub const TRAINING_FILE: &str = "training.state";
+
+/// The settings that may change where a training continues from its best state after its loss exploded.
+pub const OF_THE_RATE: [&str; 4] = ["lr", "max_grad_norm", "schedule", "warmup"];
 
 /// A run between two layers.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -58,6 +62,9 @@ pub struct RunState {
     pub perplexities_of_models: Vec<ModelPerplexity>,
     /// The perplexities, once all are measured.
     pub perplexity: Option<Perplexities>,
+    /// The end of a training whose loss exploded: its best state is the model of the run, and the run can be continued from there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub divergence: Option<Divergence>,
     /// All warnings.
     pub warnings: Vec<String>,
     /// The processes that worked on the run, in order, the current one last.
@@ -91,6 +98,18 @@ impl RunState {
             (then != now).then(|| (name.clone(), then.to_string(), now.clone()))
         });
         different.collect()
+    }
+
+    /// The same run before its first layer: the processes that worked on it stay, and what they measured of time and memory.
+    #[must_use]
+    pub fn begun_again(self) -> Self {
+        Self {
+            layers: Vec::new(),
+            tensors: BTreeMap::new(),
+            perplexity: None,
+            divergence: None,
+            ..self
+        }
     }
 }
 

@@ -14,10 +14,12 @@ pub mod optimizer;
 pub mod rounding;
 pub mod schedule;
 pub mod sgd;
+pub mod trainer_names;
 
 #[cfg(test)]
 mod adamw8bit_tests;
 
 pub use kept::KeptMask;
-pub use optimizer::{Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, TrainingStep};
+pub use optimizer::{Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, TrainingStep, find};
 pub use schedule::{Schedule, ScheduleShape};
+pub use trainer_names::nearest;

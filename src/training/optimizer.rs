@@ -10,6 +10,7 @@ use super::adamw::AdamW;
 use super::adamw8bit::AdamW8bit;
 use super::kept::KeptMask;
 use super::sgd::Sgd;
+use super::trainer_names::{SAME, underscored};
 
 /// The settings of an optimizer that no schedule changes. The learning rate is part of [`TrainingStep`].
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -129,9 +130,16 @@ pub const OPTIMIZERS: &[OptimizerKind] = &[
     },
 ];
 
-/// The optimizer with a name.
+/// The optimizer with a name: ours, or the Trainer's for the same rule. Dashes and underscores are one, and so are cases.
 pub fn find(name: &str) -> Option<&'static OptimizerKind> {
-    OPTIMIZERS.iter().find(|kind| kind.name == name)
+    let given = underscored(name);
+    let ours = |name: &str| {
+        OPTIMIZERS
+            .iter()
+            .find(|kind| underscored(kind.name) == name)
+    };
+    let of_trainer = SAME.iter().find(|(name, _)| *name == given);
+    ours(&given).or_else(|| ours(&underscored(of_trainer?.1)))
 }
 
 /// Checks the lengths of a step.

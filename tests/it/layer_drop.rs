@@ -12,8 +12,8 @@ use prune::synthetic::RandomCheckpoint;
 use serde_json::Value;
 
 use crate::oracle::loads_in_candle;
-use crate::resume::{assert_same, outcome};
-use crate::support::{Place, TEXTS, edit_json, refuses, refuses_command};
+use crate::resume::{assert_same, outcome, saved_layers};
+use crate::support::{Place, TEXTS, Work, edit_json, refuses, refuses_command};
 
 /// Five layers in several files, and a list with an entry per layer.
 fn place() -> Place {
@@ -271,6 +271,7 @@ fn a_killed_run_continues_with_the_same_bytes_and_does_not_score_again() {
         (output.status.code(), stderr)
     };
     assert_eq!(run(None).0, Some(0));
+    let layers = place.manifest("out").layers.len();
     let expected = outcome(&place.path("out"));
     let mut continued = 0;
     for at in (10..200).step_by(9) {
@@ -279,8 +280,10 @@ fn a_killed_run_continues_with_the_same_bytes_and_does_not_score_again() {
             break;
         }
         let has_state = place.path("out/unfinished.json").exists();
+        let saved = saved_layers(&place, layers);
         let (code, stderr) = run(None);
         assert_eq!(code, Some(0), "{at}: {stderr}");
+        Work::of(&stderr).assert_layers_after(saved, layers, &format!("kill:{at}"));
         let scored = stderr.contains("scoring the layers");
         let is_finished = stderr.contains("this run is finished");
         assert!(!(has_state && scored), "{at}: {stderr}");

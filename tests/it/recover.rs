@@ -2,7 +2,9 @@
 //! files of an undisturbed one, and bad input is refused.
 
 mod devices;
+mod diverged;
 mod killed;
+mod limits;
 mod refused;
 
 use std::path::Path;

@@ -3,6 +3,7 @@
 //!
 //! `PRUNE_FAULT` ends the program at its n-th file operation; see `src/disk/faults.rs`.
 
+mod damage;
 mod faults;
 mod repairs;
 mod settings;
@@ -20,7 +21,7 @@ use prune::run::Manifest;
 use prune::synthetic::RandomCheckpoint;
 use serde_json::Value;
 
-use crate::support::{Place, Ran, TEXTS};
+use crate::support::{Place, Ran, TEXTS, Work};
 
 /// Wanda, both perplexities and masks: everything a run can leave.
 const WANDA: &str = "--model m --sparsity-ratio 0.5 --eval both --save-masks --save out";
@@ -202,6 +203,14 @@ fn finished_layers(place: &Place) -> usize {
     state["layers"].as_array().map_or(0, Vec::len)
 }
 
+/// Number of layers that no later process does again: those of the state of `out`, or all where its record is written.
+pub(crate) fn saved_layers(place: &Place, layers: usize) -> usize {
+    match place.path("out/run.json").exists() {
+        true => layers,
+        false => finished_layers(place),
+    }
+}
+
 /// Leaves a run that was killed after its first two layers; answers at which operation.
 fn interrupted(place: &Place, arguments: &str) -> u64 {
     for at in (40..2000).step_by(8) {
@@ -232,8 +241,10 @@ fn going_on_may_be_ended_too() {
         let second = with_fault(&place, WANDA, &fault);
         assert!(second.is_none_or(|ran| ran.code <= 1), "{fault}");
         if !place.path("out/run.json").exists() {
+            let saved = finished_layers(&place);
             let third = place.run(&command(WANDA));
             assert_eq!(third.code, 0, "after {fault}\n{}", third.stderr);
+            Work::of(&third.stderr).assert_layers_after(saved, 3, &fault);
         }
         assert_same(
             &outcome(&place.path("out")),

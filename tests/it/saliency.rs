@@ -10,6 +10,7 @@ use prune::run::merging::MergeReport;
 use prune::synthetic::RandomCheckpoint;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
+use sha2::Digest as _;
 
 use crate::support::{Place, Ran, shared};
 
@@ -53,6 +54,11 @@ fn replace(file: &Path, model: usize, golden: &Tensors) {
             bytes[place..place + 4].copy_from_slice(&(*value as f32).to_le_bytes());
         }
     }
+    let sum = prune::bytes::hex(&sha2::Sha256::digest(&bytes[8 + length..]));
+    let text = std::str::from_utf8(&bytes[8..8 + length]).expect("a header");
+    let (_, old) = text.split_once("\"data_sha256\":\"").expect("a hash");
+    let place = 8 + text.len() - old.len();
+    bytes[place..place + 64].copy_from_slice(sum.as_bytes());
     fs::write(file, bytes).expect("it can be replaced");
 }
 
@@ -382,6 +388,23 @@ fn a_sample_that_a_gpu_has_no_memory_for_counts_once() {
     }
 }
 
+/// Layers of both models in the file of an unfinished measurement.
+fn measured_layers(place: &Place) -> [usize; 2] {
+    let bytes = fs::read(place.path("out/saliency.safetensors"));
+    let bytes = bytes.unwrap_or_default();
+    let file = SafeTensors::deserialize(&bytes).ok();
+    let names: Vec<String> = file
+        .iter()
+        .flat_map(|file| file.names())
+        .map(str::to_string)
+        .collect();
+    [0, 1].map(|model| {
+        let layer =
+            |layer: &usize| names.contains(&format!("{model}.model.layers.{layer}.down_in"));
+        (0..3).take_while(layer).count()
+    })
+}
+
 #[test]
 fn an_interrupted_measurement_continues_after_its_last_layer() {
     let place = place();
@@ -396,7 +419,23 @@ fn an_interrupted_measurement_continues_after_its_last_layer() {
         if ended.expect("the binary").status.code().is_some() {
             break;
         }
+        let measured = measured_layers(&place);
         let ran = place.run(&line);
+        for layers in measured.iter().filter(|layers| (1..3).contains(*layers)) {
+            let continues = format!("{layers} of 3 layers are finished");
+            assert!(
+                ran.stderr.contains(&continues),
+                "operation {at}: {measured:?}\n{}",
+                ran.stderr
+            );
+        }
+        let sessions = ran.stderr.matches("measuring the activations of ").count();
+        let left = measured.iter().filter(|layers| **layers < 3).count();
+        assert!(
+            sessions <= left,
+            "operation {at}: {measured:?}\n{}",
+            ran.stderr
+        );
         // All was finished but the removal of the state, or the run continues.
         assert_eq!(ran.code, 0, "operation {at}: {}", ran.stderr);
         assert!(files(&place) == expected, "operation {at}");

@@ -187,6 +187,82 @@ impl Place {
     }
 }
 
+/// The work of a process by its standard error, with `--progress json` or without: the units that a repetition does again.
+#[derive(Debug, Default)]
+pub(crate) struct Work {
+    /// The layers that were finished, in order.
+    pub(crate) layers: Vec<u64>,
+    /// The steps of a training of the whole model; only with `--progress json`.
+    pub(crate) steps: Vec<u64>,
+}
+
+impl Work {
+    pub(crate) fn of(stderr: &str) -> Self {
+        let mut work = Self::default();
+        for line in stderr.lines() {
+            // "layer 3 sparsity 0.500000 (0.1 s)"
+            if let Some((layer, rest)) = line
+                .strip_prefix("layer ")
+                .and_then(|rest| rest.split_once(' '))
+                && rest.starts_with("sparsity ")
+            {
+                work.layers.extend(layer.parse::<u64>());
+            }
+            let Ok(event) = serde_json::from_str::<Value>(line) else {
+                continue;
+            };
+            match event["event"].as_str() {
+                Some("layer_pruned") => work.layers.extend(event["layer"].as_u64()),
+                Some("training_step") if event["layer"].is_null() => {
+                    work.steps.extend(event["step"].as_u64());
+                }
+                _ => {}
+            }
+        }
+        work
+    }
+
+    /// Checks that a process began after the `saved` finished layers of all `layers`, and did each later one once.
+    #[track_caller]
+    pub(crate) fn assert_layers_after(&self, saved: usize, layers: usize, when: &str) {
+        let expected: Vec<u64> = (saved as u64..layers as u64).collect();
+        assert_eq!(self.layers, expected, "{saved} layers were saved, {when}");
+    }
+}
+
+/// The layers that are finished in the states of the unfinished runs below a folder, by folder.
+pub(crate) fn saved_cells(sweep: &Path) -> BTreeMap<PathBuf, usize> {
+    let cells = fs::read_dir(sweep).into_iter().flatten().flatten();
+    let saved = cells.filter_map(|cell| {
+        let state = fs::read(cell.path().join("unfinished.json")).ok()?;
+        let state: Value = serde_json::from_slice(&state).expect("a state is JSON");
+        let is_finished = cell.path().join("run.json").exists();
+        (!is_finished).then(|| (cell.path(), state["layers"].as_array().map_or(0, Vec::len)))
+    });
+    saved.collect()
+}
+
+/// Checks that the last process of each cell began after the layers that were saved.
+#[track_caller]
+pub(crate) fn assert_cells_after(saved: &BTreeMap<PathBuf, usize>, when: &str) {
+    for (cell, layers) in saved {
+        let text = fs::read(cell.join("run.json")).expect("a finished cell");
+        let manifest: Manifest = serde_json::from_slice(&text).expect("a manifest");
+        let last = manifest.sessions.last().expect("a process");
+        assert_eq!(last.first_layer, *layers, "{}, {when}", cell.display());
+    }
+}
+
+#[test]
+fn the_work_of_a_process_is_counted_in_both_forms() {
+    let work = Work::of(
+        "model  m: 2 layers\nlayer 0 sparsity 0.500000 (0.1 s)\nlayer 1/2: calibrate: 3/4 samples\n\
+         {\"event\":\"layer_pruned\",\"layer\":1}\n{\"event\":\"training_step\",\"step\":7,\"layer\":null}\n\
+         {\"event\":\"training_step\",\"step\":1,\"layer\":0}\n",
+    );
+    assert_eq!((work.layers, work.steps), (vec![0, 1], vec![7]));
+}
+
 /// Runs a command to its end.
 pub(crate) fn ran(command: &mut Command) -> Ran {
     let output = command
@@ -349,6 +425,14 @@ pub(crate) fn edit_json(path: &Path, change: impl FnOnce(&mut Value)) {
         serde_json::from_slice(&fs::read(path).expect("it was written")).expect("it is JSON");
     change(&mut json);
     fs::write(path, json.to_string()).expect("it can be replaced");
+}
+
+/// Changes the content of a sealed JSON file, `unfinished.json`, and seals it anew.
+pub(crate) fn edit_sealed(path: &Path, change: impl FnOnce(String) -> String) {
+    let text = fs::read_to_string(path).expect("it was written");
+    let (_, rest) = text.split_once('\n').expect("a seal");
+    let changed = change(format!("{{\n{rest}"));
+    prune::checkpoint::write_sealed_json(path, &changed).expect("it can be replaced");
 }
 
 pub(crate) fn sharded() -> Place {

@@ -8,7 +8,9 @@ use std::fs;
 use prune::run::Manifest;
 use serde_json::Value;
 
-use crate::support::{Place, Ran, TEXTS, assert_snapshot, refuses_command};
+use crate::support::{
+    Place, Ran, TEXTS, assert_cells_after, assert_snapshot, refuses_command, saved_cells,
+};
 
 /// Two methods, a ratio and a pattern, two seeds: six cells, because magnitude has one seed.
 const GRID: &str = "sweep --model m --methods wanda,magnitude --ratios 0.5 --types unstructured,2:4 --seeds 0,1 --save out";
@@ -226,8 +228,10 @@ fn killed_at_any_time_a_sweep_goes_on_and_leaves_finished_cells_alone() {
         let _ = child.kill();
         kills += usize::from(child.wait().expect("a child").code().is_none());
         let before = begun(&place);
+        let saved = saved_cells(&place.path("out"));
         let second = sweep(&place, "--keep-models");
         assert_eq!(second.code, 0, "{}", second.stderr);
+        assert_cells_after(&saved, &format!("after {tenth} tenths"));
         assert_eq!(table(&place), expected, "after {tenth} tenths");
         let after = begun(&place);
         let unfinished = |cell: &str| {

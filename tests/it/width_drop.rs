@@ -11,8 +11,8 @@ use serde_json::Value;
 
 use crate::golden::dataset;
 use crate::oracle::loads_in_candle;
-use crate::resume::{assert_same, outcome};
-use crate::support::{self, Place, TEXTS, refuses_command};
+use crate::resume::{assert_same, outcome, saved_layers};
+use crate::support::{self, Place, TEXTS, Work, refuses_command};
 
 /// Three layers of 4 query heads and 2 key/value heads.
 fn place() -> Place {
@@ -177,6 +177,7 @@ fn a_killed_run_continues_or_begins_again() {
         (output.status.code(), stderr)
     };
     assert_eq!(run(None).0, Some(0));
+    let layers = place.manifest("out").layers.len();
     let expected = outcome(&place.path("out"));
     let (mut continued, mut begun) = (0, 0);
     for at in (10..300).step_by(19) {
@@ -185,8 +186,10 @@ fn a_killed_run_continues_or_begins_again() {
             break;
         }
         let has_state = place.path("out/unfinished.json").exists();
+        let saved = saved_layers(&place, layers);
         let (code, stderr) = run(None);
         assert_eq!(code, Some(0), "{at}: {stderr}");
+        Work::of(&stderr).assert_layers_after(saved, layers, &format!("kill:{at}"));
         let narrowed = stderr.contains("making the layers narrower");
         assert!(!(has_state && narrowed), "{at}: {stderr}");
         continued += usize::from(has_state);

@@ -145,6 +145,11 @@ impl RunFolder {
         Ok(())
     }
 
+    /// From now on the model files of this folder may be replaced, as with `--force`: they are those of a training that diverged and goes on.
+    pub(in crate::job) fn replace_model(&mut self) {
+        self.is_forced = true;
+    }
+
     /// Returns whether a process works in a folder, or has left its lock there.
     pub(in crate::job) fn is_locked(folder: &Path) -> bool {
         folder.join(lock::FILE).exists()
@@ -301,6 +306,11 @@ impl RunFolder {
             manifest.gate = gate;
             self.record(&manifest)?;
         }
+        let recovery = manifest.recovery.as_ref();
+        if recovery.is_some_and(|recovery| recovery.divergence.is_some()) {
+            // Another learning rate may continue from the state.
+            return Ok(Some(manifest));
+        }
         remove(folder.join(state::TRAINING_FILE))?;
         remove(StateFile::path(folder))?;
         Ok(Some(manifest))
@@ -337,6 +347,17 @@ impl RunFolder {
         if let Some(folder) = self.state() {
             remove(StateFile::path(folder))?;
         }
+        self.make_room(&[])
+    }
+
+    /// Makes room for the files of an unfinished run that are made anew. Its state stays, and a training that was saved: they are all
+    /// that is left of its work.
+    pub(in crate::job) fn prepare_again(&self) -> Result<()> {
+        self.make_room(&[state::TRAINING_FILE])
+    }
+
+    /// Removes the files of an earlier run, but for the `kept` ones.
+    fn make_room(&self, kept: &[&str]) -> Result<()> {
         if let Some(run) = &self.run {
             std::fs::create_dir_all(run)
                 .with_context(|| format!("creating the run folder `{}`", run.display()))?;
@@ -355,7 +376,9 @@ impl RunFolder {
         if let Some(run) = &self.run {
             remove(run.join(format!("{MASKS_FILE}{PARTIAL_SUFFIX}")))?;
             for name in Self::results() {
-                remove(run.join(name))?;
+                if !kept.contains(&&*name) {
+                    remove(run.join(name))?;
+                }
             }
         }
         self.tidy()

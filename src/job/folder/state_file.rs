@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::bytes::{ByteSize, read_whole};
-use crate::checkpoint::write_atomic;
+use crate::checkpoint::{check_sealed_json, write_sealed_json};
 use crate::disk;
 use crate::failure::Failure;
 use crate::job::recorder::Recorder;
@@ -19,6 +19,7 @@ use crate::pipeline::expected::{bias_of, pruned, tensor_of};
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::merging::{MergedTensor, ModelPerplexity};
 use crate::run::quantization::QuantizedMatrix;
+use crate::run::recovery::Divergence;
 use crate::run::state::{FILE, SCHEMA, SessionReport, TRAINING_FILE, merge_phases};
 use crate::run::{Events, RunState};
 use crate::runtime::Clock;
@@ -44,7 +45,7 @@ impl<'a> StateFile<'a> {
     /// The state in `folder`, where there is one.
     ///
     /// # Errors
-    /// Fails for a file that is none, or another version's.
+    /// Fails for a file that is not as it was written, and for another version's.
     pub fn read(folder: &Path) -> Result<Option<RunState>> {
         let path = Self::path(folder);
         let cannot = |why: String| {
@@ -59,6 +60,7 @@ impl<'a> StateFile<'a> {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             read => read.map_err(|error| cannot(error.to_string()))?,
         };
+        check_sealed_json(&text).map_err(|error| cannot(error.to_string()))?;
         let state: RunState =
             serde_json::from_slice(&text).map_err(|error| cannot(error.to_string()))?;
         let in_order = state.layers.iter().enumerate();
@@ -112,6 +114,15 @@ impl<'a> StateFile<'a> {
     ) -> Result<()> {
         self.state.perplexity = Some(perplexity);
         self.state.layers = layers.to_vec();
+        self.write()
+    }
+
+    /// Records that the training diverged: the run has a model, and can be continued with another learning rate.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written; the state before is still there.
+    pub(in crate::job) fn diverged(&mut self, divergence: Divergence) -> Result<()> {
+        self.state.divergence = Some(divergence);
         self.write()
     }
 
@@ -202,7 +213,11 @@ impl<'a> StateFile<'a> {
     }
 
     /// The run is finished: nothing is left to continue, also of a training. If a power cut brings the file back, the record beside it says so.
+    /// A training that diverged leaves its state.
     pub(in crate::job) fn remove(&self) -> Result<()> {
+        if self.state.divergence.is_some() {
+            return Ok(());
+        }
         let training = self.path.with_file_name(TRAINING_FILE);
         disk::remove(&training).with_context(|| format!("removing `{}`", training.display()))?;
         disk::remove(&self.path).with_context(|| format!("removing `{}`", self.path.display()))
@@ -222,9 +237,15 @@ impl LayerJournal for StateFile<'_> {
 }
 
 fn write(path: &Path, state: &RunState) -> Result<()> {
-    let mut json = serde_json::to_vec_pretty(state).context("writing the run's state as JSON")?;
-    json.push(b'\n');
-    write_atomic(path, &json)
+    let json = serde_json::to_string_pretty(state).context("writing the run's state as JSON")?;
+    write_sealed_json(path, &(json + "\n"))
+}
+
+/// The beginning of the names of all modules of a layer: `model.layers.3.`
+fn prefix_of(module: &str, layer: usize) -> Option<&str> {
+    let number = format!(".{layer}.");
+    let end = module.find(&number)? + number.len();
+    module.get(..end)
 }
 
 /// Both, each once.
@@ -235,14 +256,15 @@ fn merged_warnings(before: &[String], now: Vec<String>) -> Vec<String> {
 }
 
 impl RunState {
-    /// Keeps the layers before the first with a tensor that is not recorded or among `damaged` (names of matrices). Returns the
-    /// matrices of the layers that go.
+    /// Keeps the layers before the first with a tensor that is not recorded or among `damaged` (names of modules: matrices, and norms that
+    /// were trained). Returns the matrices of the layers that go.
     pub fn keep_whole_layers(&mut self, damaged: &BTreeSet<String>) -> Vec<String> {
         let is_whole = |layer: &LayerReport| {
-            pruned(std::slice::from_ref(layer)).all(|matrix| {
-                !damaged.contains(&matrix.name)
-                    && self.tensors.contains_key(&tensor_of(&matrix.name))
-            })
+            let matrices = || pruned(std::slice::from_ref(layer));
+            let prefix = matrices().find_map(|matrix| prefix_of(&matrix.name, layer.layer));
+            let is_damaged = |name: &String| prefix.is_some_and(|prefix| name.starts_with(prefix));
+            !damaged.iter().any(is_damaged)
+                && matrices().all(|matrix| self.tensors.contains_key(&tensor_of(&matrix.name)))
         };
         let whole = self
             .layers
@@ -328,6 +350,15 @@ mod tests {
         assert_eq!((broken.layers.len(), broken.perplexity), (1, None));
         assert_eq!(broken.tensors.len(), 1);
 
+        // A norm belongs to its layer, and to no other whose number begins alike.
+        let mut norm = state(2);
+        let damaged = ["model.layers.1.input_layernorm".to_string()].into();
+        norm.keep_whole_layers(&damaged);
+        assert_eq!(norm.layers.len(), 1);
+        let mut other = state(2);
+        other.keep_whole_layers(&["model.layers.11.q".to_string()].into());
+        assert_eq!(other.layers.len(), 2);
+
         let mut missing = state(2);
         missing.tensors.remove("model.layers.0.q.weight");
         missing.keep_whole_layers(&BTreeSet::new());
@@ -347,12 +378,19 @@ mod tests {
         assert!(StateFile::read(folder.path())?.is_none());
         let mut odd = state(2);
         odd.layers.swap(0, 1);
-        for text in [
-            "{".to_string(),
-            "{}".to_string(),
-            serde_json::to_string(&odd)?,
+        let path = StateFile::path(folder.path());
+        // Without a seal, as older versions wrote it, and with one around a state that is none.
+        let text = serde_json::to_string(&state(2))?;
+        for (text, is_sealed) in [
+            ("{".to_string(), false),
+            (text, false),
+            ("{}".to_string(), true),
+            (serde_json::to_string(&odd)?, true),
         ] {
-            std::fs::write(StateFile::path(folder.path()), text)?;
+            match is_sealed {
+                true => write_sealed_json(&path, &text)?,
+                false => std::fs::write(&path, text)?,
+            }
             let error = StateFile::read(folder.path()).unwrap_err().to_string();
             assert!(
                 error.contains("unfinished.json") && error.contains("--force"),

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! The inputs are `attn_in` (q, k, v), `o_in`, `mlp_in` (gate, up) and `down_in`. The metadata entry `models` lists the models with
-//! everything that decides their statistics. A file is replaced as a whole after every layer, so an interrupted measurement continues.
+//! everything that decides their statistics, `data_sha256` is the hash of all vectors. A file is replaced as a whole after every layer, so an
+//! interrupted measurement continues.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,8 +16,9 @@ use anyhow::{Context, Result};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, hex};
 use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource, encode_header, write_atomic};
 use crate::failure::Failure;
 use crate::model::ModelConfig;
@@ -26,7 +28,7 @@ use crate::pipeline::activations::{ColumnMeans, widths};
 const INPUTS: [&str; 4] = ["attn_in", "o_in", "mlp_in", "down_in"];
 
 /// The version of the layout.
-const VERSION: &str = "1";
+const VERSION: &str = "2";
 
 /// The largest file that is read: ten models of the size of Llama-3.1-405B have 1 GB of statistics.
 const LARGEST: ByteSize = ByteSize(2 << 30);
@@ -115,7 +117,13 @@ impl SaliencyFile {
             );
             return Err(is_other(path, why).into());
         }
-        let models = models_of(&file).map_err(|why| is_other(path, why))?;
+        let metadata = metadata_of(&file).map_err(|why| is_other(path, why))?;
+        let models = models_of(&metadata).map_err(|why| is_other(path, why))?;
+        let written = metadata.get("data_sha256").map_or("", String::as_str);
+        if hash_of_data(&file)? != written {
+            let why = "its vectors are not the ones that were written: the hash differs";
+            return Err(is_other(path, why.to_string()).into());
+        }
         let read = |(at, measurement)| {
             StatisticsReader {
                 file: &file,
@@ -162,6 +170,7 @@ impl SaliencyFile {
                 ("format", "pt".to_string()),
                 ("prune_saliency", VERSION.to_string()),
                 ("models", serde_json::to_string(&measurements)?),
+                ("data_sha256", hex(&Sha256::digest(&data))),
             ]
             .map(|(name, text)| (name.to_string(), text)),
         );
@@ -249,8 +258,8 @@ fn magnitudes_of(model: usize, layer: usize, input: &str) -> String {
     format!("{}.magnitudes", name_of(model, layer, input))
 }
 
-/// The list in the metadata.
-fn models_of(file: &Checkpoint) -> std::result::Result<Vec<Measurement>, String> {
+/// The metadata of a file.
+fn metadata_of(file: &Checkpoint) -> std::result::Result<BTreeMap<String, String>, String> {
     #[derive(Deserialize)]
     struct MetadataHeader {
         #[serde(default, rename = "__metadata__")]
@@ -259,7 +268,25 @@ fn models_of(file: &Checkpoint) -> std::result::Result<Vec<Measurement>, String>
     let header = file.shards().first().map(|shard| shard.header.as_slice());
     let head: MetadataHeader = serde_json::from_slice(header.unwrap_or_default())
         .map_err(|error| format!("its header is damaged: {error}"))?;
-    match head.metadata.get("prune_saliency").map(String::as_str) {
+    Ok(head.metadata)
+}
+
+/// The hash of all vectors, in the order of the file.
+fn hash_of_data(file: &Checkpoint) -> Result<String> {
+    let mut entries: Vec<&TensorEntry> = file.tensors().collect();
+    entries.sort_by_key(|entry| entry.offset);
+    let mut hasher = Sha256::new();
+    for entry in entries {
+        let mut bytes = vec![0; entry.bytes as usize];
+        file.read(entry, 0, &mut bytes)?;
+        hasher.update(&bytes);
+    }
+    Ok(hex(&hasher.finalize()))
+}
+
+/// The list in the metadata.
+fn models_of(metadata: &BTreeMap<String, String>) -> std::result::Result<Vec<Measurement>, String> {
+    match metadata.get("prune_saliency").map(String::as_str) {
         Some(VERSION) => {}
         Some(other) => {
             return Err(format!(
@@ -268,7 +295,7 @@ fn models_of(file: &Checkpoint) -> std::result::Result<Vec<Measurement>, String>
         }
         None => return Err("its metadata has no entry `prune_saliency`".to_string()),
     }
-    let models = head.metadata.get("models").map_or("[]", String::as_str);
+    let models = metadata.get("models").map_or("[]", String::as_str);
     serde_json::from_str(models).map_err(|error| format!("its list of models is damaged: {error}"))
 }
 
@@ -376,120 +403,5 @@ impl MeasuredModel {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn measurement(fingerprint: &str) -> Measurement {
-        Measurement {
-            model: "m".to_string(),
-            fingerprint: fingerprint.to_string(),
-            dataset: "wikitext2".to_string(),
-            nsamples: 64,
-            seqlen: 512,
-            seed: 0,
-            dtype: "f32".to_string(),
-            num_hidden_layers: 2,
-            has_magnitudes: true,
-            tokens_sha256: "t".to_string(),
-            arithmetic: "f32 by fused".to_string(),
-        }
-    }
-
-    fn layer(value: f32) -> [ColumnMeans; 4] {
-        [2, 3, 2, 4].map(|width| ColumnMeans {
-            squares: vec![value; width],
-            magnitudes: Some(vec![value / 2.0; width]),
-        })
-    }
-
-    fn model(fingerprint: &str, layers: usize) -> MeasuredModel {
-        MeasuredModel {
-            measurement: measurement(fingerprint),
-            layers: (0..layers).map(|at| layer(at as f32 + 1.0)).collect(),
-        }
-    }
-
-    #[test]
-    fn a_file_is_read_as_it_was_written_begun_models_included() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("s.safetensors");
-        assert_eq!(SaliencyFile::read(&path).unwrap(), None);
-        let file = SaliencyFile {
-            models: vec![model("a", 2), model("b", 1), model("c", 0)],
-        };
-        file.write(&path).unwrap();
-        assert_eq!(SaliencyFile::read(&path).unwrap().unwrap(), file);
-        assert!(file.complete("a").is_some() && file.complete("b").is_none());
-    }
-
-    #[test]
-    fn statistics_of_other_settings_are_refused_with_the_differences() {
-        let file = SaliencyFile {
-            models: vec![model("a", 2), model("b", 1)],
-        };
-        let path = Path::new("s.safetensors");
-        let asked = measurement("a");
-        assert!(file.asked(&asked, path).unwrap().is_some());
-        let other = Measurement {
-            seqlen: 256,
-            seed: 7,
-            ..asked
-        };
-        let error = file.asked(&other, path).unwrap_err();
-        let failure = error.downcast_ref::<Failure>().unwrap();
-        let expected = ["--seqlen: 512 there, 256 now", "--seed: 0 there, 7 now"];
-        assert_eq!(failure.details, expected);
-        assert!(file.asked(&measurement("b"), path).unwrap().is_none());
-        assert!(file.asked(&measurement("c"), path).unwrap().is_none());
-    }
-
-    #[test]
-    fn a_measurement_continues_only_with_the_same_tokens_and_arithmetic() {
-        let mut file = SaliencyFile {
-            models: vec![model("a", 1)],
-        };
-        let same = Measurement {
-            model: "elsewhere/m".to_string(),
-            ..measurement("a")
-        };
-        assert_eq!((file.begin(&same), file.models[0].layers.len()), (0, 1));
-        let other = Measurement {
-            arithmetic: "bf16 by amx".to_string(),
-            ..same
-        };
-        assert_eq!((file.begin(&other), file.models[0].layers.len()), (0, 0));
-        assert_eq!(file.begin(&measurement("b")), 1);
-    }
-
-    #[test]
-    fn damaged_files_and_files_of_another_kind_are_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("s.safetensors");
-        let says = |bytes: &[u8]| {
-            std::fs::write(&path, bytes).unwrap();
-            let error = SaliencyFile::read(&path).unwrap_err();
-            let failure = error.downcast_ref::<Failure>().unwrap();
-            format!("{} {:?}", failure.message, failure.details)
-        };
-        let mut file = SaliencyFile {
-            models: vec![model("a", 2)],
-        };
-        file.models[0].layers[1][2].squares[0] = f32::NAN;
-        file.write(&path).unwrap();
-        let found = says(&std::fs::read(&path).unwrap());
-        assert!(
-            found.contains("0.model.layers.1.mlp_in") && found.contains("NaN"),
-            "{found}"
-        );
-        let plain = encode_header(&BTreeMap::new(), &[]);
-        assert!(says(&plain).contains("no entry `prune_saliency`"));
-        let metadata = |version: &str, models: &str| {
-            let pairs = [("prune_saliency", version), ("models", models)];
-            let pairs = pairs.map(|(name, text)| (name.to_string(), text.to_string()));
-            encode_header(&BTreeMap::from(pairs), &[])
-        };
-        assert!(says(&metadata("2", "[]")).contains("version 2"));
-        assert!(says(&metadata("1", "[{}]")).contains("list of models is damaged"));
-        assert!(says(b"x").contains("too few"));
-    }
-}
+#[path = "saliency_file_tests.rs"]
+mod tests;

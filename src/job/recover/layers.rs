@@ -220,6 +220,7 @@ fn report(
         steps: head.map(|head| head.steps.clone()).unwrap_or_default(),
         held_out: head.map(|head| head.held_out.clone()).unwrap_or_default(),
         best_step: head.and_then(|head| head.best_step),
+        divergence: head.and_then(|head| head.divergence.clone()),
         new_zeros: new_zeros.sum(),
         adapter: job
             .adapter_folder(recovery)

@@ -3,6 +3,7 @@
 //! | file | story |
 //! | --- | --- |
 //! | `resolved` | trained parameters, teacher and optimizer, resolved against the model |
+//! | `teacher` | the dense model that is learned from |
 //! | `shape` | the training in numbers, for the memory plan |
 //! | `steps` | `--how lora` and `full`: the steps of a training of the whole model |
 //! | `saved` | such a training between two steps, on the disk |
@@ -19,6 +20,7 @@ mod resolved;
 mod saved;
 mod shape;
 mod steps;
+mod teacher;
 
 use std::sync::Arc;
 
@@ -36,6 +38,7 @@ use crate::settings::Settings;
 pub use given::{GivenTraining, InitialParameters};
 pub(in crate::job) use resolved::Recovery;
 pub(in crate::job) use shape::TrainedModel;
+use steps::Trained;
 
 /// Trains what a pruned checkpoint lost, writes the results, and returns the record.
 ///
@@ -80,6 +83,10 @@ pub fn recover_given(
         true => Some(steps::train(&job, recovery, &recorder)?),
         false => None,
     };
+    let divergence = trained.as_ref().and_then(Trained::divergence);
+    if let Some((divergence, state)) = divergence.zip(outputs.state.as_mut()) {
+        state.diverged(divergence.clone())?;
+    }
     let mut streams = Streams::embed(&job, &outputs, &recorder)?;
     let swept = layers::sweep(
         &job,

@@ -1,25 +1,21 @@
 //! The recovery part of a run: trained parameters, teacher, optimizer and rates, resolved against the model.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
-use super::super::located;
 use super::super::opened::OpenedModel;
-use crate::checkpoint::{Checkpoint, WeightSource};
+use super::teacher::Teacher;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection};
-use crate::quantized::QuantizedSource;
+use crate::model::{ModelConfig, Projection};
 use crate::recovery::{TrainedForm, TrainedPart};
 use crate::run::Events;
 use crate::settings::{
-    ALL_LINEAR, ComputeDtype, DISTILL_WEIGHT, ModelSettings, RecoverySettings, RecoveryWay,
-    Settings, TrainedKind,
+    ALL_LINEAR, ComputeDtype, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, Settings, TrainedKind,
 };
-use crate::training::optimizer::find;
 use crate::training::{Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, Schedule};
+use crate::training::{find, nearest};
 
 /// The recovery part of a run.
 pub(in crate::job) struct Recovery {
@@ -32,22 +28,13 @@ pub(in crate::job) struct Recovery {
     rate: f64,
 }
 
-/// The dense model.
-pub(in crate::job) struct Teacher {
-    /// Its folder as given, or its snapshot in the hub's cache.
-    pub(super) folder: PathBuf,
-    pub(super) source: Arc<dyn WeightSource>,
-    /// The fingerprint of its files.
-    pub(super) fingerprint: String,
-}
-
 impl Recovery {
     /// Resolves the recovery part of the settings; `None` where the run does not train. GPUs do not compute gradients in f16, which
     /// underflow.
     ///
     /// # Errors
-    /// Fails for settings that contradict each other, for a teacher that is missing, cannot be read or has another shape, for
-    /// modules that the model does not have, and for a rank that no matrix has room for.
+    /// Fails for settings that contradict each other, for a teacher that is missing, cannot be read, has another shape or the weights of
+    /// the model, for modules that the model does not have, and for a rank that no matrix has room for.
     pub(in crate::job) fn resolve(
         settings: &Settings,
         model: &mut OpenedModel,
@@ -65,11 +52,11 @@ impl Recovery {
         }
         let teacher = recovery.teacher.as_ref();
         let teacher = teacher.map(|folder| Teacher::open(folder, settings, model, events));
-        Ok(Some(Self::of(
-            recovery,
-            &model.config,
-            teacher.transpose()?,
-        )?))
+        let resolved = Self::of(recovery, &model.config, teacher.transpose()?)?;
+        if let Some(teacher) = &resolved.teacher {
+            teacher.check_differs(model, &resolved.part.projections, events)?;
+        }
+        Ok(Some(resolved))
     }
 
     /// A training of a model with this config.
@@ -81,11 +68,7 @@ impl Recovery {
         config: &ModelConfig,
         teacher: Option<Teacher>,
     ) -> Result<Self> {
-        let kind = find(&recovery.optim).ok_or_else(|| {
-            let names: Vec<&str> = OPTIMIZERS.iter().map(|kind| kind.name).collect();
-            Failure::usage(format!("there is no optimizer `{}`", recovery.optim))
-                .hint(format!("use one of {}", names.join(", ")))
-        })?;
+        let kind = find(&recovery.optim).ok_or_else(|| no_optimizer(&recovery.optim))?;
         let part = TrainedPart {
             projections: projections(&recovery.target_modules, config)?,
             form: match recovery.trains {
@@ -171,38 +154,6 @@ impl Recovery {
     /// The teacher's folder.
     pub(in crate::job) fn teacher_folder(&self) -> Option<&Path> {
         self.teacher.as_ref().map(|teacher| &*teacher.folder)
-    }
-}
-
-impl Teacher {
-    fn open(
-        folder: &Path,
-        settings: &Settings,
-        model: &OpenedModel,
-        events: &dyn Events,
-    ) -> Result<Self> {
-        let of = ModelSettings {
-            cache_dir: settings.model.cache_dir.clone(),
-            ..ModelSettings::of(folder)
-        };
-        let (folder, _) = located::model(&of, events).context("in --teacher")?;
-        let (config, is_quantized) = located::config(&folder).context("in --teacher")?;
-        check_shape(&config, &model.config, &folder)?;
-        let checkpoint = Arc::new(Checkpoint::open(&folder).context("in --teacher")?);
-        let fingerprint = checkpoint.fingerprint()?;
-        let source: Arc<dyn WeightSource> = match is_quantized {
-            true => Arc::new(QuantizedSource::open(checkpoint)?),
-            false => checkpoint,
-        };
-        Embedding::open(&*source, &config).context("in --teacher")?;
-        for layer in 0..config.num_hidden_layers {
-            DecoderLayer::check(&*source, &config, layer).context("in --teacher")?;
-        }
-        Ok(Self {
-            folder,
-            source,
-            fingerprint,
-        })
     }
 }
 
@@ -301,6 +252,22 @@ fn check_device(settings: &Settings) -> Result<()> {
     Ok(())
 }
 
+/// The refusal of an optimizer. One of the Trainer's is answered with the nearest.
+fn no_optimizer(name: &str) -> Failure {
+    let names: Vec<&str> = OPTIMIZERS.iter().map(|kind| kind.name).collect();
+    let names = names.join(", ");
+    match nearest(name) {
+        Some(nearest) => Failure::usage(format!(
+            "the optimizer `{name}` of transformers' Trainer does not exist here"
+        ))
+        .hint(format!(
+            "use --optim {nearest}, which is the nearest of {names}"
+        )),
+        None => Failure::usage(format!("there is no optimizer `{name}`"))
+            .hint(format!("use one of {names}")),
+    }
+}
+
 fn quantized_base(folder: &Path) -> Failure {
     Failure::usage(format!(
         "`{}` is quantised to 4 bits, and no model can be merged into it",
@@ -354,36 +321,4 @@ fn check_rank(recovery: &RecoverySettings, part: &TrainedPart, config: &ModelCon
     ))
     .hint(format!("use --rank {side} or less"))
     .into())
-}
-
-/// Refuses a teacher of another shape.
-fn check_shape(teacher: &ModelConfig, model: &ModelConfig, folder: &Path) -> Result<()> {
-    let facts = |config: &ModelConfig| {
-        [
-            ("num_hidden_layers", config.num_hidden_layers),
-            ("hidden_size", config.hidden_size),
-            ("intermediate_size", config.intermediate_size),
-            ("num_attention_heads", config.num_attention_heads),
-            ("num_key_value_heads", config.num_key_value_heads),
-            ("head_dim", config.head_dim),
-            ("vocab_size", config.vocab_size),
-        ]
-    };
-    let both = facts(teacher).into_iter().zip(facts(model));
-    let mut different = both
-        .filter(|(teacher, model)| teacher.1 != model.1)
-        .peekable();
-    if different.peek().is_none() {
-        return Ok(());
-    }
-    let mut failure = Failure::new(format!(
-        "the teacher `{}` has another shape than the model",
-        folder.display()
-    ));
-    for ((name, teacher), (_, model)) in different {
-        failure = failure.detail(format!("{name} is {teacher} there, {model} here"));
-    }
-    Err(failure
-        .hint("name the dense model that was pruned; a model with fewer layers or less width can use --how lora or full")
-        .into())
 }

@@ -1,22 +1,22 @@
 //! `training.state`: a training of the whole model between two steps, so that another process continues with the same bits.
 //!
-//! The file has one line of JSON, the [`TrainingHead`], and then the bytes of [`Shelf::save`]: values, optimizer states, and the best
-//! values. The order of the examples is a function of the step, so it needs no state. The file appears whole or not at all. A file of
-//! other settings is passed over.
+//! After its seal the file has one line of JSON, the [`TrainingHead`], and then the bytes of [`Shelf::save`]: values, optimizer states, and
+//! the best values. The order of the examples is a function of the step, so it needs no state. The file appears whole or not at all. A file
+//! of other settings is passed over; that of a training that diverged may have another rate.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, Read, Write};
+use std::io::{BufRead, BufWriter, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::LARGEST_RECORD;
-use crate::checkpoint::write_atomic_with;
+use crate::checkpoint::{open_sealed, write_sealed_with};
+use crate::failure::Failure;
 use crate::recovery::Shelf;
-use crate::run::recovery::{HeldOutReport, StepReport};
-use crate::run::state::TRAINING_FILE;
+use crate::run::recovery::{Divergence, HeldOutReport, StepReport};
+use crate::run::state::{OF_THE_RATE, TRAINING_FILE};
 
 /// Bytes that are written at once.
 const PIECE: usize = 1 << 20;
@@ -34,6 +34,24 @@ pub(super) struct TrainingHead {
     pub(super) best_step: Option<u64>,
     /// The training is over; layers are merged next.
     pub(super) is_over: bool,
+    /// The loss exploded, and the values are the best ones.
+    #[serde(default)]
+    pub(super) divergence: Option<Divergence>,
+    /// Steps before the optimizer began with fresh states, after a divergence.
+    #[serde(default)]
+    pub(super) restarted_after: u64,
+}
+
+impl TrainingHead {
+    /// Goes back to the steps and measurements of the best state, from which another learning rate continues with a fresh optimizer.
+    pub(super) fn return_to_best(&mut self, divergence: Divergence) {
+        let best = divergence.best_step;
+        self.steps.retain(|report| report.step <= best);
+        self.held_out.retain(|report| report.step <= best);
+        self.restarted_after = best;
+        self.is_over = true;
+        self.divergence = Some(divergence);
+    }
 }
 
 /// The place of the file.
@@ -48,7 +66,7 @@ pub(super) fn path(folder: &Path) -> PathBuf {
 pub(super) fn write(folder: &Path, head: &TrainingHead, shelf: &Shelf) -> Result<()> {
     let mut line = serde_json::to_vec(head).context("writing the state of the training")?;
     line.push(b'\n');
-    write_atomic_with(&path(folder), &mut |out| {
+    write_sealed_with(&path(folder), &mut |out| {
         let mut out = BufWriter::with_capacity(PIECE, out);
         out.write_all(&line)?;
         shelf.save(&mut out).map_err(std::io::Error::other)?;
@@ -59,26 +77,52 @@ pub(super) fn write(folder: &Path, head: &TrainingHead, shelf: &Shelf) -> Result
 /// Reads a training with these settings into a shelf whose layers are put. `None` where there is none, or one of other settings.
 ///
 /// # Errors
-/// Fails when the file cannot be read, or ends early.
+/// Fails when the file cannot be read, and when it is not as it was written.
 pub(super) fn read(
     folder: &Path,
     settings: &BTreeMap<String, String>,
     shelf: &mut Shelf,
 ) -> Result<Option<TrainingHead>> {
     let path = path(folder);
-    let file = match File::open(&path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        file => file.with_context(|| format!("reading `{}`", path.display()))?,
+    let damaged = |why: &dyn std::fmt::Display| {
+        Failure::new(format!(
+            "the saved training `{}` cannot be continued",
+            path.display()
+        ))
+        .detail(why.to_string())
+        .hint(format!(
+            "remove `{}`, and the same command begins with step 1",
+            path.display()
+        ))
     };
-    let reading = || format!("reading `{}`", path.display());
-    let mut file = BufReader::with_capacity(PIECE, file);
+    let mut file = match open_sealed(&path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(damaged(&error).into()),
+        Ok(file) => file,
+    };
     let mut line = Vec::new();
     let mut first = (&mut file).take(LARGEST_RECORD.0);
-    first.read_until(b'\n', &mut line).with_context(reading)?;
-    let head: TrainingHead = serde_json::from_slice(&line).with_context(reading)?;
-    if head.settings != *settings {
+    first
+        .read_until(b'\n', &mut line)
+        .map_err(|error| damaged(&error))?;
+    let mut head: TrainingHead = serde_json::from_slice(&line).map_err(|error| damaged(&error))?;
+    let is_same = head.settings == *settings;
+    let may_go_on = head.divergence.is_some() && differ_in_the_rate(&head.settings, settings);
+    if !is_same && !may_go_on {
         return Ok(None);
     }
-    shelf.load(&mut file).with_context(reading)?;
+    shelf.load(&mut file).map_err(|error| damaged(&error))?;
+    if !is_same {
+        (head.is_over, head.divergence) = (false, None);
+        head.settings.clone_from(settings);
+    }
     Ok(Some(head))
+}
+
+/// Returns whether two runs have equal settings but for those of the learning rate.
+fn differ_in_the_rate(one: &BTreeMap<String, String>, other: &BTreeMap<String, String>) -> bool {
+    let is_rate = |name: &&String| OF_THE_RATE.contains(&name.as_str());
+    let names = one.keys().chain(other.keys());
+    let mut others = names.filter(|name| !is_rate(name));
+    others.all(|name| one.get(name) == other.get(name))
 }

@@ -53,7 +53,6 @@ impl Recovery {
     pub(in crate::job) fn shape(&self, model: TrainedModel<'_>, samples: usize) -> TrainingShape {
         let (config, optimizer) = (model.config, self.optimizer());
         let specs = self.part.parameters(config);
-        let one_layer = Shelf::bytes(&specs, &*optimizer, 1, false);
         let mask = |spec: &ParameterSpec| {
             if spec.has_mask() {
                 spec.elements() / 8
@@ -67,6 +66,10 @@ impl Recovery {
         let values: usize = specs
             .iter()
             .map(|spec| 4 * spec.elements() + mask(spec))
+            .sum();
+        let states: usize = specs
+            .iter()
+            .map(|spec| optimizer.state_bytes(spec.elements()))
             .sum();
         let is_whole = self.is_whole();
         let shelf = match (is_whole, self.is_paged()) {
@@ -95,8 +98,8 @@ impl Recovery {
             values: ByteSize(match (is_whole, self.is_paged()) {
                 (true, false) => 0,
                 (true, true) => values as u64,
-                // Values, gradients, masks and states of the layer that is trained.
-                (false, _) => one_layer,
+                // Those of the layer that is trained, and its states.
+                (false, _) => (values + states) as u64,
             }),
             gradients: ByteSize::of(self.gradient_elements(model), 4),
             update: ByteSize(match (is_whole, self.is_paged()) {
@@ -111,6 +114,7 @@ impl Recovery {
                 .map(|teacher| stored_dtypes(&*teacher.source, config)),
             kept: self.kept_bytes(model),
             base: self.base_bytes(model),
+            masks: self.mask_bytes(config),
             resident_layers: 0,
             sizes: self.trained_sizes(config),
         }
@@ -221,8 +225,15 @@ impl Recovery {
                 let stored = ByteSize::of(trained, model.dtype.bytes());
                 ByteSize(layer.0.saturating_sub(stored.0))
             }
-            TrainedForm::Factors { .. } => layer + ByteSize::of(trained / 8, 1),
+            TrainedForm::Factors { .. } => layer + self.mask_bytes(config),
         }
+    }
+
+    /// Bytes of the masks of a layer's trained matrices.
+    fn mask_bytes(&self, config: &ModelConfig) -> ByteSize {
+        let trained = self.part.projections.iter();
+        let trained = trained.map(|projection| projection.elements(config) / 8);
+        ByteSize::of(trained.sum(), 1)
     }
 
     /// Tells the settings of the training.

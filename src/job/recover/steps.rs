@@ -12,10 +12,11 @@ use super::resolved::Recovery;
 use super::saved::{self, TrainingHead};
 use crate::adapter::TrainedAdapter;
 use crate::data::{ExampleOrder, Examples};
+use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::candle_dtype;
-use crate::recovery::{Distillation, Example, Shelf, ShelfPlace, Trainer, TrainerParts};
-use crate::run::recovery::{HeldOutReport, StepReport};
+use crate::recovery::{Distillation, Diverged, Example, Shelf, ShelfPlace, Trainer, TrainerParts};
+use crate::run::recovery::{Divergence, HeldOutReport, StepReport};
 use crate::run::{Event, Events, Moment};
 use crate::runtime::SweepReport;
 use crate::training::{Schedule, TrainingStep};
@@ -25,6 +26,10 @@ const SAVE_INTERVAL: Duration = Duration::from_secs(600);
 
 /// Rows of the memory log of a training, about.
 const MEMORY_ROWS: u64 = 20;
+
+/// The rise of the held-out loss above the lowest one, in nat, from which on a training has diverged: the perplexity is twenty times as
+/// high. Overfitting rises more slowly; `--patience` ends it.
+const EXPLOSION: f64 = 3.0;
 
 /// A training that is over.
 pub(super) struct Trained {
@@ -36,6 +41,11 @@ pub(super) struct Trained {
 }
 
 impl Trained {
+    /// The end of a training that diverged, whose best state is the result.
+    pub(super) fn divergence(&self) -> Option<&Divergence> {
+        self.head.divergence.as_ref()
+    }
+
     /// Writes the factors as an adapter for peft; the best ones where they were kept.
     ///
     /// # Errors
@@ -105,19 +115,20 @@ pub(super) fn train(job: &Job, recovery: &Recovery, events: &dyn Events) -> Resu
         if let Some(head) = found {
             let done = head.steps.len();
             events.note(format!("continuing the training behind step {done}"));
+            trainer.restart_after(head.restarted_after);
             training.head = head;
         }
     }
     if !training.head.is_over
         && let Err(error) = training.run(&mut trainer)
     {
-        if trainer.is_between_steps() && !training.head.steps.is_empty() {
-            // The reason for the end matters more; an older state stays.
-            if let Err(failed) = training.save(&trainer) {
-                events.warn(format!("the last steps are not saved: {failed:#}"));
+        match error.downcast::<Diverged>() {
+            Ok(diverged) => training.end_with_best(&mut trainer, diverged)?,
+            Err(error) => {
+                training.save_what_was_done(&trainer);
+                return Err(error);
             }
         }
-        return Err(error);
     }
     job.model.clock.mark(Moment::AfterPruning, events);
     let head = std::mem::take(&mut training.head);
@@ -250,11 +261,77 @@ impl<'a> Training<'a> {
         self.save(trainer)
     }
 
+    /// Makes the best state the result of a training that diverged.
+    ///
+    /// # Errors
+    /// Fails with the divergence where no good state was measured, and when files cannot be read or written.
+    fn end_with_best(&mut self, trainer: &mut Trainer<'_>, diverged: Diverged) -> Result<()> {
+        let best = self.head.best_step;
+        let best = best.and_then(|best| self.head.held_out.iter().find(|one| one.step == best));
+        let Some(best) = best else {
+            self.save_what_was_done(trainer);
+            return Err(self.without_best(&diverged).into());
+        };
+        let divergence = Divergence {
+            step: diverged.at.number,
+            rate: diverged.at.rate,
+            what: diverged.what,
+            best_step: best.step,
+            best_loss: best.loss,
+        };
+        self.events.warn(divergence.lines().join("; "));
+        trainer.shelf_mut().return_to_best()?;
+        self.head.return_to_best(divergence);
+        self.save(trainer)
+    }
+
+    /// The failure of a training that diverged before a good measurement.
+    fn without_best(&self, diverged: &Diverged) -> Failure {
+        // The state that is saved is that of this rate.
+        let again = match self.job.folder.state() {
+            Some(_) => " --force",
+            None => "",
+        };
+        Failure::new(diverged.to_string())
+            .detail("no good state was measured before, so there is no model")
+            .hint(format!(
+                "use a smaller rate, like --lr {:.0e}{again}, more --warmup, or a smaller --max-grad-norm",
+                diverged.at.rate / 10.0
+            ))
+    }
+
+    /// Saves the finished steps of a training that ends with an error.
+    fn save_what_was_done(&mut self, trainer: &Trainer<'_>) {
+        if trainer.is_between_steps() && !self.head.steps.is_empty() {
+            // The reason for the end matters more; an older state stays.
+            if let Err(failed) = self.save(trainer) {
+                let events = self.events;
+                events.warn(format!("the last steps are not saved: {failed:#}"));
+            }
+        }
+    }
+
     /// Measures the held-out examples, and keeps the values if they are the best.
+    ///
+    /// # Errors
+    /// Fails with [`Diverged`] for a loss that exploded, and as [`Trainer::loss`].
     fn measure(&mut self, trainer: &mut Trainer<'_>, step: u64) -> Result<()> {
         let Some(held) = self.held else { return Ok(()) };
         let all: Vec<usize> = (0..held.len()).collect();
         let loss = with_examples(held, &all, |batch| trainer.loss(batch))?;
+        let known = self.head.held_out.iter().map(|report| report.loss);
+        let first = self.head.steps.first().map(|report| report.loss);
+        let lowest = known.chain(first).fold(f64::INFINITY, f64::min);
+        if !loss.is_finite() || loss > lowest + EXPLOSION {
+            return Err(Diverged {
+                what: format!("the held-out loss is {loss:.4} ({lowest:.4} before)"),
+                at: TrainingStep {
+                    number: step,
+                    rate: self.schedule.rate_of(step.saturating_sub(1)),
+                },
+            }
+            .into());
+        }
         let best = self.head.held_out.iter().map(|report| report.loss);
         let is_best = best.fold(f64::INFINITY, f64::min) > loss;
         // A measurement is recorded only when the values are kept: a state that is saved in between measures again.

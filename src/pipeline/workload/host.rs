@@ -57,7 +57,7 @@ impl<'r> Host<'r> {
         if run.passes_samples() {
             phases.push(self.phase(Phase::Embed, self.samples(Alive::All)));
         }
-        phases.push(self.in_layer(Phase::Read, Vec::new()));
+        phases.push(self.in_layer(Phase::Read, self.merging()));
         if run.samples > 0 {
             let mut statistics = self.statistics();
             statistics.extend(self.waiting_rows());
@@ -159,7 +159,8 @@ impl<'r> Host<'r> {
             let packed = ByteSize(packed.0.saturating_mul(layers));
             all.push(part(PartKind::PackedLayer, packed));
         }
-        if settings.prefetch {
+        // Of a single layer no next one exists.
+        if settings.prefetch && run.config.num_hidden_layers > 1 {
             all.push(part(PartKind::NextLayer, layer));
         }
         all.push(self.context(false));

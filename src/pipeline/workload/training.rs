@@ -2,16 +2,19 @@
 //!
 //! ```text
 //! whole model   inputs (layers + 1) · examples · L·H·e, gradients examples · L·H·4, held-out states held · L·H·4
+//! … always      head, buffers of layers and head (`model/training_footprint.rs`), the layer in use, which leaves its memory to the next
+//! … forward     the packed layer + the next layer's frozen weights + a sample in the layer
+//! … backward    the same + gradients of the layer
+//! … update      the frozen weights of a layer and its values, or all of one parameter
 //! by layer      samples twice: behind the recovered layers, and the targets
-//! forward       layer + frozen layers + a sample in the layer
-//! backward      the same + gradients of the layer + activations and their gradients
-//! update        values of a layer, or values, gradient, mask and optimizer state of one parameter
 //! ```
 
 use super::host::Host;
 use super::{F32, RunShape, part};
 use crate::bytes::ByteSize;
+use crate::linalg::attention;
 use crate::model::on_device::TrainedSizes;
+use crate::model::training_footprint::TrainingBuffers;
 use crate::model::{Dtypes, footprint};
 use crate::placement::PhaseMemory;
 use crate::run::plan::{MemoryPart, PartKind};
@@ -38,7 +41,8 @@ pub struct TrainingShape {
     pub state_element: usize,
     /// Parameters with their gradients, states and masks that are in memory until the end.
     pub shelf: ByteSize,
-    /// Values and masks of a layer in use that are not on the shelf in memory.
+    /// Values and masks of a layer that are not on the shelf in memory: those of a layer that is trained alone exist always, others only
+    /// while they become the weights of the layer.
     pub values: ByteSize,
     /// Gradients of a layer in use.
     pub gradients: ByteSize,
@@ -52,6 +56,8 @@ pub struct TrainingShape {
     pub update: ByteSize,
     /// Frozen weights of a layer, as they are read.
     pub base: ByteSize,
+    /// Masks of the trained matrices of a layer.
+    pub masks: ByteSize,
     /// Layers whose frozen weights stay in memory.
     pub resident_layers: usize,
     /// The trained part of a layer, for devices.
@@ -75,11 +81,10 @@ impl TrainingShape {
         layers.min(usize::try_from(fitting).unwrap_or(usize::MAX))
     }
 
-    /// Values and masks of a layer that exist in a phase: those of a layer that is trained alone exist always, others only while they
-    /// become the weights of the layer.
-    fn in_use(&self, phase: Phase) -> ByteSize {
-        match self.is_by_layer || phase == Phase::Update {
-            true => self.values,
+    /// Frozen weights of a layer while they become its weights, unless they stay in memory anyway.
+    fn read_frozen(&self) -> ByteSize {
+        match self.has_factors {
+            true => self.base,
             false => ByteSize::ZERO,
         }
     }
@@ -97,6 +102,137 @@ impl TrainingShape {
 impl Host<'_> {
     /// Memory of the phases of a training.
     pub(super) fn training(&self, trains: &TrainingShape) -> Vec<PhaseMemory> {
+        match trains.is_by_layer {
+            true => self.training_by_layer(trains),
+            false => self.training_of_whole(trains),
+        }
+    }
+
+    /// The buffers of a training of the whole model.
+    fn buffers(&self, trains: &TrainingShape) -> TrainingBuffers<'_> {
+        let run = self.run;
+        TrainingBuffers {
+            config: run.config,
+            dtypes: run.dtypes,
+            seqlen: run.seqlen,
+            threads: run.threads,
+            products: run.products,
+            settings: &self.option.settings,
+            has_factors: trains.has_factors,
+            is_kept: trains.is_kept,
+            has_teacher: trains.teacher.is_some(),
+        }
+    }
+
+    /// Memory of the phases of a training of the whole model, after its first step.
+    fn training_of_whole(&self, trains: &TrainingShape) -> Vec<PhaseMemory> {
+        let (run, settings) = (self.run, &self.option.settings);
+        let (config, kernel) = (run.config, run.products.of_activations());
+        let state = run.state(F32);
+        let scratch = |bytes| part(PartKind::Workspace, ByteSize::of(bytes, 1));
+        let states = |count: u64| part(PartKind::Workspace, ByteSize(state.0 * count));
+        let packed = || {
+            let is_kept = footprint::keeps_packed(run.kernel(), settings) && trains.per_step > 1;
+            is_kept.then(|| {
+                let bytes = footprint::layer_packed(config, run.kernel());
+                part(PartKind::PackedLayer, bytes)
+            })
+        };
+        let with = |phase, parts: Vec<MemoryPart>| {
+            let mut all = self.training_always(trains);
+            all.extend(parts);
+            self.phase(phase, all)
+        };
+        let mut forward = vec![
+            states(2),
+            scratch(attention::scratch_bytes(
+                kernel,
+                config.head_dim,
+                run.seqlen,
+                run.seqlen,
+                run.threads,
+            )),
+            part(PartKind::FrozenLayers, trains.masks),
+        ];
+        forward.extend(packed());
+        forward.extend(self.teacher_layer(trains));
+        let mut backward = vec![
+            part(PartKind::Gradients, trains.gradients),
+            states(3),
+            scratch(attention::backward::backward_scratch_bytes(
+                kernel,
+                config.head_dim,
+                run.seqlen,
+                run.threads,
+            )),
+            part(PartKind::FrozenLayers, trains.masks),
+        ];
+        backward.extend(packed());
+        // A layer is made of its frozen weights and its values. An update has one parameter.
+        let made = trains.values + trains.read_frozen();
+        let update = vec![part(PartKind::Parameters, made.max(trains.update))];
+        vec![
+            with(Phase::Forward, forward),
+            with(Phase::Backward, backward),
+            with(Phase::Update, update),
+        ]
+    }
+
+    /// The memory of a training of the whole model that every phase has.
+    fn training_always(&self, trains: &TrainingShape) -> Vec<MemoryPart> {
+        let (run, settings) = (self.run, &self.option.settings);
+        let buffers = self.buffers(trains);
+        let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
+        let context = footprint::context(run.config, run.seqlen) + buffers.packed();
+        let mut all = self.training_states(trains);
+        all.extend([
+            part(PartKind::Layer, layer),
+            part(PartKind::FrozenLayers, self.frozen(trains)),
+            part(PartKind::Parameters, trains.shelf),
+            part(PartKind::KeptActivations, trains.kept),
+            part(PartKind::Workspace, buffers.activations()),
+            part(PartKind::Context, context),
+        ]);
+        let head = |dtype| footprint::head_weight(run.config, dtype);
+        if settings.head_rows.is_none() {
+            all.push(part(PartKind::HeadAndLogits, head(run.dtypes.head)));
+            let of_teacher = trains.teacher.map(|dtypes| head(dtypes.head));
+            all.extend(of_teacher.map(|bytes| part(PartKind::HeadAndLogits, bytes)));
+        }
+        if trains.teacher.is_some() && self.option.storage == HiddenStatesStorage::Ram {
+            // Its last hidden states wait for the head.
+            let states = run.state(F32).0.saturating_mul(trains.per_step as u64);
+            all.push(part(PartKind::HiddenStates, ByteSize(states)));
+        }
+        all
+    }
+
+    /// Memory while the loss and its gradient are computed.
+    pub(super) fn training_head(&self, trains: &TrainingShape) -> PhaseMemory {
+        let state = self.run.state(F32);
+        let mut parts = self.training_always(trains);
+        parts.push(part(PartKind::Workspace, state + state));
+        self.phase(Phase::Head, parts)
+    }
+
+    /// Memory of merging what was trained into a layer, in addition to the layer that is read for the sweep.
+    pub(super) fn merging(&self) -> Vec<MemoryPart> {
+        let trains = self.run.trains.as_ref().filter(|of| !of.is_by_layer);
+        let parts =
+            trains.map(|trains| part(PartKind::Parameters, trains.values + trains.read_frozen()));
+        parts.into_iter().collect()
+    }
+
+    /// A layer of the teacher, which passes the examples before the student does.
+    fn teacher_layer(&self, trains: &TrainingShape) -> Option<MemoryPart> {
+        let dtypes = trains.teacher?;
+        let (config, settings) = (self.run.config, &self.option.settings);
+        let layer = footprint::layer_weights(config, dtypes.layers, settings);
+        Some(part(PartKind::Layer, layer))
+    }
+
+    /// Memory of the phases of a training by layers.
+    fn training_by_layer(&self, trains: &TrainingShape) -> Vec<PhaseMemory> {
         let (run, settings) = (self.run, &self.option.settings);
         let (config, dtype) = (run.config, run.dtypes.layers);
         let kernel = run.products.of_activations();
@@ -105,10 +241,7 @@ impl Host<'_> {
         let forward =
             footprint::forward(config, dtype, run.seqlen, run.threads, settings, kernel) + state;
         // Blocks pass a sample forwards and backwards at once.
-        let kept = match trains.is_by_layer {
-            true => footprint::kept_activations(config, run.seqlen),
-            false => ByteSize::ZERO,
-        };
+        let kept = footprint::kept_activations(config, run.seqlen);
         let backward = footprint::backward(
             config,
             run.seqlen,
@@ -154,75 +287,19 @@ impl Host<'_> {
         let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
         let mut all = self.training_states(trains);
         all.push(part(PartKind::Layer, layer));
-        all.push(part(PartKind::FrozenLayers, self.frozen(trains)));
-        if footprint::keeps_packed(run.kernel(), settings) && trains.per_step != 1 {
+        // The frozen weights of factors, and the layer that the sweep reads ahead.
+        all.push(part(PartKind::FrozenLayers, trains.read_frozen()));
+        if settings.prefetch && run.config.num_hidden_layers > 1 {
+            all.push(part(PartKind::NextLayer, layer));
+        }
+        if footprint::keeps_packed(run.kernel(), settings) {
             let packed = footprint::layer_packed(run.config, run.kernel());
             all.push(part(PartKind::PackedLayer, packed));
         }
-        all.push(part(
-            PartKind::Parameters,
-            trains.shelf + trains.in_use(phase),
-        ));
-        all.push(part(PartKind::KeptActivations, trains.kept));
-        all.extend(self.teacher(trains, false));
-        if !trains.is_by_layer && settings.head_rows.is_none() {
-            let head = footprint::head_weight(run.config, run.dtypes.head);
-            all.push(part(PartKind::HeadAndLogits, head));
-        }
+        all.push(part(PartKind::Parameters, trains.shelf + trains.values));
         all.push(self.context(false));
         all.append(&mut parts);
         self.phase(phase, all)
-    }
-
-    /// Memory while the loss and its gradient are computed.
-    pub(super) fn training_head(&self, trains: &TrainingShape) -> PhaseMemory {
-        let (run, settings) = (self.run, &self.option.settings);
-        let mut parts = self.training_states(trains);
-        // The memory of a layer's weights stays for the next one.
-        let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
-        parts.push(part(PartKind::Layer, layer));
-        let head = footprint::head(run.config, run.dtypes, run.seqlen, 0, settings);
-        parts.push(part(PartKind::HeadAndLogits, head));
-        parts.extend(self.teacher(trains, true));
-        let state = run.state(F32);
-        let gradient = state + state;
-        let workspace = footprint::backward(
-            run.config,
-            run.seqlen,
-            run.threads,
-            settings,
-            run.products.of_activations(),
-            trains.is_kept,
-        );
-        // The workspace of the layers stays.
-        parts.push(part(PartKind::Workspace, gradient + workspace));
-        parts.push(part(PartKind::Parameters, trains.shelf));
-        parts.push(part(PartKind::KeptActivations, trains.kept));
-        parts.push(part(PartKind::FrozenLayers, self.frozen(trains)));
-        parts.push(self.context(true));
-        self.phase(Phase::Head, parts)
-    }
-
-    /// Memory of a teacher whose logits are learned: its head; before a step a layer of it, else its last hidden states.
-    fn teacher(&self, trains: &TrainingShape, is_head: bool) -> Vec<MemoryPart> {
-        let (run, settings) = (self.run, &self.option.settings);
-        let Some(dtypes) = trains.teacher else {
-            return Vec::new();
-        };
-        let mut parts = Vec::new();
-        if settings.head_rows.is_none() {
-            let head = footprint::head_weight(run.config, dtypes.head);
-            parts.push(part(PartKind::HeadAndLogits, head));
-        }
-        if !is_head {
-            let layer = footprint::layer_weights(run.config, dtypes.layers, settings);
-            parts.push(part(PartKind::Layer, layer));
-        }
-        if self.option.storage == HiddenStatesStorage::Ram {
-            let states = run.state(F32).0.saturating_mul(trains.per_step as u64);
-            parts.push(part(PartKind::HiddenStates, ByteSize(states)));
-        }
-        parts
     }
 
     /// Frozen layers that stay in memory, and the one that is read ahead where not all stay.

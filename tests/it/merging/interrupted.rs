@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use prune::linalg::StoredDtype;
 use prune::synthetic::RandomCheckpoint;
+use serde_json::Value;
 
 use super::place;
 #[cfg(unix)]
@@ -19,6 +20,16 @@ const TIES: &str = "merge --base m --model e1 --model e2 --method ties --density
 
 /// Operations in a row without a consequence, after which none follows.
 const WITHOUT_CONSEQUENCE: usize = 4;
+
+/// Number of tensors that no later process merges again; 0 where the record says that the run is finished.
+fn saved_tensors(place: &Place) -> usize {
+    let state = fs::read(place.path("out/unfinished.json")).unwrap_or_default();
+    let state: Value = serde_json::from_slice(&state).unwrap_or_default();
+    match place.path("out/run.json").exists() {
+        true => 0,
+        false => state["merged"].as_array().map_or(0, Vec::len),
+    }
+}
 
 /// Ends a merge by each fault of a kind in turn, continues it, and compares. Returns the number of faults.
 fn at_every_operation(what: &str) -> usize {
@@ -48,8 +59,15 @@ fn at_every_operation(what: &str) -> usize {
                 !model.join("config.json").exists() || model.join("merging.json").exists(),
                 "{fault}"
             );
+            let saved = saved_tensors(&place);
             let second = place.run(TIES);
             assert_eq!(second.code, 0, "after {fault}\n{}", second.stderr);
+            let continues = format!("continuing an unfinished merge: {saved} of ");
+            assert!(
+                saved == 0 || second.stderr.contains(&continues),
+                "{saved} tensors were saved, after {fault}\n{}",
+                second.stderr
+            );
         }
         assert_same(
             &outcome(&place.path("out")),

@@ -31,7 +31,7 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
             ..RandomCheckpoint::default()
         },
     );
-    let cases: [(&str, &[&str]); 13] = [
+    let cases: [(&str, &[&str]); 15] = [
         (
             "--how blocks",
             &["needs the dense model", "--teacher DENSE"],
@@ -63,6 +63,17 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
         (
             "--how full --optim adam",
             &["no optimizer `adam`", "paged-adamw8bit"],
+        ),
+        (
+            "--how full --optim galore_adamw",
+            &[
+                "`galore_adamw` of transformers' Trainer",
+                "--optim adamw8bit",
+            ],
+        ),
+        (
+            "--how lora --optim paged_lion_32bit",
+            &["`paged_lion_32bit`", "--optim paged-adamw32bit"],
         ),
         (
             "--how full --patience 3 --held-out 0",
@@ -118,7 +129,7 @@ fn texts_that_are_too_short_and_trainings_that_explode_say_so() {
         1,
         &[
             "in step 2",
-            "no parameter was changed by this step",
+            "no good state was measured before",
             "use a smaller rate",
         ],
     );
@@ -127,6 +138,60 @@ fn texts_that_are_too_short_and_trainings_that_explode_say_so() {
         &format!("{wild} --how blocks --teacher m --nsamples 16 --save blocks"),
         1,
         &["layer 0 are not finite in step 2", "use a smaller rate"],
+    );
+}
+
+/// Exit code 0 and "loss left NaN %" before: such a training learns nothing.
+#[test]
+fn a_teacher_with_the_weights_of_the_model_is_refused() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    // Another folder with other names of files is the same teacher.
+    let copied = place.run(
+        "merge --model pruned/model --model pruned/model --method linear --out-shard-size 100KB --save twice",
+    );
+    assert_eq!(copied.code, 0, "{}", copied.stderr);
+    for teacher in ["pruned/model", "twice/model"] {
+        for how in ["blocks --nsamples 16", "full", "lora"] {
+            refused(
+                &place,
+                &format!("{COMMON} --how {how} --teacher {teacher} --save out"),
+                1,
+                &["has the weights of the model", "--teacher DENSE"],
+            );
+        }
+    }
+    assert!(!place.path("out").exists());
+    // A model that was recovered has other weights and the same zeros.
+    let blocks = format!("{COMMON} --how blocks --nsamples 16 --eval none");
+    let ran = place.run(&format!("{blocks} --teacher m --save recovered"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(!ran.stderr.contains("has the zeros"), "{}", ran.stderr);
+    let ran = place.run(&format!("{blocks} --teacher recovered/model --save out"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(
+        ran.stderr
+            .contains("`recovered/model` has the zeros of the model"),
+        "{}",
+        ran.stderr
+    );
+}
+
+#[test]
+fn names_of_the_trainers_optimizers_are_the_same_run() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    let line = |optim: &str| {
+        format!("{COMMON} --how lora --rank 4 --eval none --optim {optim} --save out")
+    };
+    assert!(
+        place
+            .with_fault(&line("paged_adamw_8bit"), "kill:24")
+            .is_none()
+    );
+    let ran = place.run(&line("paged-adamw8bit"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert_eq!(
+        place.manifest("out").recovery.expect("a training").optim,
+        "paged-adamw8bit"
     );
 }
 

@@ -4,8 +4,9 @@ use std::fs;
 
 use super::{
     MAGNITUDE, WANDA, WITHOUT_PERPLEXITY, assert_same, command, does_not_load, of_layers, outcome,
-    place, undisturbed, with_fault,
+    place, saved_layers, undisturbed, with_fault,
 };
+use crate::support::Work;
 
 /// Runs without a consequence, one after the other, after which no later fault is expected to have any.
 const WITHOUT_CONSEQUENCE: usize = 4;
@@ -15,7 +16,8 @@ const NARROWER: &str = "--model m --sparsity-ratio 0.5 --drop-width 0.3 --eval n
 
 /// Ends a run by each fault of the kind `what` in turn, continues it, and compares. Returns the number of faults.
 fn at_every_operation(what: &str, flags: &str) -> usize {
-    let place = of_layers(2);
+    const LAYERS: usize = 2;
+    let place = of_layers(LAYERS);
     let expected = undisturbed(&place, flags);
     let (mut times, mut without) = (0, 0);
     for at in 1.. {
@@ -45,8 +47,10 @@ fn at_every_operation(what: &str, flags: &str) -> usize {
         }
         does_not_load(&place, &fault);
         if without == 0 {
+            let saved = saved_layers(&place, LAYERS);
             let second = place.run(&command(flags));
             assert_eq!(second.code, 0, "after {fault}\n{}", second.stderr);
+            Work::of(&second.stderr).assert_layers_after(saved, LAYERS, &fault);
         }
         assert_same(
             &outcome(&place.path("out")),
@@ -103,8 +107,10 @@ fn a_disk_that_fills_midway_stops_the_run_and_it_goes_on_when_there_is_room() {
             ran.stderr
         );
         full += 1;
+        let saved = saved_layers(&place, 2);
         let second = place.run(&command(WITHOUT_PERPLEXITY));
         assert_eq!(second.code, 0, "after {fault}\n{}", second.stderr);
+        Work::of(&second.stderr).assert_layers_after(saved, 2, &fault);
         assert_same(
             &outcome(&place.path("out")),
             &expected,

@@ -4,28 +4,34 @@ use std::fs;
 
 use serde_json::Value;
 
-use super::{SLOW, assert_same, outcome, signal, slow, spawned, waiting};
-use crate::support::ran;
+use super::{
+    SLOW, assert_same, finished_layers, outcome, saved_layers, signal, slow, spawned, waiting,
+};
+use crate::support::{Work, ran};
 
 #[test]
 #[cfg(unix)]
 fn killed_at_any_time_a_run_goes_on_to_the_same_end() {
     let place = slow();
+    let line = SLOW.replace(" --quiet", "");
     let began = std::time::Instant::now();
-    assert_eq!(place.run(SLOW).code, 0);
+    assert_eq!(place.run(&line).code, 0);
     let whole = began.elapsed();
     let expected = outcome(&place.path("out"));
     fs::remove_dir_all(place.path("out")).expect("removed");
     let mut kills = 0;
     for tenth in 1..10 {
-        let mut child = spawned(&mut place.command(SLOW));
+        let mut child = spawned(&mut place.command(&line));
         std::thread::sleep(whole * tenth / 10);
         // It may have finished already.
         let _ = child.kill();
         kills += usize::from(child.wait().expect("a child").code().is_none());
         if place.path("out/unfinished.json").exists() || !place.path("out/run.json").exists() {
-            let second = place.run(SLOW);
+            let saved = saved_layers(&place, 4);
+            let second = place.run(&line);
             assert_eq!(second.code, 0, "{}", second.stderr);
+            let when = format!("after {tenth} tenths");
+            Work::of(&second.stderr).assert_layers_after(saved, 4, &when);
         }
         let found = outcome(&place.path("out"));
         assert_same(&found, &expected, &format!("after {tenth} tenths"));
@@ -71,8 +77,10 @@ fn a_signal_stops_a_run_with_exit_code_3_and_the_command_that_goes_on() {
                 None => sh.env_remove(key),
             };
         }
+        let saved = finished_layers(&place);
         let second = ran(&mut sh);
         assert_eq!(second.code, 0, "{}", second.stderr);
+        Work::of(&second.stderr).assert_layers_after(saved, 4, name);
         assert!(
             second.stderr.contains("continuing an unfinished run"),
             "{}",
@@ -104,7 +112,10 @@ fn a_second_signal_ends_it_at_once_and_nothing_is_lost() {
     signal(&child, "INT");
     let output = child.wait_with_output().expect("a child");
     assert_eq!(output.status.code(), Some(3));
-    assert_eq!(place.run(SLOW).code, 0);
+    let saved = finished_layers(&place);
+    let second = place.run(&SLOW.replace("--quiet", "--force"));
+    assert_eq!(second.code, 0, "{}", second.stderr);
+    Work::of(&second.stderr).assert_layers_after(saved, 4, "after two signals");
     assert_same(&outcome(&place.path("out")), &expected, "after two signals");
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::{masks, table};
-use crate::support::{Place, TEXTS};
+use crate::support::{Place, TEXTS, assert_cells_after, saved_cells};
 
 /// Every kind of statistics, a refinement, changed weights, and a method without samples.
 const GRID: &str = "sweep --model m --methods wanda,sparsegpt,ladder,wanda+dsnot,magnitude --ratios 0.4,0.6 --seeds 0,1 \
@@ -124,8 +124,10 @@ fn ends_with_the_same_bytes(fault: &str, step: usize, faulty: &mut dyn FnMut(&Pl
             continue;
         }
         faulty(&place, code);
+        let saved = saved_cells(&place.path("out"));
         let again = place.run(&line);
         assert_eq!(again.code, 0, "{fault}:{at}: {}", again.stderr);
+        assert_cells_after(&saved, &format!("{fault}:{at}"));
         assert_eq!(table(&place), expected, "{fault}:{at}");
         assert!(all_weights(&place) == bytes, "{fault}:{at}");
         for cell in bytes.keys() {

@@ -1,0 +1,126 @@
+//! Memory of a training of the whole model beyond that of its layers: the buffers that layers and the head share, and packed factors.
+//! All of them grow to their largest use and stay until the training is over, so every phase after the first step has them.
+//!
+//! ```text
+//! activations   4 · max(backward pass, forward pass, t · (H + m·V))     t tokens at once at the head, m = 2 with a teacher
+//! packed        the factors of the products of a layer, forwards and backwards, and of the head: dy [t, V]
+//! rows          e · H · r of a head at rest, r rows at once
+//! factors       per thread a piece of B·A, and of W' in f32 and in the stored dtype
+//! ```
+
+use super::backward::backward_elements;
+use super::config::ModelConfig;
+use super::footprint::{self, Dtypes};
+use super::head::largest_tokens;
+use crate::bytes::ByteSize;
+use crate::linalg::low_rank::applying_bytes;
+use crate::linalg::product::{self, Product};
+use crate::linalg::{Linear, Products};
+use crate::run::memory_settings::MemorySettings;
+
+/// Bytes of an f32.
+const F32: usize = 4;
+
+/// A training of the whole model, as far as its buffers depend on it.
+#[derive(Debug, Clone, Copy)]
+pub struct TrainingBuffers<'a> {
+    /// The model's shape.
+    pub config: &'a ModelConfig,
+    /// The dtypes of its weights.
+    pub dtypes: Dtypes,
+    /// Tokens of an example.
+    pub seqlen: usize,
+    /// Worker threads.
+    pub threads: usize,
+    /// The arithmetic.
+    pub products: Products,
+    /// The settings that trade memory for time.
+    pub settings: &'a MemorySettings,
+    /// Factors are trained, not weights.
+    pub has_factors: bool,
+    /// No layer computes activations again.
+    pub is_kept: bool,
+    /// A teacher's logits are learned.
+    pub has_teacher: bool,
+}
+
+impl TrainingBuffers<'_> {
+    /// Tokens whose logits exist at once, of so many models.
+    fn tokens(&self, models: usize) -> usize {
+        let at_most = ByteSize(self.settings.logits_bytes.0 / models as u64);
+        largest_tokens(self.seqlen, at_most, self.config.vocab_size)
+    }
+
+    /// Rows of the head that are multiplied at once: all, or those that are read at once.
+    fn head_rows(&self) -> usize {
+        let (rows, columns) = (self.config.vocab_size, self.config.hidden_size);
+        match self.settings.head_rows {
+            None => rows,
+            Some(_) => Linear::rows_at_once(columns, rows),
+        }
+    }
+
+    /// Memory of the activations of layers and head, one after the other.
+    pub fn activations(&self) -> ByteSize {
+        let Self {
+            config, settings, ..
+        } = *self;
+        let backward = backward_elements(
+            config.heads(),
+            config.hidden_size,
+            config.intermediate_size,
+            self.seqlen,
+            (settings.mlp_tokens, self.is_kept),
+        );
+        // Held-out examples have no teacher.
+        let models = 1..=1 + usize::from(self.has_teacher);
+        let head = models
+            .map(|models| self.tokens(models) * (config.hidden_size + models * config.vocab_size));
+        let largest = head.max().unwrap_or(0).max(backward);
+        let forward = footprint::activations(config, self.seqlen, settings);
+        ByteSize::of(largest, F32).max(forward)
+    }
+
+    /// Memory of packed factors, and of the rows of a head at rest.
+    pub fn packed(&self) -> ByteSize {
+        let Self {
+            config, settings, ..
+        } = *self;
+        let kernel = self.products.kernel(self.dtypes.layers);
+        let of_gradients = self.products.of_gradients(self.dtypes.layers);
+        let mut all =
+            footprint::forward_products(config, kernel, self.seqlen, settings, Vec::new());
+        all.extend(footprint::gradient_products(
+            config,
+            (kernel, of_gradients),
+            self.seqlen,
+            settings,
+            self.has_factors,
+        ));
+        let (rows, columns) = (self.head_rows(), config.hidden_size);
+        let product = |columns, inner| Product {
+            kernel: self.products.kernel(self.dtypes.head),
+            tokens: self.tokens(1),
+            columns: vec![columns],
+            inner,
+            is_kept: false,
+            is_in_parts: false,
+        };
+        all.push(product(rows, columns));
+        all.push(product(columns, rows));
+        let read = match settings.head_rows {
+            None => ByteSize::ZERO,
+            Some(_) => ByteSize::of(rows * columns, self.dtypes.head.bytes()),
+        };
+        let packed = ByteSize::of(product::packed_bytes(&all, self.threads), 1);
+        packed + read + self.applying()
+    }
+
+    /// Memory of turning factors into the weights of a layer.
+    fn applying(&self) -> ByteSize {
+        match self.has_factors {
+            true => applying_bytes(self.threads, self.dtypes.layers),
+            false => ByteSize::ZERO,
+        }
+    }
+}
