@@ -37,9 +37,13 @@ rows=(
   "prune wanda|--model $model --sparsity-ratio 0.5 --nsamples 8 --seqlen 512 --dataset $text --eval none --save $out"
   "prune sparsegpt|--model $model --prune-method sparsegpt --sparsity-ratio 0.5 --nsamples 8 --seqlen 512 --dataset $text --eval none --save $out"
   "eval|eval --model $model --seqlen 512 --eval-windows 4 --eval-dataset $text --save $out"
+  "generate|generate --model $model --prompt Once --max-tokens 16 --json"
   "recover blocks|$train --how blocks --teacher $model --nsamples 8 --steps 2"
   "recover lora|$train --how lora --nsamples 8 --steps 2 --held-out 2"
   "recover full|$train --how full --nsamples 8 --steps 2 --held-out 2"
+  "merge|merge --base $model --model $other --method ties --density 0.5 --save $out"
+  "merge with saliency|merge --base $model --model $other --method ties --density 0.5 --saliency base --dataset $text --nsamples 8 --seqlen 512 --save $out"
+  "quantize|quantize --to nf4-double --model $model --save $out --json"
 )
 
 run() { # name, command, threads, limit in MiB
@@ -49,13 +53,17 @@ run() { # name, command, threads, limit in MiB
     echo "| $1 | $3 | $4 | failed: $(grep -m1 '^error' "$folder/out.log") | | | NO |"
     return
   fi
-  python3 - "$1" "$3" "$4" "$out/run.json" <<'PYTHON'
+  # Commands without a run folder print their record.
+  local record=$out/run.json
+  [ -f "$record" ] || record=$folder/out.txt
+  python3 - "$1" "$3" "$4" "$record" <<'PYTHON'
 import json, sys
 name, threads, limit, path = sys.argv[1:]
 run = json.load(open(path))
-cpu = next(device for device in run["plan"]["devices"] if device["device"] == "cpu")
+devices = run.get("plan", {}).get("devices", [])
+cpu = next((device for device in devices if device["device"] == "cpu"), {"peak": run.get("predicted"), "peak_phase": "generate"})
 predicted, measured = cpu["peak"] / 2**20, run["peak_anonymous"] / 2**20
-phase = max(run["phases"], key=lambda phase: phase["peak_anonymous"])["phase"]
+phase = max(run.get("phases", [{"peak_anonymous": 0, "phase": "generate"}]), key=lambda phase: phase["peak_anonymous"] or 0)["phase"]
 ratio = measured / predicted
 is_near = 0.9 <= ratio <= 1.1 if measured > 64 else abs(measured - predicted) <= 8
 is_below = measured <= int(limit)

@@ -25,7 +25,7 @@ use crate::quantized::{
 };
 use crate::run::command_line::quoted;
 use crate::run::plan::{
-    DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate,
+    DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate, exceeded,
 };
 use crate::run::quantization::QuantizedMatrix;
 use crate::run::state::SCHEMA;
@@ -96,6 +96,12 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
     recorder.emit(Event::IfInterrupted(None));
     let phases = clock.report();
     let peak_anonymous = phases.iter().filter_map(|phase| phase.peak_anonymous).max();
+    let planned = job.plan.cpu().map(|of| (of.budget, of.peak));
+    if let Some((measured, planned)) = peak_anonymous.zip(planned)
+        && let Some(warning) = exceeded("memory", measured, planned)
+    {
+        recorder.warn(warning);
+    }
     Ok(QuantizationReport {
         prune_version: env!("CARGO_PKG_VERSION").to_string(),
         model: job.source.display().to_string(),

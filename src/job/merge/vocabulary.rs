@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::models::InputModels;
 use crate::bytes::hex;
-use crate::checkpoint::{CONFIG_FILE, WeightSource};
+use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
 use crate::input::{read_settings, with_remedy};
 use crate::job::located;
