@@ -337,6 +337,14 @@ impl RunFolder {
         if let Some(folder) = self.state() {
             remove(StateFile::path(folder))?;
         }
+        self.clear()
+    }
+
+    /// Does the same, and keeps the state of this run.
+    ///
+    /// # Errors
+    /// Fails when a folder cannot be created or a file cannot be removed.
+    pub(in crate::job) fn clear(&self) -> Result<()> {
         if let Some(run) = &self.run {
             std::fs::create_dir_all(run)
                 .with_context(|| format!("creating the run folder `{}`", run.display()))?;
