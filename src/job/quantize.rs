@@ -79,8 +79,8 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
         None => {
             job.check_disk(bytes_after)?;
             job.folder.refuse_files(false)?;
-            job.folder.prepare()?;
             // What is known of the scales stays.
+            job.folder.prepare_again()?;
             state.quantized(pass.known(), Some(BTreeMap::new()))?;
             clock.measure(Phase::Allocate, || {
                 MergedWriter::create(layout, folder, &[&job.source], &recorder)

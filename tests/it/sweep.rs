@@ -282,7 +282,7 @@ fn an_interrupted_sweep_ends_with_exit_code_3_and_the_command_that_continues_it(
 #[test]
 fn what_a_killed_process_left_in_finished_cells_is_removed() {
     let place = Place::new();
-    assert_eq!(sweep(&place, "--eval both").code, 0);
+    assert_eq!(sweep(&place, "--eval both --keep-models").code, 0);
     let names = |cell: &str| {
         let mut names = place.names(&format!("out/{cell}"));
         names.extend(place.names(&format!("out/{cell}/model")));
@@ -304,7 +304,7 @@ fn what_a_killed_process_left_in_finished_cells_is_removed() {
         }
     }
     let before = begun(&place);
-    assert_eq!(sweep(&place, "--eval both").code, 0);
+    assert_eq!(sweep(&place, "--eval both --keep-models").code, 0);
     assert_eq!(begun(&place), before, "finished cells are left alone");
     assert_eq!(CELLS.map(names), expected);
     assert_eq!(place.names("out/dense"), dense);

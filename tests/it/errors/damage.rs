@@ -48,6 +48,7 @@ fn a_weight_that_is_not_finite_is_an_error_with_a_remedy_and_no_promise_to_conti
         }
         true
     });
+    place.checkpoint("good", &RandomCheckpoint::default());
     for (line, kept) in [
         (
             "--model m --sparsity-ratio 0.5 --prune-method magnitude --save out",
@@ -80,7 +81,6 @@ fn a_weight_that_is_not_finite_is_an_error_with_a_remedy_and_no_promise_to_conti
         assert!(!ran.stderr.contains("continues"), "{line}\n{}", ran.stderr);
         assert_eq!(place.path("out/unfinished.json").exists(), kept, "{line}");
         // The remedy: another checkpoint, and --force.
-        place.checkpoint("good", &RandomCheckpoint::default());
         let forced = line.replace("m --", "good --");
         let ran = place.run(&format!("{forced} {texts} --force"));
         assert_eq!(ran.code, 0, "{forced}\n{}", ran.stderr);
