@@ -101,6 +101,7 @@ impl MergeJob {
         let threads = machine::start_workers(settings.device.threads)?;
         let inventory = machine::inventory(&settings.device, threads)?;
         let budget = cpu_budget(&inventory, &settings.device.max_memory);
+        let wanted = wanted_size(&settings, threads);
         let mut shape = shape_of(&settings, &tensors, method, &inputs);
         shape.tokenizer_bytes = vocabulary.tokenizer_bytes();
         // A pass that does not fit fails before statistics are read and texts are found.
@@ -239,6 +240,14 @@ impl MergeJob {
             Some(model) => events.note(format!("output       {}", model.display())),
             None => events.warn("nothing will be saved; name a run folder with --save".to_string()),
         }
+    }
+}
+
+/// The pass with all workers and the largest pieces.
+fn wanted_size(settings: &MergeSettings, threads: usize) -> PassSize {
+    PassSize {
+        workers: threads * WORKERS_PER_THREAD,
+        piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
     }
 }
 
