@@ -2,7 +2,7 @@
 //!
 //! s = α / r, or α / √r with `use_rslora` (Kalajdzievski 2023, arXiv 2312.03732), in f64
 //!
-//! r and α of a module: the first entry of `rank_pattern` or `alpha_pattern` whose key, a regular expression, matches the end of the
+//! r and α of a module: the first entry of `rank_pattern` or `alpha_pattern` whose key matches the end of the
 //! module's path, else `r` and `lora_alpha`. The two patterns are independent of one another, as in peft 0.21.2.
 //!
 //! The tensors in the file say which modules are changed. peft passes over factors of a module that a list of `target_modules` does not

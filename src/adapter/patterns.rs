@@ -22,7 +22,7 @@ const AUTOMATON_BYTES: usize = 1 << 18;
 #[derive(Debug, Clone)]
 pub(super) struct Patterns<T> {
     /// Names, by their place in the config.
-    names: Vec<(usize, Name)>,
+    names: Vec<(usize, PlainKey)>,
     /// Places in the config of the expressions.
     places: Vec<usize>,
     expressions: RegexSet,
@@ -51,7 +51,7 @@ impl<T: Copy> Patterns<T> {
                     key.chars().take(40).collect::<String>()
                 ));
             }
-            match Name::parse(&key) {
+            match PlainKey::parse(&key) {
                 Some(name) => names.push((place, name)),
                 None => {
                     places.push(place);
@@ -117,9 +117,9 @@ fn compiled(expressions: &[(String, String)]) -> Result<RegexSet, String> {
 
 /// A key that is a name: bytes, or any byte for a dot without a backslash.
 #[derive(Debug, Clone)]
-struct Name(Vec<Option<u8>>);
+struct PlainKey(Vec<Option<u8>>);
 
-impl Name {
+impl PlainKey {
     fn parse(key: &str) -> Option<Self> {
         let mut bytes = key.bytes();
         let mut name = Vec::with_capacity(key.len());
@@ -198,7 +198,7 @@ mod tests {
             (".b", "a..b", true),
             ("longer.than.this", "this", false),
         ] {
-            assert!(Name::parse(key).is_some(), "{key}");
+            assert!(PlainKey::parse(key).is_some(), "{key}");
             let name = patterns(&[key]).first_match(module).is_some();
             assert_eq!(name, expected, "{key} {module}");
             let expression = patterns(&[&format!("(?:{key})")]).first_match(module);

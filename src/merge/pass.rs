@@ -28,8 +28,8 @@ use crate::run::{Event, Events};
 /// The longest time between two records of finished tensors.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A pause is this many times as long as the last record took: records are a tenth of the time.
-const PAUSES_PER_RECORD: u32 = 9;
+/// A pause is this many times as long as the last record took: records are a quarter of the time of the thread that writes them.
+const PAUSES_PER_RECORD: u32 = 3;
 
 /// One tensor of the output.
 #[derive(Debug, Clone)]

@@ -126,7 +126,8 @@ impl<'a> StateFile<'a> {
         self.write()
     }
 
-    /// Records finished tensors of a merge; `digests` are those of all finished tensors.
+    /// Records finished tensors of a merge; `digests` are those of all written tensors. A tensor that was written and whose counts have
+    /// not come is not recorded: it would not be merged again, and its counts would be missing.
     ///
     /// # Errors
     /// Fails when the file cannot be written; the state before is still there.
@@ -136,7 +137,16 @@ impl<'a> StateFile<'a> {
         digests: BTreeMap<String, String>,
     ) -> Result<()> {
         self.state.merged.extend(tensors);
+        let counted: BTreeSet<&str> = self
+            .state
+            .merged
+            .iter()
+            .map(|of| of.name.as_str())
+            .collect();
         self.state.tensors = digests;
+        self.state
+            .tensors
+            .retain(|name, _| counted.contains(name.as_str()));
         self.write()
     }
 

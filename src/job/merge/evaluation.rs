@@ -4,14 +4,12 @@
 //! the run keeps every perplexity.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
 use super::devices::DeviceRecords;
-use super::models::open_adapter;
+use super::models::{open_adapter, put_on};
 use super::settle::MergeJob;
-use crate::adapter::AdaptedSource;
 use crate::job::folder::state_file::StateFile;
 use crate::job::given::Given;
 use crate::job::opened::OpenedModel;
@@ -19,7 +17,6 @@ use crate::job::outputs::Outputs;
 use crate::job::recorder::Recorder;
 use crate::job::settle::{Job, Settled};
 use crate::job::streams::Streams;
-use crate::model::ModelConfig;
 use crate::run::Events;
 use crate::run::merging::ModelPerplexity;
 use crate::settings::{
@@ -120,14 +117,7 @@ impl MergeJob {
             OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
         if let Some(adapter) = adapter {
             let adapter = open_adapter(adapter, model.config.tie_word_embeddings)?;
-            if adapter.unties() {
-                model.config = Arc::new(ModelConfig {
-                    tie_word_embeddings: false,
-                    ..(*model.config).clone()
-                });
-            }
-            let adapted = AdaptedSource::new(model.checkpoint.clone(), adapter)?;
-            model.source = Arc::new(adapted);
+            put_on(&mut model, adapter)?;
         }
         let Settled::Job(job) = Job::settle_opened(settings, model, Given::default(), events)?
         else {

@@ -162,12 +162,12 @@ impl MergeShape {
     /// The memory of a pass.
     ///
     /// ```text
-    /// worker = piece · (4 B · (sources + experts + 2) + stored + written) + counts + factors
+    /// worker = piece · (4 B · (sources + experts + 1) + stored + written) + counts + factors
     /// ```
     fn parts(&self, size: PassSize) -> Vec<MemoryPart> {
         let piece = size.piece_elements.max(self.longest_row) as u64;
-        // Sources, trimmed differences, the merged rows, random words; stored bytes that are read and written.
-        let floats = (self.sources + self.experts + 2) as u64;
+        // Sources, trimmed differences, the merged rows; stored bytes that are read and written. Random words are less than counts.
+        let floats = (self.sources + self.experts + 1) as u64;
         // Rows before factors, and a mark per element.
         let zeros = if self.keeps_zeros { 5 } else { 0 };
         let pieces = size.workers as u64 * piece * (4 * floats + self.stored_bytes + zeros);

@@ -7,14 +7,15 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use crate::adapter::{Adapter, TensorChange};
+use crate::adapter::{AdaptedSource, Adapter, TensorChange};
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, TensorEntry, WeightSource};
 use crate::failure::Failure;
 use crate::input::{read_settings, with_remedy};
 use crate::job::located::{self, HubModel};
+use crate::job::opened::OpenedModel;
 use crate::linalg::StoredDtype;
 use crate::merge::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
-use crate::model::{EMBEDDING, HEAD};
+use crate::model::{EMBEDDING, HEAD, ModelConfig};
 use crate::recipe::{ModelShape, ModelSpec, TensorSource};
 use crate::run::Events;
 use crate::settings::{ComputeDtype, ModelSettings};
@@ -276,6 +277,21 @@ pub(super) fn open_adapter(folder: &Path, base_is_tied: bool) -> Result<Adapter>
         true => adapter.on_tied_base(EMBEDDING, HEAD),
         false => Ok(adapter),
     }
+}
+
+/// Puts an adapter on an opened model, whose head may be another tensor then.
+///
+/// # Errors
+/// Fails when the adapter does not fit.
+pub(super) fn put_on(model: &mut OpenedModel, adapter: Adapter) -> Result<()> {
+    if adapter.unties() {
+        model.config = Arc::new(ModelConfig {
+            tie_word_embeddings: false,
+            ..(*model.config).clone()
+        });
+    }
+    model.source = Arc::new(AdaptedSource::new(Arc::clone(&model.source), adapter)?);
+    Ok(())
 }
 
 /// Folder, origin, weights and configuration of a model.

@@ -1,6 +1,6 @@
 //! The output files of a merge: created, or reopened where an earlier process left the run unfinished; and finished at the end.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result};
 
@@ -100,6 +100,11 @@ fn reopen(job: &MergeJob, events: &dyn Events) -> Result<Option<(MergedWriter, R
     }
     job.folder.tidy()?;
     let mut state = state.clone();
+    let counted: BTreeSet<&str> = state.merged.iter().map(|of| of.name.as_str()).collect();
+    // Versions before recorded tensors whose counts were lost when they were killed.
+    state
+        .tensors
+        .retain(|name, _| counted.contains(name.as_str()));
     let folders = job.inputs.folders();
     let reopened = job.clock.measure(Phase::Check, || {
         MergedWriter::reopen(job.layout.clone(), model, &folders, &state.tensors, events)

@@ -4,13 +4,11 @@
 //! `--saliency-file` alone, the statistics of that file serve the output errors of the record, and nothing is measured.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::models::{InputModelFiles, InputModels};
+use super::models::{InputModelFiles, InputModels, put_on};
 use super::saliency_file::{Measurement, SaliencyFile};
-use crate::adapter::AdaptedSource;
 use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
@@ -450,7 +448,7 @@ fn measuring_job(
     let mut kept = kept;
     if let Some(adapter) = &input.adapter {
         kept = kept + ADAPTER_CACHE + ByteSize(adapter.largest_change_bytes());
-        model.source = Arc::new(AdaptedSource::new(model.source, (**adapter).clone())?);
+        put_on(&mut model, (**adapter).clone())?;
     }
     let observes = Observed {
         kind: Some(kind(wish.has_magnitudes)),

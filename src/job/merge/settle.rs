@@ -101,23 +101,9 @@ impl MergeJob {
         let threads = machine::start_workers(settings.device.threads)?;
         let inventory = machine::inventory(&settings.device, threads)?;
         let budget = cpu_budget(&inventory, &settings.device.max_memory);
-        let mut shape = MergeShape::of(
-            &tensors,
-            &method.declaration(),
-            method.scope(&method_settings),
-            &inputs,
-            settings.keep_zeros,
-        );
+        let wanted = wanted_size(&settings, threads);
+        let mut shape = shape_of(&settings, &tensors, method, &inputs);
         shape.tokenizer_bytes = vocabulary.tokenizer_bytes();
-        let wanted = PassSize {
-            workers: threads * WORKERS_PER_THREAD,
-            piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
-        };
-        let statistics = settings
-            .saliency_file
-            .as_ref()
-            .and_then(|file| file.metadata().ok());
-        shape.statistics_bytes = statistics.map_or(0, |file| file.len());
         // A pass that does not fit fails before statistics are read and texts are found.
         shape.fit(wanted, budget)?;
         let folders: Vec<&Path> = inputs.folders();
@@ -255,6 +241,30 @@ impl MergeJob {
             None => events.warn("nothing will be saved; name a run folder with --save".to_string()),
         }
     }
+}
+
+/// The pass with all workers and the largest pieces.
+fn wanted_size(settings: &MergeSettings, threads: usize) -> PassSize {
+    PassSize {
+        workers: threads * WORKERS_PER_THREAD,
+        piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
+    }
+}
+
+/// The numbers of the pass as far as the tensors, the settings and a file of statistics decide them.
+fn shape_of(
+    settings: &MergeSettings,
+    tensors: &[MergeTensor],
+    method: &dyn MergeMethod,
+    inputs: &InputModels,
+) -> MergeShape {
+    let scope = method.scope(&method_settings(settings));
+    let keeps_zeros = settings.keep_zeros;
+    let mut shape = MergeShape::of(tensors, &method.declaration(), scope, inputs, keeps_zeros);
+    let statistics = settings.saliency_file.as_ref();
+    let statistics = statistics.and_then(|file| file.metadata().ok());
+    shape.statistics_bytes = statistics.map_or(0, |file| file.len());
+    shape
 }
 
 /// The files of the output.

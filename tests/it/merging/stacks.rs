@@ -15,14 +15,10 @@ fn stack(
     let source = shared()?.join("models/families").join(family);
     let place = Place::empty();
     fs::create_dir(place.path("m")).expect("a new folder");
-    for name in [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ] {
-        let bytes = fs::read(source.join(name)).expect("a file of the model");
-        fs::write(place.path("m").join(name), bytes).expect("a new file");
+    for entry in fs::read_dir(&source).expect("a model") {
+        let entry = entry.expect("an entry");
+        let bytes = fs::read(entry.path()).expect("a file of the model");
+        fs::write(place.path("m").join(entry.file_name()), bytes).expect("a new file");
     }
     edit_json(&place.path("m/config.json"), change);
     let slices: String = ranges
