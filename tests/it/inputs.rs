@@ -237,8 +237,8 @@ fn pages_and_packed_files_are_no_texts_and_a_page_is_one_under_its_own_name() {
 fn gzipped(bytes: &[u8]) -> Vec<u8> {
     use std::io::Write;
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-    encoder.write_all(bytes).unwrap();
-    encoder.finish().unwrap()
+    encoder.write_all(bytes).expect("memory");
+    encoder.finish().expect("memory")
 }
 
 #[test]
