@@ -58,7 +58,7 @@ impl TextCache {
     }
 
     /// The bound of a line.
-    pub(super) fn lines(&self) -> LineMemory {
+    pub fn lines(&self) -> LineMemory {
         self.lines
     }
 

@@ -96,17 +96,28 @@ impl<'a> Encoder<'a> {
     }
 
     fn check_pending(&self) -> Result<()> {
-        if self.pending.len() <= LONGEST_PIECE {
+        // A text that cannot be cut at all is planned as a whole.
+        let most = match self.tokenizer.cuts() {
+            Some(_) => self.tokenizer.longest_uncut(),
+            None => LONGEST_PIECE,
+        };
+        if self.pending.len() <= most {
             return Ok(());
         }
         let begins = self.done;
         let failure = if self.tokenizer.cuts().is_some() {
+            let more = match most < LONGEST_PIECE {
+                true => ", or a larger --max-memory",
+                false => "",
+            };
             Failure::new(format!(
                 "a text has more than {} without a place where it may be cut",
-                ByteSize(LONGEST_PIECE as u64)
+                ByteSize(most as u64)
             ))
             .detail(format!("they begin at byte {begins}"))
-            .hint("use a text with spaces between its words, or put the parts into documents (.jsonl)")
+            .hint(format!(
+                "use a text with spaces between its words, or put the parts into documents (.jsonl){more}"
+            ))
         } else {
             Failure::new(format!(
                 "a text has more than {}, and texts of this tokenizer cannot be cut",

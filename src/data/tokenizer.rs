@@ -15,7 +15,8 @@ use tokenizers::{
     PreTokenizerWrapper, Token, TokenizerImpl,
 };
 
-use super::encoder::Encoder;
+use super::encoder::{Encoder, LONGEST_PIECE};
+use super::line_memory::LineMemory;
 use super::text_cut::CutRule;
 use super::tokenizer_config::{PrefixSpace, TokenizerConfig};
 use super::{digest, tokenizer_bounds};
@@ -45,6 +46,8 @@ pub struct Tokenizer {
     /// Facts about which `tokenizer_config.json` and `tokenizer.json` disagree.
     warnings: Vec<String>,
     cuts: Option<Cuts>,
+    /// The longest part of a text that is encoded in one call, in bytes.
+    longest_uncut: usize,
     /// The failure for a panic of the library.
     damaged: Failure,
 }
@@ -121,6 +124,7 @@ impl Tokenizer {
             special: None,
             warnings: Vec::new(),
             cuts: None,
+            longest_uncut: LONGEST_PIECE,
             damaged: damaged(FAILED.into()),
         };
         let config_path = model_folder.join("tokenizer_config.json");
@@ -163,6 +167,20 @@ impl Tokenizer {
     /// True if long texts are encoded in pieces. If false, one call takes memory in proportion to the text.
     pub fn is_bounded(&self) -> bool {
         self.cuts.is_some()
+    }
+
+    /// The same tokenizer for texts whose parts are bounded.
+    #[must_use]
+    pub fn with_lines(self, lines: LineMemory) -> Self {
+        Self {
+            longest_uncut: lines.longest_uncut(LONGEST_PIECE),
+            ..self
+        }
+    }
+
+    /// The longest part of a text that is encoded in one call, in bytes.
+    pub(super) fn longest_uncut(&self) -> usize {
+        self.longest_uncut
     }
 
     /// The cuts of a long text; `None` if no cut is proven safe.

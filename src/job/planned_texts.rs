@@ -101,13 +101,14 @@ fn tokenize(
     shape: &mut RunShape<'_>,
     events: &dyn Events,
 ) -> Result<Texts> {
-    let sources = TextSources::find(settings, model, events)?;
+    let mut sources = TextSources::find(settings, model, events)?;
     (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InPieces)?;
     planning.plan(shape)?;
     let Some(tokenizer) = sources.tokenizer(model, events)? else {
         return Ok(Texts::default());
     };
     if !tokenizer.is_bounded() {
+        sources.bound_lines_in_one_call();
         (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InOneCall)?;
         planning.plan(shape)?;
     }

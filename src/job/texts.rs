@@ -142,9 +142,17 @@ impl TextSources {
         model: &OpenedModel,
         events: &dyn Events,
     ) -> Result<Option<Tokenizer>> {
-        (!self.is_empty())
-            .then(|| model.tokenizer(events))
-            .transpose()
+        if self.is_empty() {
+            return Ok(None);
+        }
+        let tokenizer = model.tokenizer(events)?;
+        Ok(Some(tokenizer.with_lines(self.cache.lines())))
+    }
+
+    /// Bounds the lines of the texts for a tokenizer whose texts cannot be cut.
+    pub(super) fn bound_lines_in_one_call(&mut self) {
+        let lines = self.cache.lines().in_one_call();
+        self.cache = self.cache.clone().with_lines(lines);
     }
 
     fn is_empty(&self) -> bool {

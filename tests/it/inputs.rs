@@ -237,8 +237,8 @@ fn pages_and_packed_files_are_no_texts_and_a_page_is_one_under_its_own_name() {
 fn gzipped(bytes: &[u8]) -> Vec<u8> {
     use std::io::Write;
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-    encoder.write_all(bytes).unwrap();
-    encoder.finish().unwrap()
+    encoder.write_all(bytes).expect("memory");
+    encoder.finish().expect("memory")
 }
 
 #[test]
@@ -307,4 +307,50 @@ fn a_text_that_is_not_the_published_wikitext_2_is_measured_with_a_warning() {
     );
     let own = place.run("eval m --eval-dataset wiki/wiki.test.tokens --seqlen 64 --eval-windows 2");
     assert!(!own.stderr.contains("raw test split"), "{}", own.stderr);
+}
+
+/// A file of one line may not decide the memory of a run: 42 MB of words, and three million letters without a place to cut.
+#[test]
+fn a_long_line_is_refused_with_the_budget_that_is_enough_or_stays_within_its_own() {
+    let place = Place::new();
+    let line = |text: String| format!("{}\n", serde_json::json!({ "text": text }));
+    fs::write(
+        place.path("long.jsonl"),
+        line("once upon a time ".repeat(2_500_000)),
+    )
+    .unwrap();
+    fs::write(
+        place.path("rows.raw"),
+        "once upon a time ".repeat(2_500_000),
+    )
+    .unwrap();
+    fs::write(place.path("uncut.jsonl"), line("x".repeat(3_000_000))).unwrap();
+    fs::write(
+        place.path("short.jsonl"),
+        line("once upon a time ".repeat(120_000)),
+    )
+    .unwrap();
+    let with = |text: &str| {
+        format!(
+            "--model m --sparsity-ratio 0.5 --dataset {text} --nsamples 2 --seqlen 32 --eval none --save out-{} --max-memory cpu=60MiB",
+            text.replace(':', "-")
+        )
+    };
+    for text in ["long.jsonl", "wikitext2:rows.raw"] {
+        refused(
+            &place,
+            &with(text),
+            &["too long for the memory budget", "--max-memory cpu="],
+        );
+    }
+    refused(
+        &place,
+        &with("uncut.jsonl"),
+        &["without a place where it may be cut", "--max-memory"],
+    );
+    let ran = place.run(&with("short.jsonl"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    if let Some(peak) = place.manifest("out-short.jsonl").peak_anonymous {
+        assert!(peak.0 < 60 << 20, "{peak}");
+    }
 }

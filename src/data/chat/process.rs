@@ -115,7 +115,7 @@ impl Renderer {
             ended = self.process.try_wait();
         }
         match ended.map(|status| status.and_then(|status| status.code())) {
-            Ok(Some(TOO_SLOW)) => "it takes more than 1.5 seconds",
+            Ok(Some(TOO_SLOW)) => "it takes more than a second",
             _ => "it takes more than 256 MiB of memory, or fails in the template library",
         }
     }

@@ -161,4 +161,4 @@ fn refuse(why: String) -> Result<Jinja, Error> {
 }
 
 /// The longest time of one rendering. Published templates take milliseconds.
-pub(super) const DEADLINE: Duration = Duration::from_millis(1500);
+pub(super) const DEADLINE: Duration = Duration::from_secs(1);

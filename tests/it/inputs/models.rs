@@ -13,22 +13,24 @@ const EVAL: &str = "--eval-dataset test.txt --seqlen 64 --eval-windows 2";
 /// Gives the tensors of `m` new names in a copy; `None` leaves a tensor out.
 fn renamed(place: &Place, name: &str, new: &dyn Fn(&str) -> Option<String>) {
     let (from, to) = (place.path("m"), place.path(name));
-    fs::create_dir(&to).unwrap();
-    for entry in fs::read_dir(&from).unwrap() {
-        let entry = entry.unwrap();
-        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    fs::create_dir(&to).expect("a checkpoint of this test");
+    for entry in fs::read_dir(&from).expect("a checkpoint of this test") {
+        let entry = entry.expect("a checkpoint of this test");
+        fs::copy(entry.path(), to.join(entry.file_name())).expect("a checkpoint of this test");
     }
-    let file = fs::read(from.join("model.safetensors")).unwrap();
-    let (length, rest) = file.split_first_chunk::<8>().unwrap();
+    let file = fs::read(from.join("model.safetensors")).expect("a checkpoint of this test");
+    let (length, rest) = file
+        .split_first_chunk::<8>()
+        .expect("a checkpoint of this test");
     let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
-    let header: Value = serde_json::from_slice(header).unwrap();
+    let header: Value = serde_json::from_slice(header).expect("a checkpoint of this test");
     let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
-    for (name, info) in header.as_object().unwrap() {
+    for (name, info) in header.as_object().expect("a checkpoint of this test") {
         let Some(new) = new(name).filter(|_| name != "__metadata__") else {
             continue;
         };
         let mut info: safetensors::tensor::TensorInfo =
-            serde_json::from_value(info.clone()).unwrap();
+            serde_json::from_value(info.clone()).expect("a checkpoint of this test");
         let (begin, end) = info.data_offsets;
         info.data_offsets = (bytes.len(), bytes.len() + end - begin);
         bytes.extend_from_slice(&data[begin..end]);
@@ -36,14 +38,16 @@ fn renamed(place: &Place, name: &str, new: &dyn Fn(&str) -> Option<String>) {
     }
     let mut out = encode_header(&Default::default(), &tensors);
     out.extend_from_slice(&bytes);
-    fs::write(to.join("model.safetensors"), out).unwrap();
+    fs::write(to.join("model.safetensors"), out).expect("a checkpoint of this test");
 }
 
 fn set(place: &Place, file: &str, key: &str, value: Value) {
     let path = place.path(file);
-    let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let mut json: Value =
+        serde_json::from_slice(&fs::read(&path).expect("a checkpoint of this test"))
+            .expect("a checkpoint of this test");
     json[key] = value;
-    fs::write(path, json.to_string()).unwrap();
+    fs::write(path, json.to_string()).expect("a checkpoint of this test");
 }
 
 #[test]

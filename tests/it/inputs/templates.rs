@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::Place;
 
-/// The longest time of a refusal, with the start of two processes on a busy machine. The deadline of a rendering is 1.5 s.
+/// The longest time of a refusal, with the start of two processes on a busy machine. The deadline of a rendering is 1 s.
 const LONGEST: Duration = Duration::from_secs(8);
 
 #[test]
