@@ -7,7 +7,7 @@ use super::{Expected, beginning};
 
 /// A kind of content that its first bytes show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Content {
+pub enum ContentKind {
     /// A header of safetensors.
     Safetensors,
     /// The stand-in of git-lfs for a large file.
@@ -46,7 +46,7 @@ const POINTERS: [&[u8]; 2] = [
     b"version https://hawser.github.com/spec/",
 ];
 
-impl Content {
+impl ContentKind {
     /// The kind of a file that begins with these bytes.
     pub fn of(start: &[u8]) -> Self {
         let begins = |magic: &[u8]| start.starts_with(magic);
