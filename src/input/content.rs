@@ -61,7 +61,10 @@ impl ContentKind {
             [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => return Self::WideText("utf-16"),
             // A protocol from 2 to 5, and the code of an operation, which is never 0.
             [0x80, 2..=5, 1..=0xff, ..] => return Self::Pickle,
-            [0xff, 0xff, 0xff, 0xff, _, _, _, _, ..] => return Self::ArrowStream,
+            // The length of the first message: a multiple of eight bytes.
+            [0xff, 0xff, 0xff, 0xff, low, _, _, 0, ..] if low % 8 == 0 => {
+                return Self::ArrowStream;
+            }
             [0x1f, 0x8b, ..] => return Self::Gzip,
             _ => {}
         }
