@@ -15,7 +15,7 @@ use std::path::Path;
 
 use crate::bytes::{ByteSize, LARGEST_SETTINGS, read_up_to, regular_file};
 use crate::failure::Failure;
-pub use content::Content;
+pub use content::ContentKind;
 use content::LOOKED_AT;
 
 /// The content that a caller reads, by the role of the file.
@@ -53,10 +53,10 @@ impl fmt::Display for Expected {
     }
 }
 
-/// Content that does not agree with the role and the name of its file. It travels inside an [`io::Error`].
+/// ContentKind that does not agree with the role and the name of its file. It travels inside an [`io::Error`].
 #[derive(Debug)]
 pub struct Mismatch {
-    found: Content,
+    found: ContentKind,
     expected: Expected,
     remedy: String,
 }
@@ -77,7 +77,7 @@ impl std::error::Error for Mismatch {}
 /// # Errors
 /// Fails with a [`Mismatch`] for content that does not agree with the role or the name.
 pub fn check(start: &[u8], expected: Expected, path: &Path) -> io::Result<()> {
-    let found = Content::of(&start[..start.len().min(LOOKED_AT)]);
+    let found = ContentKind::of(&start[..start.len().min(LOOKED_AT)]);
     if found.fits(expected, path) {
         return Ok(());
     }

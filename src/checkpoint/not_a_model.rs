@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::names::{INDEX_FILE, SINGLE_FILE};
 use super::sidecars::CONFIG_FILE;
 use crate::failure::Failure;
-use crate::input::{Content, read_settings};
+use crate::input::{ContentKind, read_settings};
 
 /// The configuration of an adapter of peft.
 const ADAPTER_FILE: &str = "adapter_config.json";
@@ -72,17 +72,17 @@ fn file(path: &Path) -> Failure {
     let shown = path.display();
     let parent = path.parent().filter(|parent| *parent != Path::new(""));
     let parent = parent.unwrap_or(Path::new("."));
-    let failure = match Content::of_file(path) {
-        Content::Gguf => {
+    let failure = match ContentKind::of_file(path) {
+        ContentKind::Gguf => {
             return Failure::new(format!("`{shown}` is a GGUF file, not a model folder")).hint(
                 "name the folder of the checkpoint in safetensors that it was converted from",
             );
         }
-        Content::LfsPointer => Failure::new(format!(
+        ContentKind::LfsPointer => Failure::new(format!(
             "`{shown}` is a git-lfs pointer, not a model folder"
         ))
         .detail("its repository was cloned without the files"),
-        Content::Zip | Content::Pickle => {
+        ContentKind::Zip | ContentKind::Pickle => {
             return Failure::new(format!(
                 "`{shown}` holds pickled weights, and loading a pickle can run code"
             ))

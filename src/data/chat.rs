@@ -19,7 +19,7 @@ use serde_json::{Map, Value};
 use crate::failure::Failure;
 use crate::input::{cannot_read, read_settings};
 use process::RenderingPlace;
-use rendering::{Answer, Message, Refusal, Request};
+use rendering::{Message, Refusal, Rendered, RenderingRequest};
 
 /// A template, and the special tokens that it may use.
 #[derive(Debug, Clone)]
@@ -170,8 +170,8 @@ impl ChatTemplate {
         })?)
     }
 
-    fn apply(&self, messages: Vec<Message>, beginnings: &[(usize, bool)]) -> Answer {
-        self.place.render(&Request {
+    fn apply(&self, messages: Vec<Message>, beginnings: &[(usize, bool)]) -> Rendered {
+        self.place.render(&RenderingRequest {
             template: self.text.clone(),
             tokens: self.tokens.clone(),
             messages,

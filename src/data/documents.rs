@@ -22,7 +22,7 @@ use super::text_file::open;
 use super::unpacked::Unpacked;
 use crate::bytes::hex;
 use crate::failure::Failure;
-use crate::input::{self, Content, Expected};
+use crate::input::{self, ContentKind, Expected};
 use crate::run::{Event, Events};
 
 /// The remedy for a gzipped file that unpacks to too much.
@@ -422,9 +422,9 @@ fn check_unpacked(path: &Path, start: &[u8]) -> Result<()> {
         return Ok(());
     };
     let shown = path.display();
-    let (found, inside) = (Content::of(start), path.with_extension(""));
+    let (found, inside) = (ContentKind::of(start), path.with_extension(""));
     let remedy = match found {
-        Content::Packed(_, command) => format!("unpack it: {command} '{shown}' > text.jsonl"),
+        ContentKind::Packed(_, command) => format!("unpack it: {command} '{shown}' > text.jsonl"),
         _ => format!(
             "unpack it, and convert the file inside: gzip -dc '{shown}' > '{}'",
             inside.display()

@@ -100,15 +100,15 @@ fn content_range(value: &str) -> Option<(u64, Option<u64>)> {
 #[derive(Debug)]
 pub(super) struct Unanswered {
     pub(super) failure: Failure,
-    /// The hub gave an answer that another try would not change. False without a network, and for a hub that is silent or broken.
-    pub(super) is_final: bool,
+    /// No server was reached: there is no network, or none to the hub.
+    pub(super) is_unreachable: bool,
 }
 
 impl From<Failure> for Unanswered {
     fn from(failure: Failure) -> Self {
         Self {
             failure,
-            is_final: true,
+            is_unreachable: false,
         }
     }
 }
@@ -171,18 +171,17 @@ impl Hub {
                 Retry::After(wait) => wait,
                 _ => self.delay(failed),
             };
-            let is_busy = |failure| Unanswered {
-                failure,
-                is_final: false,
-            };
             if wait > MAX_WAIT {
-                return Err(is_busy(
-                    failure.detail(format!("it asks to wait {} s", wait.as_secs())),
-                ));
+                return Err(failure
+                    .detail(format!("it asks to wait {} s", wait.as_secs()))
+                    .into());
             }
             if failed > retries {
                 let times = if failed == 1 { "time" } else { "times" };
-                return Err(is_busy(failure.detail(format!("tried {failed} {times}"))));
+                return Err(Unanswered {
+                    failure: failure.detail(format!("tried {failed} {times}")),
+                    is_unreachable: retry == Retry::Unreachable,
+                });
             }
             events.note(format!(
                 "{}; trying again in {} s ({failed} of {retries})",

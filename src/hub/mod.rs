@@ -98,7 +98,7 @@ impl Hub {
         let remote = match transfer.describe(None, file) {
             Ok(remote) => remote,
             Err(unanswered) => {
-                let commit = cached().filter(|_| !unanswered.is_final);
+                let commit = cached().filter(|_| unanswered.is_unreachable);
                 let commit = commit.ok_or(unanswered.failure.clone())?;
                 transfer.warn_of_cache(&unanswered.failure, &commit);
                 return Ok(cache.snapshot(&commit));

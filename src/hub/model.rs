@@ -179,12 +179,12 @@ impl Transfer<'_> {
         }
     }
 
-    /// The model in the cache, where a request for it was not answered: with a warning, as in the Python client. Fails with the reason
-    /// of the missing answer if the hub refuses the model, or the cache does not hold all of it.
+    /// The model in the cache, where the hub cannot be reached: with a warning, as in the Python client. Fails with the reason of the missing
+    /// answer if a server answered, or the cache does not hold all of the model.
     pub(super) fn cached_instead(&self, unanswered: Unanswered) -> Result<Snapshot, Failure> {
-        let cached = match unanswered.is_final {
-            true => None,
-            false => self.cached_model().ok(),
+        let cached = match unanswered.is_unreachable {
+            true => self.cached_model().ok(),
+            false => None,
         };
         let snapshot = cached.ok_or(unanswered.failure.clone())?;
         self.warn_of_cache(&unanswered.failure, &snapshot.commit);

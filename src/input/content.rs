@@ -7,7 +7,7 @@ use super::{Expected, beginning};
 
 /// A kind of content that its first bytes show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Content {
+pub enum ContentKind {
     /// A header of safetensors.
     Safetensors,
     /// The stand-in of git-lfs for a large file.
@@ -46,7 +46,7 @@ const POINTERS: [&[u8]; 2] = [
     b"version https://hawser.github.com/spec/",
 ];
 
-impl Content {
+impl ContentKind {
     /// The kind of a file that begins with these bytes.
     pub fn of(start: &[u8]) -> Self {
         let begins = |magic: &[u8]| start.starts_with(magic);
@@ -61,7 +61,10 @@ impl Content {
             [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => return Self::WideText("utf-16"),
             // A protocol from 2 to 5, and the code of an operation, which is never 0.
             [0x80, 2..=5, 1..=0xff, ..] => return Self::Pickle,
-            [0xff, 0xff, 0xff, 0xff, _, _, _, _, ..] => return Self::ArrowStream,
+            // The length of the first message: a multiple of eight bytes.
+            [0xff, 0xff, 0xff, 0xff, low, _, _, 0, ..] if low % 8 == 0 => {
+                return Self::ArrowStream;
+            }
             [0x1f, 0x8b, ..] => return Self::Gzip,
             _ => {}
         }

@@ -5,7 +5,7 @@ use super::*;
 const LFS: &[u8] = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 9\n";
 const HTML: &[u8] = b"\n <!DOCTYPE html>\n<html><body>404</body></html>";
 
-fn contents() -> Vec<(&'static str, Vec<u8>, Content)> {
+fn contents() -> Vec<(&'static str, Vec<u8>, ContentKind)> {
     let utf16: Vec<u8> = "{\"text\": \"abc\"}"
         .encode_utf16()
         .flat_map(u16::to_le_bytes)
@@ -20,62 +20,62 @@ fn contents() -> Vec<(&'static str, Vec<u8>, Content)> {
     // A header of 640 bytes has the first bytes of a pickle of protocol 2.
     let tensors = [&640u64.to_le_bytes()[..], b"{\"a\":"].concat();
     vec![
-        ("lfs", LFS.to_vec(), Content::LfsPointer),
-        ("page", HTML.to_vec(), Content::Page),
+        ("lfs", LFS.to_vec(), ContentKind::LfsPointer),
+        ("page", HTML.to_vec(), ContentKind::Page),
         (
             "answer",
             b"<?xml version=\"1.0\"?><Error>".to_vec(),
-            Content::Page,
+            ContentKind::Page,
         ),
-        ("zip", b"PK\x03\x04\0\0".to_vec(), Content::Zip),
+        ("zip", b"PK\x03\x04\0\0".to_vec(), ContentKind::Zip),
         (
             "pickle",
             b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.".to_vec(),
-            Content::Pickle,
+            ContentKind::Pickle,
         ),
         (
             "pickle 4",
             b"\x80\x04\x95\x23\0\0\0\0\0\0\0}".to_vec(),
-            Content::Pickle,
+            ContentKind::Pickle,
         ),
-        ("gguf", b"GGUF\x03\0\0\0".to_vec(), Content::Gguf),
+        ("gguf", b"GGUF\x03\0\0\0".to_vec(), ContentKind::Gguf),
         (
             "arrow",
             b"ARROW1\0\0\xff\xff\xff\xff".to_vec(),
-            Content::ArrowFile,
+            ContentKind::ArrowFile,
         ),
         (
             "stream",
             b"\xff\xff\xff\xff\x78\0\0\0".to_vec(),
-            Content::ArrowStream,
+            ContentKind::ArrowStream,
         ),
-        ("utf-16", marked, Content::WideText("utf-16")),
-        ("utf-16le", utf16, Content::WideText("utf-16le")),
-        ("utf-16be", swapped, Content::WideText("utf-16be")),
-        ("gzip", b"\x1f\x8b\x08\0".to_vec(), Content::Gzip),
-        ("parquet", b"PAR1\x15\x04".to_vec(), Content::Parquet),
+        ("utf-16", marked, ContentKind::WideText("utf-16")),
+        ("utf-16le", utf16, ContentKind::WideText("utf-16le")),
+        ("utf-16be", swapped, ContentKind::WideText("utf-16be")),
+        ("gzip", b"\x1f\x8b\x08\0".to_vec(), ContentKind::Gzip),
+        ("parquet", b"PAR1\x15\x04".to_vec(), ContentKind::Parquet),
         (
             "zstd",
             b"\x28\xb5\x2f\xfd\0".to_vec(),
-            Content::Packed("a zstd file", "zstd -dc"),
+            ContentKind::Packed("a zstd file", "zstd -dc"),
         ),
-        ("tar", tar, Content::Packed("a tar archive", "tar -xOf")),
-        ("safetensors", tensors, Content::Safetensors),
+        ("tar", tar, ContentKind::Packed("a tar archive", "tar -xOf")),
+        ("safetensors", tensors, ContentKind::Safetensors),
         (
             "text",
             b"<unk> of <html-like> words".to_vec(),
-            Content::Other,
+            ContentKind::Other,
         ),
-        ("markup", b"<htmlx> is no page".to_vec(), Content::Other),
-        ("empty", Vec::new(), Content::Other),
-        ("zeros", vec![0; 64], Content::Other),
+        ("markup", b"<htmlx> is no page".to_vec(), ContentKind::Other),
+        ("empty", Vec::new(), ContentKind::Other),
+        ("zeros", vec![0; 64], ContentKind::Other),
     ]
 }
 
 #[test]
 fn every_kind_of_content_is_told_by_its_first_bytes() {
     for (name, bytes, expected) in contents() {
-        assert_eq!(Content::of(&bytes), expected, "{name}");
+        assert_eq!(ContentKind::of(&bytes), expected, "{name}");
     }
 }
 

@@ -17,8 +17,8 @@ const LEAVES: &[&str] = &["bytes", "disk", "failure", "input"];
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("failure", &[]),
     ("bytes", &[]),
-    ("disk", &[]),
     ("input", &[]),
+    ("disk", &[]),
     ("run", &[]),
     ("linalg", &[]),
     ("hub", &["run"]),

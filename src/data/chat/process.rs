@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::rendering::{Answer, DEADLINE, Refusal, Request, rendered};
+use super::rendering::{DEADLINE, Refusal, Rendered, RenderingRequest, rendered};
 use crate::bytes::ByteSize;
 
 /// The only argument of the program as the second process.
@@ -52,7 +52,7 @@ pub(super) struct RenderingPlace(Mutex<Option<Renderer>>);
 
 impl RenderingPlace {
     /// Renders a conversation, in the second process if there is a program for it.
-    pub(super) fn render(&self, request: &Request) -> Answer {
+    pub(super) fn render(&self, request: &RenderingRequest) -> Rendered {
         let Some(program) = PROGRAM.get() else {
             return rendered(request, &|| ());
         };
@@ -96,7 +96,7 @@ impl Renderer {
     }
 
     /// Sends a conversation and waits for the answer. Fails when the process ends before.
-    fn ask(&mut self, request: &Request) -> io::Result<Answer> {
+    fn ask(&mut self, request: &RenderingRequest) -> io::Result<Rendered> {
         send(&mut self.requests, request)?;
         let mut line = Vec::new();
         (&mut self.answers)
@@ -158,7 +158,7 @@ pub fn serve(requests: impl Read, mut answers: impl Write) -> io::Result<()> {
     let mut requests = BufReader::new(requests);
     let mut line = Vec::new();
     while requests.read_until(b'\n', &mut line)? > 0 {
-        let request: Request = serde_json::from_slice(&line)?;
+        let request: RenderingRequest = serde_json::from_slice(&line)?;
         let answer = rendered(&request, &|| set(Some(Instant::now())));
         set(None);
         send(&mut answers, &answer)?;

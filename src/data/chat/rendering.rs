@@ -28,7 +28,7 @@ pub(super) type Message = Vec<(String, Value)>;
 
 /// A template and the conversation that it renders.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Request {
+pub(super) struct RenderingRequest {
     pub(super) template: String,
     /// The special tokens, which are variables of the template.
     pub(super) tokens: Map<String, Value>,
@@ -50,7 +50,7 @@ pub(super) struct Refusal {
 }
 
 /// The rendered beginnings.
-pub(super) type Answer = Result<Vec<String>, Refusal>;
+pub(super) type Rendered = Result<Vec<String>, Refusal>;
 
 impl Refusal {
     pub(super) fn new(why: impl Into<String>) -> Self {
@@ -73,7 +73,7 @@ impl Refusal {
 }
 
 /// Renders on a thread with a stack that is large enough for any template. `watch` is called before each rendering.
-pub(super) fn rendered(request: &Request, watch: &(dyn Fn() + Sync)) -> Answer {
+pub(super) fn rendered(request: &RenderingRequest, watch: &(dyn Fn() + Sync)) -> Rendered {
     const FAILED: &str = "the template library failed";
     if request.template.len() as u64 > LARGEST.0 {
         let bytes = ByteSize(request.template.len() as u64);
@@ -98,7 +98,7 @@ pub(super) fn rendered(request: &Request, watch: &(dyn Fn() + Sync)) -> Answer {
     })
 }
 
-fn beginnings(request: &Request, watch: &(dyn Fn() + Sync)) -> Answer {
+fn beginnings(request: &RenderingRequest, watch: &(dyn Fn() + Sync)) -> Rendered {
     watch();
     let environment = environment(&request.template).map_err(|error| Refusal::of(&error, None))?;
     let texts = request.messages.iter().flatten();

@@ -203,7 +203,7 @@ fn paths_in_a_config_are_not_followed() {
     let settings = json!({
         "base_model_name_or_path": "../../../../etc",
         "auto_mapping": {"parent_library": "/tmp/x"},
-        "target_modules": ["../../x"],
+        "target_modules": ["../../x", "q_proj"],
     });
     write_adapter(&place, "a", &config(settings), &pair(Q, 2, 64, 64));
     let before = place.names(".");

@@ -155,7 +155,7 @@ fn parquet_of_another_schema_cut_or_made_up_is_refused() {
     let rows: Vec<Vec<u8>> = (0..50).map(|seed| words(seed, 30).into_bytes()).collect();
     let rows: Vec<&[u8]> = rows.iter().map(Vec::as_slice).collect();
     let good = parquet_bytes("text", &rows);
-    let copy = "hint: copy the file again; uncompressed, snappy and zstd columns are read";
+    let copy = "hint: copy the file again; columns may be uncompressed, or packed by snappy, zstd, gzip, lz4 or brotli";
     let cannot = |why: &str| format!("error: cannot read `d.parquet` as parquet: {why}");
     refuses_text(
         &place,
