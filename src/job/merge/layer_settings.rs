@@ -178,7 +178,8 @@ fn as_written(key: &str, list: Vec<Value>) -> Value {
         return list.into();
     }
     let numbers = list.iter().enumerate();
-    let numbers = numbers.filter_map(|(layer, value)| value.as_bool()?.then(|| layer.into()));
+    let numbers = numbers.filter(|(_, value)| value.as_bool() == Some(true));
+    let numbers = numbers.map(|(layer, _)| layer.into());
     numbers.collect::<Vec<Value>>().into()
 }
 
