@@ -115,7 +115,7 @@ impl Job {
         }
         if let Some(state) = unfinished.take() {
             match continued(state, &deciding, &mut folder, &settings, events)? {
-                Continued::Unfinished(state) => unfinished = state,
+                Continued::Unfinished(state) => unfinished = state.map(|state| *state),
                 Continued::Finished(manifest) => return Ok(Settled::Finished(manifest)),
             }
         }
@@ -344,7 +344,7 @@ impl Job {
 /// A run whose state was found in its folder.
 enum Continued {
     /// It continues; `None` where a new one begins.
-    Unfinished(Option<RunState>),
+    Unfinished(Option<Box<RunState>>),
     /// Its record is written.
     Finished(Box<Manifest>),
 }
@@ -367,11 +367,11 @@ fn continued(
         folder.replace_model();
         let mut begun = diverged.clone().begun_again();
         begun.settings.extend(deciding.clone());
-        return Ok(Continued::Unfinished(Some(begun)));
+        return Ok(Continued::Unfinished(Some(Box::new(begun))));
     }
     let max_perplexity = settings.evaluation.max_perplexity;
     let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? else {
-        return Ok(Continued::Unfinished(unfinished));
+        return Ok(Continued::Unfinished(unfinished.map(Box::new)));
     };
     width_drop::tidy(folder)?;
     let recovery = manifest.recovery.as_ref();
