@@ -207,7 +207,7 @@ fn bad_documents_are_named_by_file_and_line() {
         );
     }
     fs::write(&plain, "[{\"text\": \"a\"}]").expect("write");
-    assert!(message(run(&plain).0).contains("JSON object with a string `text`"));
+    assert!(message(run(&plain).0).contains("JSON array, not a file of JSON lines"));
     fs::write(&plain, "just prose\n").expect("write");
     assert!(message(run(&plain).1).contains("it begins: just prose"));
     fs::write(&plain, "\n\n").expect("write");
