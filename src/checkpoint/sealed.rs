@@ -24,7 +24,7 @@ const PIECE: usize = 1 << 20;
 
 /// The first line of a file.
 #[derive(Deserialize)]
-struct Head {
+struct SealedLine {
     sealed: Seal,
 }
 
@@ -53,8 +53,8 @@ impl Seal {
     fn parse(line: &[u8]) -> Option<Self> {
         let text = std::str::from_utf8(line).ok()?.strip_suffix('\n')?;
         let text = text.strip_suffix([',', '}'])?;
-        let head: Head = serde_json::from_str(&format!("{text}}}")).ok()?;
-        Some(head.sealed)
+        let line: SealedLine = serde_json::from_str(&format!("{text}}}")).ok()?;
+        Some(line.sealed)
     }
 
     /// Compares the seal of a first line with the rest of the file.

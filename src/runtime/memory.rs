@@ -62,9 +62,8 @@ pub fn release_freed() {
     }
 }
 
-/// The least size of blocks that go back to the system as soon as they are freed.
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-const RETURNED_AT_ONCE: libc::c_int = 4 << 20;
+/// The least bytes of blocks that go back to the system as soon as they are freed.
+pub const RETURNED_AT_ONCE: usize = 4 << 20;
 
 /// Makes glibc give large blocks back to the system when they are freed. By default, glibc takes blocks of up to 32 MiB from its
 /// heap once a block of that size was freed, and keeps free memory below other blocks: with hidden states of 16 MiB on disk a run's peak
@@ -75,7 +74,7 @@ pub fn return_large_blocks() {
         #[expect(unsafe_code, reason = "a call into the C library")]
         // SAFETY: `mallopt` takes two numbers and sets a parameter of the allocator under its own lock.
         unsafe {
-            libc::mallopt(libc::M_MMAP_THRESHOLD, RETURNED_AT_ONCE);
+            libc::mallopt(libc::M_MMAP_THRESHOLD, RETURNED_AT_ONCE as libc::c_int);
         }
     }
 }

@@ -19,6 +19,7 @@ use crate::model::{Dtypes, footprint};
 use crate::placement::PhaseMemory;
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase, Plan};
+use crate::runtime::memory::RETURNED_AT_ONCE;
 
 /// A training in numbers.
 #[derive(Debug, Clone, Default)]
@@ -286,7 +287,7 @@ impl Host<'_> {
         let (run, settings) = (self.run, &self.option.settings);
         let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
         let mut all = self.training_states(trains);
-        all.push(part(PartKind::Layer, layer));
+        all.push(part(PartKind::Layer, layer + self.left_by_layers()));
         // The frozen weights of factors, and the layer that the sweep reads ahead.
         all.push(part(PartKind::FrozenLayers, trains.read_frozen()));
         if settings.prefetch && run.config.num_hidden_layers > 1 {
@@ -300,6 +301,15 @@ impl Host<'_> {
         all.push(self.context(false));
         all.append(&mut parts);
         self.phase(phase, all)
+    }
+
+    /// Memory that the allocator keeps of layers that are gone: their matrices below the size that goes back to the system at once.
+    fn left_by_layers(&self) -> ByteSize {
+        let (config, dtype) = (self.run.config, self.run.dtypes.layers);
+        let bytes = config
+            .projections()
+            .map(|projection| projection.elements(config) * dtype.bytes());
+        ByteSize::of(bytes.filter(|&bytes| bytes < RETURNED_AT_ONCE).sum(), 1)
     }
 
     /// Frozen layers that stay in memory, and the one that is read ahead where not all stay.

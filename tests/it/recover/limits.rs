@@ -103,7 +103,7 @@ fn no_peak_of_a_training_is_above_its_limit() {
                 let measured = manifest.peak_anonymous.expect("measured").0;
                 let limit = limit << 20;
                 assert!(measured <= limit, "{way}, {threads}: {measured} of {limit}");
-                assert_eq!(manifest.warnings, Vec::<String>::new());
+                assert_eq!(manifest.exceeded_plan(), Vec::<String>::new());
             }
             let below = format!("{line} --max-memory cpu={}MiB", least - 2);
             assert_eq!(place.run(&below).code, 1, "{way}");
