@@ -281,7 +281,7 @@ fn zeros_of_the_source_stay_zero_under_every_technique() {
     // Six of ten weights are removed, and more of them in some rows and groups than in others.
     let removed = noise(ROWS * COLUMNS, 5);
     let is_removed = |row: usize, column: usize| {
-        let limit = if row % 3 == 0 { 0.6 } else { 0.1 };
+        let limit = if row.is_multiple_of(3) { 0.6 } else { 0.1 };
         removed[row * COLUMNS + column] < limit
     };
     let mut values = vec![0.0; ROWS * COLUMNS];
