@@ -8,6 +8,7 @@ mod grid;
 mod layer_drop;
 mod merge;
 mod output;
+mod quantize;
 mod recovery;
 mod width_drop;
 
@@ -23,9 +24,7 @@ use crate::data::DatasetSpec;
 use crate::generation::Sampling;
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Flow, ObservationOrder, Propagation, Selection};
-use crate::placement::Budget;
 use crate::pruning::{self, MethodOptions, Pattern, Technique};
-use crate::quantized::FourBitFormat;
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
 pub use grid::{Deal, GridSettings, GridShard};
@@ -35,6 +34,7 @@ pub use merge::{
     SaliencySource, TrimScope,
 };
 pub use output::OutputSettings;
+pub use quantize::QuantizeSettings;
 pub use recovery::{ALL_LINEAR, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, TrainedKind};
 pub use width_drop::{WidthDropSettings, WidthOf, WidthShare};
 
@@ -421,25 +421,6 @@ pub struct PlanSettings {
     pub rank: Option<usize>,
     /// `--batch-size` of trainings; the default of `prune recover` if absent.
     pub batch_size: Option<usize>,
-}
-
-/// Settings of `prune quantize`.
-#[derive(Debug, Clone)]
-pub struct QuantizeSettings {
-    /// The checkpoint, a folder or an id of the hub.
-    pub model: PathBuf,
-    /// `--to`.
-    pub to: FourBitFormat,
-    /// `--save`: the model's folder.
-    pub save: PathBuf,
-    /// `--force`: replace model files.
-    pub force: bool,
-    /// `--threads`.
-    pub threads: Option<u16>,
-    /// `--max-memory`.
-    pub max_memory: Budget,
-    /// The command line.
-    pub arguments: Vec<String>,
 }
 
 /// Models of `prune plan`.

@@ -113,7 +113,6 @@ impl Manifest {
         if self.recovery.is_some() {
             ["perplexity before", "perplexity after"]
         } else if self.command == "eval" {
-            // The model may be of any kind.
             ["perplexity", "pruned perplexity"]
         } else {
             ["dense perplexity", "pruned perplexity"]

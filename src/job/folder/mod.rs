@@ -1,5 +1,6 @@
 //! The run folder: checks of the places results are written to, and the files in them.
 
+mod leftovers;
 pub(crate) mod lock;
 pub(super) mod memory_log;
 mod owner;
@@ -55,23 +56,6 @@ const NARROWER: &str = "narrower";
 pub(crate) const MANIFEST: &str = "run.json";
 
 impl RunFolder {
-    /// Removes what a killed process left in the folders of a finished run: its locks and temporary files. Where another process works,
-    /// nothing is removed.
-    ///
-    /// # Errors
-    /// Fails when a folder cannot be listed or a file cannot be removed.
-    pub(in crate::job) fn tidy_finished(mut self, events: &dyn Events) -> Result<()> {
-        let is_left = |name: &String| name == lock::FILE || is_temporary(name);
-        let mut names = Vec::new();
-        for folder in [&self.run, &self.model].into_iter().flatten() {
-            names.extend(files_in(folder)?);
-        }
-        if !names.iter().any(is_left) || self.lock(events).is_err() {
-            return Ok(());
-        }
-        self.tidy()
-    }
-
     /// Checks where results would go. Writes nothing.
     ///
     /// # Errors

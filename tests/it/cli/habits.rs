@@ -143,11 +143,13 @@ fn warnings(place: &Place, dataset: &str, evaluation: &str) -> Vec<String> {
          --nsamples 4 --seqlen 64 --eval-windows 2 --save out --force"
     ));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    let warnings = place.manifest("out").warnings;
+    let mut warnings = place.manifest("out").warnings;
     for warning in &warnings {
         let at = |text: &str| ran.stderr.find(text).expect("it is told");
         assert!(at(warning) < at("layer 0 sparsity"), "{}", ran.stderr);
     }
+    // The texts of these tests are made up, so they are not the published WikiText-2.
+    warnings.retain(|text| !text.contains("is not the raw test split of WikiText-2"));
     warnings
 }
 
