@@ -68,7 +68,6 @@ pub use headers_only::HeadersOnly;
 pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};
 pub use merged_writer::{MergedWriter, TensorStream};
-#[cfg(feature = "synthetic")]
 pub(crate) use names::CHUNK_BYTES;
 pub use names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
 pub use not_a_model::not_a_model;
