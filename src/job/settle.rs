@@ -366,8 +366,15 @@ fn continued(
     if let Some(diverged) = unfinished.as_ref().filter(|state| has_other_rate(state)) {
         folder.replace_model();
         let mut begun = diverged.clone().begun_again();
+        begun.replaces_model = true;
         begun.settings.extend(deciding.clone());
         return Ok(Continued::Unfinished(Some(Box::new(begun))));
+    }
+    if unfinished
+        .as_ref()
+        .is_some_and(|state| state.replaces_model)
+    {
+        folder.replace_model();
     }
     let max_perplexity = settings.evaluation.max_perplexity;
     let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? else {

@@ -60,6 +60,9 @@ pub struct RunState {
     /// The perplexities of the models of a merge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub perplexities_of_models: Vec<ModelPerplexity>,
+    /// The model folder holds an earlier model of this run, which this one replaces: a diverged training continues.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub replaces_model: bool,
     /// The perplexities, once all are measured.
     pub perplexity: Option<Perplexities>,
     /// The end of a training whose loss exploded: its best state is the model of the run, and the run can be continued from there.

@@ -38,7 +38,9 @@ const FOLDERS: [(&str, usize); 3] = [
 ];
 
 /// Folders of other forms, which have tests of their own or belong to operations that are not built.
-const OTHER_FOLDERS: [&str; 4] = ["families", "merge", "methods", "recovery"];
+const OTHER_FOLDERS: [&str; 6] = [
+    "families", "gradual", "merge", "methods", "recovery", "tasks",
+];
 
 /// Runs that also measure the dense model beside the pruned one in the same sweep, once per model.
 const DENSE_TOO: [&str; 2] = [

@@ -128,8 +128,8 @@ fn texts_that_are_too_short_and_trainings_that_explode_say_so() {
         &format!("{wild} --how full --max-grad-norm 0 --save out"),
         1,
         &[
-            "in step 2",
-            "no good state was measured before",
+            "the held-out loss is NaN",
+            "in step 1",
             "use a smaller rate",
         ],
     );
@@ -146,9 +146,8 @@ fn texts_that_are_too_short_and_trainings_that_explode_say_so() {
 fn a_teacher_with_the_weights_of_the_model_is_refused() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
     // Another folder with other names of files is the same teacher.
-    let copied = place.run(
-        "merge --model pruned/model --model pruned/model --method linear --out-shard-size 100KB --save twice",
-    );
+    let copied = place
+        .run("merge --model pruned/model --method passthrough --out-shard-size 100KB --save twice");
     assert_eq!(copied.code, 0, "{}", copied.stderr);
     for teacher in ["pruned/model", "twice/model"] {
         for how in ["blocks --nsamples 16", "full", "lora"] {
