@@ -121,7 +121,8 @@ fn backward_passes_and_gram_matrices_of_a_device_take_what_is_planned() {
     ] {
         let (counted, planned) = measured(&place, "backward::child", case);
         eprintln!("{case}: planned {planned}, counted {counted}");
-        if counted > planned || planned > 2 * counted {
+        // Products by AMX tiles hold less than half of what the plan counts for other CPUs.
+        if counted > planned || 2 * planned > 5 * counted {
             wrong.push(case);
         }
     }
