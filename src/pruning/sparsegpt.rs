@@ -261,7 +261,7 @@ impl ColumnBlock {
         errors
     }
 
-    /// The flags of a row in the block; empty where there are none.
+    /// The flags of a row in the block; empty if `flags` is empty.
     fn of_row<'f>(&self, flags: &'f [bool], row: usize) -> &'f [bool] {
         let first = row * self.columns;
         let of_block = flags.get(first + self.first..first + self.last);

@@ -205,14 +205,7 @@ fn gathered(weight: &StoredMatrix, first: usize, rows: usize, kept: &[usize]) ->
     let n = weight.columns();
     let mut whole = vec![0.0; rows * n];
     weight.widen_rows(first, &mut whole);
-    let mut some = vec![0.0; rows * kept.len()];
-    let pairs = some
-        .chunks_exact_mut(kept.len().max(1))
-        .zip(whole.chunks_exact(n.max(1)));
-    for (out, row) in pairs {
-        pick(row, kept, out, |value| value);
-    }
-    some
+    kept_columns(&whole, n, kept)
 }
 
 /// The kept columns of rows·Gs.
@@ -225,10 +218,15 @@ fn product_of_kept(
     let n = gram.width();
     let mut whole = vec![0.0; rows.len()];
     gram.product(rows, &mut whole, packed);
+    kept_columns(&whole, n, kept)
+}
+
+/// The kept columns of rows of length `n`.
+fn kept_columns(rows: &[f32], n: usize, kept: &[usize]) -> Vec<f32> {
     let mut some = vec![0.0; rows.len() / n.max(1) * kept.len()];
     let pairs = some
         .chunks_exact_mut(kept.len().max(1))
-        .zip(whole.chunks_exact(n.max(1)));
+        .zip(rows.chunks_exact(n.max(1)));
     for (out, row) in pairs {
         pick(row, kept, out, |value| value);
     }

@@ -129,7 +129,7 @@ impl RunFolder {
         Ok(())
     }
 
-    /// From now on the model files of this folder may be replaced, as with `--force`: they are those of a training that diverged and goes on.
+    /// From now on the model files of this folder may be replaced, as with `--force`: a training that diverged wrote them, and it resumes.
     pub(in crate::job) fn replace_model(&mut self) {
         self.is_forced = true;
     }

@@ -121,7 +121,7 @@ fn backward_passes_and_gram_matrices_of_a_device_take_what_is_planned() {
     ] {
         let (counted, planned) = measured(&place, "backward::child", case);
         eprintln!("{case}: planned {planned}, counted {counted}");
-        // Products by AMX tiles hold less than half of what the plan counts for other CPUs.
+        // On an Intel Xeon with AMX, `grams whole` counted 31.9 MB of 65.9 MB planned; the cause is not known.
         if counted > planned || 2 * planned > 5 * counted {
             wrong.push(case);
         }

@@ -111,7 +111,7 @@ fn measured_scales_are_not_read_again() {
     for at in 1..20 {
         assert!(place.with_fault(&line, &format!("kill:{at}")).is_none());
         let known = state(&place).map_or(0, |state| state.quantized.len());
-        // Each process goes on where the one before was killed.
+        // Each process resumes with what the killed process had measured.
         assert!(known >= measured, "{known} after {measured}");
         measured = known;
     }
