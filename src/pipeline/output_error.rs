@@ -35,16 +35,18 @@ pub(super) fn widths(config: &ModelConfig) -> [usize; 4] {
     ]
 }
 
-/// Bytes held while a layer that saw this many samples is pruned: the rows of the four points, and twice the output of a matrix.
-pub(super) fn bytes(config: &ModelConfig, samples: usize, seqlen: usize) -> ByteSize {
-    let tokens = samples * seqlen;
-    let widest = config
-        .projections()
-        .map(|projection| projection.shape(config).0)
-        .max()
-        .unwrap_or(0);
-    let row = widths(config).iter().sum::<usize>() + 2 * widest;
-    ByteSize::of(tokens.min(TOKENS) * row, size_of::<f32>())
+/// Bytes of the rows of the four points, which are held from the first sample of a layer until its last matrix is pruned; with
+/// `has_outputs` also those of the outputs of a matrix, before and after it is pruned.
+pub(super) fn bytes(
+    config: &ModelConfig,
+    samples: usize,
+    seqlen: usize,
+    has_outputs: bool,
+) -> ByteSize {
+    let outputs = config.projections().map(|of| of.shape(config).0).max();
+    let outputs = outputs.filter(|_| has_outputs).unwrap_or(0);
+    let row = widths(config).iter().sum::<usize>() + 2 * outputs;
+    ByteSize::of(TOKENS.min(samples * seqlen) * row, size_of::<f32>())
 }
 
 /// The positions of a sample whose rows are kept, ascending.

@@ -23,7 +23,7 @@ use crate::pruning::{Mask, Request, Statistics, StatisticsKind, Target, Techniqu
 use crate::run::manifest::{LayerReport, MatrixReport, PermutationReport};
 use crate::run::memory_settings::StatisticsHeld;
 use crate::run::{Event, Events, Phase};
-use crate::runtime::{Clock, Compute, Editor, Side};
+use crate::runtime::{Clock, Compute, Editor, Side, memory};
 
 /// A matrix at the moment its mask is known and its zeros are not yet written.
 #[derive(Clone, Copy)]
@@ -208,6 +208,8 @@ impl<'a> Pruner<'a> {
             training: None,
             matrices: reports,
         });
+        // Calibration rows and outputs of small matrices are blocks that glibc would keep while the samples pass.
+        memory::release_freed();
         self.save_and_pass(layer, &unwritten, compute)?;
         if let Some(report) = self.layers.last_mut() {
             report.seconds = start.elapsed().as_secs_f64();

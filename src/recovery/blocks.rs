@@ -19,9 +19,9 @@ use anyhow::{Context, Result};
 use super::base::{BaseLayer, BaseLayers};
 use super::merger::{LayerOutput, zeros};
 use super::parameters::{LayerParameters, TrainedPart};
+use super::parts::Diverged;
 use super::spare::SpareMemory;
 use crate::checkpoint::WeightSource;
-use crate::failure::Failure;
 use crate::linalg::derivatives::squared_error_backward;
 use crate::linalg::tensor;
 use crate::model::{DecoderLayer, ModelConfig};
@@ -185,7 +185,14 @@ impl BlockTrainer<'_> {
         let mut collected = self.part.collected(&self.config, gradients, kept)?;
         let squares = collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
         if !(sum.is_finite() && squares.is_finite()) {
-            return Err(not_finite(layer.index(), at).into());
+            return Err(Diverged {
+                what: format!(
+                    "loss or gradients of layer {} are not finite",
+                    layer.index()
+                ),
+                at,
+            }
+            .into());
         }
         self.spare.take(layer, self.part);
         let factor = self
@@ -255,15 +262,6 @@ impl BlockTrainer<'_> {
         };
         Ok((trained, loss))
     }
-}
-
-fn not_finite(layer: usize, at: TrainingStep) -> Failure {
-    Failure::new(format!(
-        "loss or gradients of layer {layer} are not finite in step {}, with a learning rate of {:e}",
-        at.number, at.rate
-    ))
-    .detail("no parameter was changed by this step; finished layers are kept")
-    .hint(format!("use a smaller rate, like --lr {:.0e}", at.rate / 10.0))
 }
 
 impl Editor for BlockTrainer<'_> {

@@ -314,3 +314,45 @@ fn output_errors_are_measured_where_there_is_calibration_and_grow_with_the_ratio
     let one_thread = errors("wanda", "0.7", "--threads 1");
     assert_eq!(one_thread, many, "threads change nothing");
 }
+
+/// Runs that prune nothing are named after what they did, in their table and on the page.
+#[test]
+fn runs_without_pruning_have_the_names_of_what_they_did() {
+    let place = two_runs();
+    let text = "--eval-dataset test.txt --seqlen 64 --eval-windows 4";
+    let lines = [
+        "--model m --prune-method magnitude --sparsity-ratio 0.5 --eval none --save pruned".to_string(),
+        "recover --model pruned/model --how lora --rank 2 --dataset train.txt --seqlen 64 --batch-size 1 --nsamples 4 --held-out 2 \
+         --steps 1 --eval none --save runs/recovered"
+            .to_string(),
+        format!("merge --model m --model pruned/model --method linear --weight 0.5 --eval both {text} --save runs/merged"),
+        "quantize --model m --to nf4 --save four-bit".to_string(),
+        format!("eval --model four-bit {text} --save runs/four-bit"),
+        format!("eval --model m {text} --save runs/dense"),
+    ];
+    let mut tables = Vec::new();
+    for line in &lines {
+        let ran = place.run(line);
+        assert_eq!(ran.code, 0, "{line}\n{}", ran.stderr);
+        tables.push(format!("{}{}", ran.stdout, ran.stderr));
+    }
+    for table in &tables[4..] {
+        let lines = || table.lines().map(str::trim_start);
+        assert!(
+            lines().any(|line| line.starts_with("perplexity ")),
+            "{table}"
+        );
+        assert!(!table.contains("dense perplexity"), "{table}");
+    }
+    for (run, name) in [
+        ("recovered", "recovered by lora"),
+        ("merged", "merged by linear"),
+        ("four-bit", "4 bits, nf4"),
+    ] {
+        let ran = place.run(&format!("report runs/wanda runs/{run} --out page"));
+        assert_eq!(ran.code, 0, "{run}\n{}", ran.stderr);
+        let page = fs::read_to_string(place.path("page/report.html")).expect("it was written");
+        assert!(page.contains(name), "{run}: no `{name}`");
+        assert!(!page.contains(">none<"), "{run}");
+    }
+}

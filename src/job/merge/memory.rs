@@ -60,10 +60,12 @@ impl PassWork {
 }
 
 /// The numbers of a pass that decide its memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct MergeShape {
     /// Elements of the longest row.
     pub(super) longest_row: usize,
+    /// Elements of every tensor, the largest first.
+    pub(super) elements: Vec<u64>,
     /// The most sources of a tensor.
     pub(super) sources: usize,
     /// The most sources of a tensor without its base.
@@ -110,7 +112,10 @@ impl MergeShape {
             }
             Scope::Model => 1,
         };
+        let mut elements: Vec<u64> = tensors.iter().map(MergeTensor::elements).collect();
+        elements.sort_unstable_by(|one, other| other.cmp(one));
         Self {
+            elements,
             longest_row: tensors
                 .iter()
                 .map(|tensor| tensor.matrix().1)
@@ -164,13 +169,17 @@ impl MergeShape {
     /// ```text
     /// worker = piece · (4 B · (sources + experts + 1) + stored + written) + counts + factors
     /// ```
+    ///
+    /// A piece has no more elements than its tensor; the workers have the largest tensors.
     fn parts(&self, size: PassSize) -> Vec<MemoryPart> {
         let piece = size.piece_elements.max(self.longest_row) as u64;
         // Sources, trimmed differences, the merged rows; stored bytes that are read and written. Random words are less than counts.
         let floats = (self.sources + self.experts + 1) as u64;
         // Rows before factors, and a mark per element.
         let zeros = if self.keeps_zeros { 5 } else { 0 };
-        let pieces = size.workers as u64 * piece * (4 * floats + self.stored_bytes + zeros);
+        let tensors = self.elements.iter().take(size.workers);
+        let elements: u64 = tensors.map(|elements| piece.min(*elements)).sum();
+        let pieces = elements * (4 * floats + self.stored_bytes + zeros);
         let searches = if self.searches {
             self.experts as u64
         } else {
@@ -213,6 +222,20 @@ impl MergeShape {
         ]
     }
 
+    /// The least memory that is enough for every phase.
+    pub(super) fn least(&self) -> ByteSize {
+        let smallest = PassSize {
+            workers: 1,
+            piece_elements: self.longest_row,
+        };
+        self.bytes(smallest).max(self.fixed())
+    }
+
+    /// The memory of the phases that nothing makes smaller.
+    fn fixed(&self) -> ByteSize {
+        sum(&self.reading()).max(sum(&self.read_back()))
+    }
+
     /// The largest pass that fits: fewer workers first, then smaller pieces.
     ///
     /// # Errors
@@ -226,8 +249,7 @@ impl MergeShape {
             return Ok(wanted);
         };
         let mut size = wanted;
-        // Nothing makes these phases smaller.
-        let fixed = sum(&self.reading()).max(sum(&self.read_back()));
+        let fixed = self.fixed();
         while self.bytes(size) > budget {
             if size.workers > 1 {
                 size.workers -= 1;
@@ -239,7 +261,7 @@ impl MergeShape {
                     "one worker with one row of {} elements per model needs {needed}",
                     self.longest_row
                 );
-                return Err(too_little(budget, needed.max(fixed), why));
+                return Err(too_little(budget, self.least(), why));
             }
         }
         if fixed > budget {

@@ -65,6 +65,11 @@ struct Wish {
 }
 
 impl Saliency {
+    /// Returns whether the merge asks for statistics that it may have to measure.
+    pub(super) fn is_measured(settings: &MergeSettings) -> bool {
+        settings.saliency.is_some() || settings.aim.is_some()
+    }
+
     /// Finds the statistics that the merge needs: in the file, or by measurements that can begin. `None` for a merge without any.
     ///
     /// # Errors
@@ -77,8 +82,7 @@ impl Saliency {
         folder: &RunFolder,
         events: &dyn Events,
     ) -> Result<Option<Self>> {
-        let measures = settings.saliency.is_some() || settings.aim.is_some();
-        if !measures && settings.saliency_file.is_none() {
+        if !Self::is_measured(settings) && settings.saliency_file.is_none() {
             return Ok(None);
         }
         check_aim(settings.aim)?;

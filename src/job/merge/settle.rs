@@ -104,8 +104,13 @@ impl MergeJob {
         let wanted = wanted_size(&settings, threads);
         let mut shape = shape_of(&settings, &tensors, method, &inputs);
         shape.tokenizer_bytes = vocabulary.tokenizer_bytes();
+        shape.vocabulary_bytes = vocabulary.bytes();
+        shape.published_bytes = vocabulary.published_bytes();
         // A pass that does not fit fails before statistics are read and texts are found.
-        shape.fit(wanted, budget)?;
+        let early = shape.fit(wanted, budget);
+        if !Saliency::is_measured(&settings) {
+            early.clone()?;
+        }
         let folders: Vec<&Path> = inputs.folders();
         let mut folder = RunFolder::at(&folders, &settings.output, true)?;
         folder.lock(events)?;
@@ -113,7 +118,17 @@ impl MergeJob {
         if unfinished.is_none() && settings.output.resume {
             return Err(super::super::settle::nothing_to_resume(&folder).into());
         }
-        let saliency = Saliency::settle(&settings, &recipe, &inputs, &folder, events)?;
+        // A measurement may need even more. Planned with enough for the pass, it fails with a number that is enough for both.
+        let mut enough = settings.clone();
+        if early.is_err() {
+            let allowed = &mut enough.device.max_memory;
+            *allowed = allowed.with_cpu(shape.least());
+        }
+        let saliency = Saliency::settle(&enough, &recipe, &inputs, &folder, events);
+        let saliency = match (saliency, early) {
+            (Err(measuring), Err(pass)) => return Err(with_advice_of(pass, &measuring).into()),
+            (saliency, _) => saliency?,
+        };
         let mut deciding = BTreeMap::new();
         if folder.state().is_some() {
             deciding = decide(&settings, &recipe, &inputs, &folder)?;
@@ -131,8 +146,6 @@ impl MergeJob {
                 return Ok(SettledMerge::Finished(Box::new(manifest)));
             }
         }
-        shape.vocabulary_bytes = vocabulary.bytes();
-        shape.published_bytes = vocabulary.published_bytes();
         shape.statistics_bytes = saliency.as_ref().map_or(0, |of| of.bytes().0);
         let size = shape.fit(wanted, budget)?;
         let time = work.time(layout.bytes(), threads, &inventory.rates);
@@ -248,6 +261,17 @@ fn wanted_size(settings: &MergeSettings, threads: usize) -> PassSize {
     PassSize {
         workers: threads * WORKERS_PER_THREAD,
         piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
+    }
+}
+
+/// The refusal of a pass with the advice of a refused measurement, if it has any.
+fn with_advice_of(pass: Failure, measuring: &anyhow::Error) -> Failure {
+    let failure = measuring.downcast_ref::<Failure>();
+    match failure.and_then(|failure| failure.hint.clone()) {
+        Some(hint) => pass
+            .detail("measuring the activations needs more")
+            .hint(hint),
+        None => pass,
     }
 }
 

@@ -9,12 +9,12 @@ use super::super::settle::Job;
 use super::super::streams::Streams;
 use super::base::FrozenBase;
 use super::resolved::Recovery;
-use super::steps::{Trained, states_dtype};
+use super::steps::{Trained, states_dtype, without_model};
 use crate::linalg::StoredDtype;
 use crate::model::on_device::candle_dtype;
 use crate::pipeline::expected;
 use crate::pruning::Pattern;
-use crate::recovery::{BlockTrainer, LayerOutput, Merger, SpareMemory};
+use crate::recovery::{BlockTrainer, Diverged, LayerOutput, Merger, SpareMemory};
 use crate::run::manifest::{LayerReport, Perplexities};
 use crate::run::{Events, RecoveryReport};
 use crate::runtime::{Editor, HiddenStates, SweepReport};
@@ -65,7 +65,14 @@ pub(super) fn sweep(
             let mut trainer = block_trainer(job, recovery, (states, streams), output, events)?;
             trainer.rounding = rounding;
             let editor: &mut dyn Editor = &mut trainer;
-            let swept = streams.sweep(job, finished, Some(editor), events)?;
+            let swept = streams.sweep(job, finished, Some(editor), events);
+            let swept = swept.map_err(|error| match error.downcast_ref::<Diverged>() {
+                Some(diverged) => {
+                    let detail = "not all layers are trained, so there is no model";
+                    without_model(job, diverged, detail).into()
+                }
+                None => error,
+            })?;
             (swept, trainer.output.layers)
         }
     };

@@ -141,6 +141,21 @@ pub(super) fn train(job: &Job, recovery: &Recovery, events: &dyn Events) -> Resu
     })
 }
 
+/// The failure of a training that diverged and leaves no model.
+pub(super) fn without_model(job: &Job, diverged: &Diverged, detail: &str) -> Failure {
+    // The state that is saved belongs to this rate.
+    let again = match job.folder.state() {
+        Some(_) => " --force",
+        None => "",
+    };
+    Failure::new(diverged.to_string())
+        .detail(detail)
+        .hint(format!(
+            "use a smaller rate, like --lr {:.0e}{again}, more --warmup, or a smaller --max-grad-norm",
+            diverged.at.rate / 10.0
+        ))
+}
+
 struct Training<'a> {
     job: &'a Job,
     recovery: &'a Recovery,
@@ -270,7 +285,8 @@ impl<'a> Training<'a> {
         let best = best.and_then(|best| self.head.held_out.iter().find(|one| one.step == best));
         let Some(best) = best else {
             self.save_what_was_done(trainer);
-            return Err(self.without_best(&diverged).into());
+            let detail = "no good state was measured before, so there is no model";
+            return Err(without_model(self.job, &diverged, detail).into());
         };
         let divergence = Divergence {
             step: diverged.at.number,
@@ -283,21 +299,6 @@ impl<'a> Training<'a> {
         trainer.shelf_mut().return_to_best()?;
         self.head.return_to_best(divergence);
         self.save(trainer)
-    }
-
-    /// The failure of a training that diverged before a good measurement.
-    fn without_best(&self, diverged: &Diverged) -> Failure {
-        // The state that is saved is that of this rate.
-        let again = match self.job.folder.state() {
-            Some(_) => " --force",
-            None => "",
-        };
-        Failure::new(diverged.to_string())
-            .detail("no good state was measured before, so there is no model")
-            .hint(format!(
-                "use a smaller rate, like --lr {:.0e}{again}, more --warmup, or a smaller --max-grad-norm",
-                diverged.at.rate / 10.0
-            ))
     }
 
     /// Saves the finished steps of a training that ends with an error.

@@ -76,7 +76,7 @@ impl<'r> Host<'r> {
                 let workspace = footprint::workspace(config, dtype, run.seqlen, settings);
                 parts.push(part(PartKind::Workspace, workspace));
             }
-            parts.extend(self.calibration_rows());
+            parts.extend(self.calibration_rows(true));
             phases.push(self.in_layer(Phase::Score, parts));
         }
         if let Some(trains) = &run.trains {
@@ -246,15 +246,16 @@ impl<'r> Host<'r> {
             PartKind::Statistics,
             held + adding.unwrap_or_default() + kept.unwrap_or_default(),
         )];
-        parts.extend(self.calibration_rows());
+        parts.extend(self.calibration_rows(false));
         parts
     }
 
-    fn calibration_rows(&self) -> Option<MemoryPart> {
+    /// The calibration rows for output errors, with the outputs of a matrix while errors are computed.
+    fn calibration_rows(&self, has_outputs: bool) -> Option<MemoryPart> {
         let run = self.run;
         run.statistics()?;
-        let rows = output_error::bytes(run.config, run.samples, run.seqlen);
-        Some(part(PartKind::CalibrationRows, rows))
+        let bytes = output_error::bytes(run.config, run.samples, run.seqlen, has_outputs);
+        Some(part(PartKind::CalibrationRows, bytes))
     }
 
     /// Memory of scoring: what the method needs for one matrix, and the statistics that exist then. Those of an input go when its

@@ -198,8 +198,10 @@ fn a_loss_or_gradient_that_is_not_finite_stops_before_the_update() {
         };
         let error = trainer.step(&examples, at).unwrap_err();
         let text = format!("{error:?}");
-        assert!(text.contains("the loss is NaN in step 2"), "{text}");
-        assert!(text.contains("--lr 1e-3"), "{text}");
+        assert!(
+            text.contains("the loss is NaN in step 2, with a learning rate of 1e-2"),
+            "{text}"
+        );
         assert!(bits(trainer.shelf()) == poisoned);
         // The trainer continues with good values as if nothing had been.
         trainer.shelf_mut().load(&mut good.as_slice()).unwrap();

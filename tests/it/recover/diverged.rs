@@ -92,7 +92,6 @@ fn the_best_state_is_the_model_and_another_rate_continues_from_it() {
 
 /// The process is killed while the continued training replaces the model of the first rate.
 #[test]
-#[ignore = "not run since the state records that the model is replaced"]
 fn a_continued_training_that_is_killed_continues_with_the_same_bytes() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
     diverging(&place, "");

@@ -105,7 +105,7 @@ fn no_peak_of_a_training_is_above_its_limit() {
                 assert!(measured <= limit, "{way}, {threads}: {measured} of {limit}");
                 assert_eq!(manifest.exceeded_plan(), Vec::<String>::new());
             }
-            let below = format!("{line} --max-memory cpu={}MiB", least / 2);
+            let below = format!("{line} --max-memory cpu={}MiB", least - 1);
             assert_eq!(place.run(&below).code, 1, "{way}");
         }
     }

@@ -133,12 +133,16 @@ fn texts_that_are_too_short_and_trainings_that_explode_say_so() {
             "use a smaller rate",
         ],
     );
+    let blocks = "--how blocks --teacher m --nsamples 16 --save blocks";
     refused(
         &place,
-        &format!("{wild} --how blocks --teacher m --nsamples 16 --save blocks"),
+        &format!("{wild} {blocks}"),
         1,
-        &["layer 0 are not finite in step 2", "use a smaller rate"],
+        &["layer 0 are not finite in step 2", "--lr 1e29 --force"],
     );
+    // The hint as printed, with a rate that is small enough.
+    let ran = place.run(&format!("{COMMON} --lr 1e-3 --force {blocks}"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
 }
 
 /// Exit code 0 and "loss left NaN %" before: such a training learns nothing.
