@@ -325,7 +325,7 @@ fn runs_without_pruning_have_the_names_of_what_they_did() {
         "recover --model pruned/model --how lora --rank 2 --dataset train.txt --seqlen 64 --batch-size 1 --nsamples 4 --held-out 2 \
          --steps 1 --eval none --save runs/recovered"
             .to_string(),
-        format!("merge --model m --model pruned/model --method linear --weight 0.5 --eval both {text} --save runs/merged"),
+        format!("merge --model m --model pruned/model --method linear --weight 0.5 --eval all {text} --save runs/merged"),
         "quantize --model m --to nf4 --save four-bit".to_string(),
         format!("eval --model four-bit {text} --save runs/four-bit"),
         format!("eval --model m {text} --save runs/dense"),
